@@ -1,0 +1,29 @@
+"""Builds nvmeio._native: cffi, out-of-line API mode, one abi3 module for every Python >= 3.10.
+
+Needs a C compiler and nothing else: libaio is loaded at run time, the kernel's own header
+describes its structures.
+"""
+
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+# distutils wants sources relative to the project's root, where setup.py runs.
+SOURCES = [f"native_shim/{name}.c" for name in ("kaio", "file_facts", "engine", "lane")]
+
+ffibuilder = FFI()
+ffibuilder.cdef((HERE / "decl.h").read_text(encoding="utf-8"))
+ffibuilder.set_source(
+    "nvmeio._native",
+    '#include "internal.h"',
+    sources=SOURCES,
+    include_dirs=["native_shim"],
+    depends=["native_shim/decl.h", "native_shim/internal.h"],
+    extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+    libraries=["dl", "pthread"],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(verbose=True)

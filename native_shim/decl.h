@@ -1,0 +1,82 @@
+/* What Python sees of the shim. Read twice: by the C compiler through internal.h, and by cffi as
+ * its cdef, so plain declarations only. Who may call what, and what is kept alive how long, is
+ * told in engine.c. Errors are returned as -errno; sizes and offsets are bytes. */
+
+/* The kernel's AIO calls, through libaio or directly. */
+typedef struct nv_kaio nv_kaio;
+nv_kaio *nv_kaio_open(const char *libaio_path); /* NULL: the system calls themselves */
+const char *nv_kaio_error(void);                /* why the last nv_kaio_open gave NULL */
+const char *nv_kaio_path(nv_kaio *);            /* file that libaio was loaded from, or "" */
+
+/* An engine: lanes, each with an AIO context, and the requests given to them. */
+typedef struct nv_engine nv_engine;
+typedef struct nv_port nv_port;
+typedef struct nv_request nv_request;
+
+typedef struct {
+  uint64_t block_size;
+  uint32_t queue_depth;
+  uint32_t lanes;
+  uint32_t bounce_blocks; /* at most so many bounce blocks a lane, <= queue_depth */
+  int single_submit;
+  int overlap_events;
+} nv_options;
+
+typedef struct {
+  uint64_t bytes_read;
+  uint64_t bytes_written;
+  uint64_t operations;
+  uint64_t direct_bytes;
+  uint64_t bounced_bytes;
+  uint64_t buffered_bytes;
+  uint64_t errors;
+  uint64_t cancelled;
+  uint64_t in_flight;
+} nv_counters;
+
+typedef struct {
+  int32_t error;     /* errno, 0, or ECANCELED */
+  int32_t preallocated;
+  uint64_t transferred;
+  uint64_t direct_bytes;
+  uint64_t bounced_bytes;
+  uint64_t buffered_bytes;
+} nv_result;
+
+nv_engine *nv_engine_new(nv_kaio *, const nv_options *, int *error);
+int nv_lane_run(nv_engine *, uint32_t lane); /* parks the calling thread until nv_engine_stop */
+void nv_engine_stop(nv_engine *);
+void nv_engine_free(nv_engine *);
+void nv_engine_counters(nv_engine *, nv_counters *);
+
+nv_port *nv_port_new(nv_engine *);
+int nv_port_fd(nv_port *);
+int nv_port_reap(nv_port *, uint64_t *tokens, int max);
+void nv_port_wake(nv_port *);
+void nv_port_free(nv_port *);
+
+/* kind: 0 read, 1 write, 2 fsync, 3 fdatasync */
+nv_request *nv_submit(nv_engine *, nv_port *, uint64_t token, int kind, int direct_fd,
+                      int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
+                      uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
+                      uint32_t memory_alignment, int bounce, int preallocate);
+void nv_cancel(nv_request *);
+int nv_is_done(nv_request *);
+int nv_wait(nv_request *, double timeout_s);
+void nv_move(nv_request *, nv_port *);
+const nv_result *nv_request_result(nv_request *);
+void nv_request_free(nv_request *);
+
+/* What statx(2) tells about an open file. */
+typedef struct {
+  uint32_t mode;
+  uint32_t block_size;
+  uint64_t size;
+  uint64_t device;
+  uint64_t inode;
+  uint32_t has_dio;           /* the kernel knows; else the two below say nothing */
+  uint32_t memory_alignment;  /* 0: this file takes no direct I/O */
+  uint32_t offset_alignment;
+} nv_facts;
+
+int nv_file_facts(int fd, nv_facts *);

@@ -1,0 +1,142 @@
+/* Structures shared by the shim's own files. */
+#ifndef NVMEIO_INTERNAL_H
+#define NVMEIO_INTERNAL_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <linux/aio_abi.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "decl.h"
+
+/* --- kaio.c ------------------------------------------------------------------------------ */
+
+/* libaio's functions return -errno; so do ours. libaio's iocb and io_event have the kernel's
+ * layout (aio_abi.h), which is why the kernel's header is all that is needed to build. */
+struct nv_kaio {
+  int (*setup)(int nr_events, aio_context_t *);
+  int (*destroy)(aio_context_t);
+  int (*submit)(aio_context_t, long nr, struct iocb **);
+  int (*getevents)(aio_context_t, long min_nr, long nr, struct io_event *, struct timespec *);
+  char path[512];
+};
+
+/* --- requests ---------------------------------------------------------------------------- */
+
+enum { NV_READ = 0, NV_WRITE = 1, NV_FSYNC = 2, NV_FDATASYNC = 3 };
+
+/* One lane's share of a request: the file range [next, end) that is still to be issued. */
+typedef struct nv_part {
+  nv_request *request;
+  struct nv_part *prev, *following; /* in the lane's ring or inbox */
+  uint64_t next, end;
+  uint32_t inflight; /* blocks issued and not yet completed */
+  int starts;        /* the first part: its lane starts the request */
+} nv_part;
+
+struct nv_request {
+  nv_result result; /* valid once done is set */
+  nv_engine *engine;
+  uint64_t token;
+
+  /* guarded by engine->mutex */
+  nv_port *port;
+  nv_request *done_prev, *done_next;
+  int linked; /* in port's done list */
+  int orphan; /* freed by its owner before it was done: the lane frees it */
+  int done;
+
+  /* the transfer, constant after nv_submit */
+  int kind, direct_fd, buffered_fd, bounce, preallocate;
+  char *address;
+  uint64_t nbytes, file_offset, span_start, span_end;
+  uint32_t offset_alignment, memory_alignment;
+
+  /* written by several lanes */
+  atomic_int stop; /* issue no further block: cancelled or failed */
+  atomic_int cancelled;
+  atomic_int error;
+  atomic_uint parts_left;
+  atomic_ullong transferred, direct_bytes, bounced_bytes, buffered_bytes;
+
+  uint32_t nparts;
+  nv_part parts[];
+};
+
+/* Where finished requests wait to be reaped by one consumer, who sleeps on an eventfd. */
+struct nv_port {
+  nv_engine *engine;
+  int efd;
+  /* guarded by engine->mutex */
+  nv_request *head, *tail;
+  int signalled;
+  int closed;
+  uint32_t refs; /* the owner, and every request that names this port */
+};
+
+/* --- lanes ------------------------------------------------------------------------------- */
+
+/* One block in the kernel (or about to be): an iocb and what it moves. */
+typedef struct {
+  struct iocb cb;
+  nv_part *part;
+  uint64_t offset;
+  char *memory;
+  uint32_t nbytes;
+  uint32_t done;   /* of nbytes, by earlier short transfers */
+  int32_t bounce;  /* index of the bounce block, or -1 */
+} nv_slot;
+
+typedef struct {
+  nv_engine *engine;
+  uint32_t index;
+  aio_context_t context;
+  int efd; /* signalled by the kernel per completion, and by whoever fills the inbox */
+
+  pthread_mutex_t inbox_mutex;
+  nv_part *inbox_head, *inbox_tail;
+  atomic_int asleep;
+
+  /* only the lane's thread touches what follows */
+  nv_part *ring; /* circular; the next part to issue a block */
+  nv_slot *slots;
+  uint32_t *free_slots, nfree;
+  struct iocb **pending; /* prepared, not yet taken by io_submit */
+  uint32_t npending, inflight;
+  struct io_event *events;
+  char *bounce_base;
+  void *bounce_mapping;
+  uint64_t bounce_mapped;
+  uint32_t *free_bounce, nfree_bounce;
+  struct timespec refused_since; /* io_submit says EAGAIN with nothing in flight */
+} nv_lane;
+
+struct nv_engine {
+  const nv_kaio *kaio;
+  nv_options options;
+  nv_lane *lanes;
+  unsigned generation; /* of forks: another one means that our threads do not exist here */
+  atomic_uint refs;    /* the owner, every request, every port */
+  atomic_uint next_lane;
+  atomic_int stopping;
+  pthread_mutex_t mutex;
+  pthread_cond_t done_cond;
+  uint32_t waiters;
+  atomic_ullong bytes_read, bytes_written, operations, direct_bytes, bounced_bytes,
+      buffered_bytes, errors, cancelled, in_flight;
+};
+
+/* engine.c */
+int nv_forked(const nv_engine *);
+void nv_complete(nv_request *);
+/* lane.c */
+int nv_lane_init(nv_lane *, nv_engine *, uint32_t index);
+void nv_lane_destroy(nv_lane *);
+void nv_lane_push(nv_lane *, nv_part *);
+void nv_lane_wake(nv_lane *);
+
+#endif

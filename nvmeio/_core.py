@@ -1,0 +1,659 @@
+"""The life of operations: started, in flight, claimed, settled; and who notices.
+
+A completion is noticed by whoever is responsible for the port at which it arrives:
+
+- an operation started on a running event loop reports at that loop's port, whose eventfd the loop
+  watches with `add_reader`;
+- one started with no loop reports at the default port. Nobody watches it: `result`, `done` and
+  `wait` look at the operation itself. Only when somebody asks to be told (a callback, an await on
+  a loop) does it move to that loop's port, or does a dispatcher thread begin to watch.
+
+Whoever notices first claims the operation, and only the claimer concludes it, so every operation
+is settled exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import errno
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nvmeio import files
+from nvmeio._plan import Plan, plan_read, plan_write
+from nvmeio._tensor import Memory, touch
+from nvmeio.engines.base import Counters, Engine, Kind, Options, Port, Transfer
+from nvmeio.errors import ClosedError, NvmeioError, TransferError
+from nvmeio.files import Descriptors, File
+from nvmeio.operation import Operation
+
+logger = logging.getLogger("nvmeio")
+
+# A blocked thread looks up this often, so that Ctrl-C is served.
+_SLICE_S = 0.1
+# Without a loop nobody reaps; a submission in so many does it in passing.
+_REAP_EVERY = 64
+_FORKED = "this process was forked from the handle's owner: open a new handle here"
+_CLOSED = "the handle is closed: open a new one"
+
+
+class Core:
+    """What an `AioHandle` and its operations share; outlives the handle while one is in flight."""
+
+    def __init__(self, engine: Engine, options: Options) -> None:
+        self.engine = engine
+        self.options = options
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._sleepers = 0
+        self._refusal = ""  # why no operation is accepted any more
+        self._shut = False
+        self._live: dict[int, Operation] = {}
+        self._failed: dict[int, Operation] = {}  # whose error nobody has seen yet
+        self._finished = 0
+        self._unissued = Counters()  # what the engine's counters lack, or have too much
+        self._tokens = itertools.count(1)
+        self._default = engine.open_port()
+        self._loops: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
+        self._latest: tuple[asyncio.AbstractEventLoop | None, Port] = (None, self._default)
+        self._dispatcher: threading.Thread | None = None
+        self._finisher: concurrent.futures.ThreadPoolExecutor | None = None
+        _cores.add(self)
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def start(
+        self,
+        kind: Kind,
+        memory: Memory,
+        file: str | os.PathLike[str] | int | File,
+        file_offset: int,
+        check: Callable[[], None] | None = None,
+    ) -> Operation:
+        """Start a read or write; failures of the open are the operation's, not the call's.
+
+        Args:
+            check: Runs after success, off the event loop; what it raises is the operation's error.
+        """
+        self.check_open()
+        writing = kind is Kind.WRITE
+        opened: Descriptors | None = None
+        try:
+            opened = files.acquire(file, writing)
+            path = opened.path
+            alignment = opened.alignment
+            planner = plan_write if writing else plan_read
+            plan = planner(file_offset, memory.nbytes, alignment.offset)
+            transfer = Transfer(
+                kind,
+                opened.direct_fd if plan.direct else -1,
+                opened.buffered_fd() if plan.buffered else -1,
+                memory.address,
+                memory.nbytes,
+                file_offset,
+                plan.span_start,
+                plan.span_end,
+                alignment.offset or 1,
+                alignment.memory or 1,
+                False,
+                writing and memory.nbytes > self.options.block_size,
+            )
+        except TransferError as failed:
+            if opened is not None:
+                opened.release()
+            return self._failed_at_once(kind, memory, failed, file_offset)
+        operation = Operation(
+            self, next(self._tokens), kind, memory, path, file_offset, memory.nbytes
+        )
+        operation._check = check
+        return self._submit(operation, opened, plan, transfer)
+
+    def start_sync(self, kind: Kind, opened: Descriptors) -> Operation:
+        """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
+        operation = Operation(self, next(self._tokens), kind, None, opened.path, 0, 0)
+        transfer = Transfer(kind, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False)
+        return self._submit(operation, opened, Plan(0, 0, False, True), transfer)
+
+    def _submit(
+        self, operation: Operation, opened: Descriptors, plan: Plan, transfer: Transfer
+    ) -> Operation:
+        operation._opened = opened
+        operation._plan = plan
+        loop = asyncio._get_running_loop()
+        latest, port = self._latest
+        if latest is not loop:
+            port = self._default if loop is None else self._port_of(loop)
+            self._latest = (loop, port)
+        token = operation._token
+        with self._lock:
+            if self._refusal:
+                opened.release()
+                raise ClosedError(self._refusal)
+            operation._home = port
+            self._live[token] = operation
+            operation._ticket = self.engine.submit(port, token, transfer)
+        if loop is None and not token % _REAP_EVERY:
+            self.reap(self._default, True)
+        return operation
+
+    def _failed_at_once(
+        self, kind: Kind, memory: Memory | None, failed: TransferError, file_offset: int
+    ) -> Operation:
+        nbytes = memory.nbytes if memory else 0
+        operation = Operation(
+            self, next(self._tokens), kind, memory, failed.path, file_offset, nbytes
+        )
+        operation._claimed = True
+        with self._lock:
+            self._live[operation._token] = operation
+            self._count(operations=1, errors=1)
+        operation._settle("failed", failed)
+        return operation
+
+    def _count(self, **more: int) -> None:
+        counted = self._unissued
+        self._unissued = counted._replace(**{k: getattr(counted, k) + n for k, n in more.items()})
+
+    # --- noticing and concluding --------------------------------------------------------------
+
+    def reap(self, port: Port, may_block: bool) -> None:
+        """Conclude what has arrived at a port; without `may_block`, long work is handed on."""
+        tokens = port.reap()
+        if not tokens:
+            return
+        claimed = []
+        with self._lock:
+            for token in tokens:
+                operation = self._live.get(token)
+                if operation is not None and not operation._claimed:
+                    operation._claimed = True
+                    claimed.append(operation)
+        for operation in claimed:
+            try:
+                self._conclude(operation, may_block)
+            except Exception as failed:  # torch refused, say: this operation's error, not others'
+                operation._settle("failed", failed)
+
+    def poll(self, operation: Operation) -> None:
+        """Conclude an operation here and now if the kernel is done with it."""
+        if self._refusal is _FORKED:
+            raise ClosedError(_FORKED)
+        ticket = operation._ticket
+        if ticket is not None and ticket.wait(0.0) and self._claim(operation):
+            self._conclude(operation, asyncio._get_running_loop() is None)
+
+    def _claim(self, operation: Operation) -> bool:
+        with self._lock:
+            if operation._claimed:
+                return False
+            operation._claimed = True
+            return True
+
+    def _conclude(self, operation: Operation, may_block: bool) -> None:
+        """What follows when the kernel is done with an operation; its claimer's to call."""
+        ticket = operation._ticket
+        assert ticket is not None
+        outcome = operation._outcome = ticket.outcome()
+        code = outcome.error
+        if code == errno.EINVAL and self._demoted(operation):
+            return
+        if code == errno.ECANCELED:
+            operation._settle("cancelled", None)
+        elif code == errno.EINVAL and operation._kind >= Kind.FSYNC:
+            # IOCB_CMD_FSYNC came with Linux 4.18.
+            self._off_loop(operation, may_block, self._fsync_here)
+        elif code or outcome.transferred < operation.nbytes:
+            operation._settle("failed", operation._failure())
+        elif operation._kind is Kind.READ:
+            memory = operation._memory
+            assert memory is not None
+            if memory.copy_back is not None or operation._check is not None:
+                self._off_loop(operation, may_block, self._finish_read)
+                return
+            touch(memory.keep)
+            operation._settle("finished", None)
+        elif operation._check is not None:
+            self._off_loop(operation, may_block, Core._run_check)
+        else:
+            operation._settle("finished", None)
+
+    def _demoted(self, operation: Operation) -> bool:
+        """Refused as direct I/O: once more, through the page cache, and so from now on."""
+        plan, opened, memory = operation._plan, operation._opened, operation._memory
+        if plan is None or opened is None or memory is None or not plan.direct:
+            return False
+        try:
+            opened.demote()
+        except TransferError:
+            return False
+        logger.warning("%s refused direct I/O (EINVAL): buffered instead", operation.path)
+        end = operation.file_offset + operation.nbytes
+        operation._plan = Plan(operation.file_offset, end, False, True)
+        transfer = Transfer(
+            operation._kind,
+            -1,
+            opened.buffered_fd(),
+            memory.address,
+            memory.nbytes,
+            operation.file_offset,
+            operation.file_offset,
+            end,
+            1,
+            1,
+            False,
+            False,
+        )
+        with self._lock:
+            self._count(operations=-1, errors=-1)
+            operation._claimed = False
+            assert operation._home is not None
+            operation._ticket = self.engine.submit(operation._home, operation._token, transfer)
+        return True
+
+    def _off_loop(
+        self, operation: Operation, may_block: bool, step: Callable[[Operation], None]
+    ) -> None:
+        """Run a last step that may take long, and settle with what comes of it."""
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                step(operation)
+            except BaseException as failed:
+                error = failed
+            operation._settle("failed" if error else "finished", error)
+
+        if may_block:
+            run()
+            return
+        with self._lock:
+            if self._finisher is None:
+                self._finisher = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-finish")
+        self._finisher.submit(run)
+
+    @staticmethod
+    def _finish_read(operation: Operation) -> None:
+        memory = operation._memory
+        assert memory is not None
+        if memory.copy_back is not None:
+            memory.copy_back()
+        else:
+            touch(memory.keep)
+        Core._run_check(operation)
+
+    @staticmethod
+    def _run_check(operation: Operation) -> None:
+        if operation._check is not None:
+            operation._check()
+
+    @staticmethod
+    def _fsync_here(operation: Operation) -> None:
+        assert operation._opened is not None
+        fd = operation._opened.any_fd()
+        try:
+            (os.fsync if operation._kind is Kind.FSYNC else os.fdatasync)(fd)
+        except OSError as failed:
+            raise TransferError(
+                failed.errno or errno.EIO, operation="fsync", path=operation.path
+            ) from failed
+
+    # --- for operations -----------------------------------------------------------------------
+
+    def settled(
+        self, operation: Operation, state: str
+    ) -> tuple[Iterable[Any], Iterable[Callable[[Operation], object]]]:
+        """Strike an operation off the list; who is to be told."""
+        with self._lock:
+            operation._state = state
+            self._live.pop(operation._token, None)
+            self._finished += 1
+            if state == "failed":
+                self._failed[operation._token] = operation
+            waiters, callbacks = operation._waiters or (), operation._callbacks or ()
+            operation._waiters = operation._callbacks = None
+            if self._sleepers:
+                self._condition.notify_all()
+        return waiters, callbacks
+
+    def retrieved(self, operation: Operation) -> None:
+        """Somebody has seen the operation's error; `wait` need not raise it again."""
+        if self._failed:
+            self._failed.pop(operation._token, None)
+
+    def watch(
+        self, operation: Operation, loop: asyncio.AbstractEventLoop
+    ) -> asyncio.Future[None]:
+        """A future of this (running) loop that is resolved when the operation is settled."""
+        if self._refusal is _FORKED:
+            raise ClosedError(_FORKED)
+        waiter = loop.create_future()
+        port = self._latest[1] if self._latest[0] is loop else self._port_of(loop)
+        with self._lock:
+            if operation._state != "pending":
+                waiter.set_result(None)
+                return waiter
+            lonely = not operation._waiters and not operation._callbacks
+            if operation._waiters is None:
+                operation._waiters = [(loop, waiter)]
+            else:
+                operation._waiters.append((loop, waiter))
+            if operation._home is port:
+                return waiter
+            target = port if lonely and operation._home is self._default else self._default
+            self._move(operation, target)
+        if target is self._default:
+            self._start_dispatcher()
+        return waiter
+
+    def on_settled(self, operation: Operation, callback: Callable[[Operation], object]) -> bool:
+        """Have a pending operation call back; False if it is settled already."""
+        if self._refusal is _FORKED:
+            raise ClosedError(_FORKED)
+        with self._lock:
+            if operation._state != "pending":
+                return False
+            if operation._callbacks is None:
+                operation._callbacks = []
+            operation._callbacks.append(callback)
+            nobody_watches = operation._home is self._default
+        if nobody_watches:
+            self._start_dispatcher()
+        return True
+
+    def wait_settled(self, operation: Operation, deadline: float | None) -> bool:
+        """Block until an operation is settled, concluding it here if nobody else does."""
+        self.poll(operation)
+        while operation._state == "pending":
+            if self._refusal is _FORKED:
+                raise ClosedError(_FORKED)
+            patience = _SLICE_S
+            if deadline is not None:
+                patience = min(patience, deadline - time.monotonic())
+                if patience <= 0:
+                    return False
+            ticket = operation._ticket
+            if not operation._claimed and ticket is not None and ticket.wait(patience):
+                if self._claim(operation):
+                    self._conclude(operation, True)
+            elif operation._claimed:
+                with self._condition:
+                    self._sleepers += 1
+                    if operation._state == "pending":
+                        self._condition.wait(patience)
+                    self._sleepers -= 1
+        return True
+
+    # --- ports --------------------------------------------------------------------------------
+
+    def _move(self, operation: Operation, port: Port) -> None:
+        """With the lock held: report an unsettled operation at this port."""
+        operation._home = port
+        if operation._ticket is not None:
+            operation._ticket.move(port)
+
+    def _port_of(self, loop: asyncio.AbstractEventLoop) -> Port:
+        """The port that a loop watches; called in the loop's own thread."""
+        known = self._loops.get(loop)
+        if known is None:
+            self._forget_closed_loops()
+            known = _LoopPort(self, loop)
+            with self._lock:
+                self._loops[loop] = known
+        return known.port
+
+    def _forget_closed_loops(self) -> None:
+        for loop in [loop for loop in self._loops if loop.is_closed()]:
+            with self._lock:
+                gone = self._loops.pop(loop, None)
+                if gone is None:
+                    continue
+                orphans = [o for o in self._live.values() if o._home is gone.port]
+                for operation in orphans:
+                    self._move(operation, self._default)
+            gone.port.close()
+            if orphans:
+                warnings.warn(
+                    f"an event loop was closed with {len(orphans)} operations in flight, e.g. "
+                    f"{orphans[0]!r}; await them (or handle.drain()) before the loop ends",
+                    ResourceWarning,
+                    stacklevel=4,
+                )
+        self.reap(self._default, False)
+
+    def _start_dispatcher(self) -> None:
+        with self._lock:
+            if self._dispatcher is None and not self._shut:
+                self._dispatcher = threading.Thread(
+                    target=self._dispatch, name="nvmeio-dispatch", daemon=True
+                )
+                self._dispatcher.start()
+
+    def _dispatch(self) -> None:
+        poller = select.poll()
+        poller.register(self._default.fileno(), select.POLLIN)
+        while not self._shut:
+            poller.poll()
+            self.reap(self._default, True)
+
+    # --- waiting for all ------------------------------------------------------------------------
+
+    def wait_all(self, timeout: float | None) -> int:
+        """Block until nothing is in flight; see `AioHandle.wait`."""
+        if self._refusal is _FORKED:
+            raise ClosedError(_FORKED)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._wait_for_live(deadline)
+        return self._collect()
+
+    def _wait_for_live(self, deadline: float | None) -> None:
+        while (operation := self._any_live()) is not None:
+            if not self.wait_settled(operation, deadline):
+                raise concurrent.futures.TimeoutError(
+                    f"{len(self._live)} operations are still in flight, e.g. {operation!r}"
+                )
+
+    async def drain(self) -> int:
+        """Await until nothing is in flight; see `AioHandle.drain`."""
+        await self._settle_live()
+        return self._collect()
+
+    async def writes_to(self, inode: tuple[int, int]) -> None:
+        """Await the writes to a file that have been started up to now."""
+        loop = asyncio.get_running_loop()
+        for operation in self._live_writes(inode):
+            await self.watch(operation, loop)
+
+    def wait_for_writes_to(self, inode: tuple[int, int]) -> None:
+        """`writes_to`, blocking."""
+        for operation in self._live_writes(inode):
+            self.wait_settled(operation, None)
+
+    def _live_writes(self, inode: tuple[int, int]) -> list[Operation]:
+        with self._lock:
+            return [
+                operation
+                for operation in self._live.values()
+                if operation._kind is Kind.WRITE
+                and (opened := operation._opened) is not None
+                and opened.inode == inode
+            ]
+
+    async def _settle_live(self) -> None:
+        loop = asyncio.get_running_loop()
+        while (operation := self._any_live()) is not None:
+            await self.watch(operation, loop)
+
+    def _any_live(self) -> Operation | None:
+        with self._lock:
+            return next(iter(self._live.values()), None)
+
+    def _collect(self) -> int:
+        with self._lock:
+            finished, self._finished = self._finished, 0
+            failed, self._failed = self._failed, {}
+        errors = [o._error for o in failed.values() if o._error is not None]
+        if errors:
+            first = errors[0]
+            if isinstance(first, NvmeioError):
+                first.others = tuple(errors[1:])
+            raise first
+        return finished
+
+    # --- closing --------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once operations are refused."""
+        if self._refusal:
+            raise ClosedError(self._refusal)
+
+    def refuse(self, reason: str = _CLOSED) -> None:
+        """Accept no operation from now on."""
+        with self._lock:
+            self._refusal = self._refusal or reason
+
+    def close(self) -> None:
+        """Refuse, drain, release; then raise the first failure that nobody has seen."""
+        if self._refusal is _FORKED:
+            return
+        self.refuse()
+        self._wait_for_live(None)
+        self._release()
+        self.engine.join()
+        self._collect()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the loop."""
+        if self._refusal is _FORKED:
+            return
+        self.refuse()
+        await self._settle_live()
+        self._release()
+        await asyncio.get_running_loop().run_in_executor(None, self.engine.join)
+        self._collect()
+
+    def abandon(self) -> None:
+        """The handle was dropped: finish what is in flight in the background."""
+        if self._refusal:
+            return
+        self.refuse()
+        if not self._live:
+            self._release()
+            return
+        threading.Thread(target=self._close_quietly, name="nvmeio-close", daemon=True).start()
+
+    def _close_quietly(self) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            logger.error("an operation of a dropped handle failed: %s", failed)
+
+    def _release(self) -> None:
+        with self._lock:
+            if self._shut:
+                return
+            self._shut = True
+            loops, self._loops = self._loops, {}
+            self._latest = (None, self._default)
+            dispatcher, finisher = self._dispatcher, self._finisher
+        if finisher is not None:
+            finisher.shutdown(wait=False)
+        for port in loops.values():
+            port.detach_from_anywhere()
+        self.engine.stop()
+        if dispatcher is not None and dispatcher is not threading.current_thread():
+            self._default.wake()
+            dispatcher.join()
+        self._default.close()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._refusal)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._live)
+
+    def counters(self) -> Counters:
+        """The engine's counters, and what it never saw."""
+        counted = self.engine.counters()
+        extra = self._unissued
+        return counted._replace(
+            operations=counted.operations + extra.operations,
+            errors=counted.errors + extra.errors,
+            in_flight=len(self._live),
+        )
+
+    # --- fork and exit --------------------------------------------------------------------------
+
+    def _after_fork(self) -> None:
+        # Locks may have been copied while held, lanes do not exist here: only refuse.
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._refusal = _FORKED
+
+    def _at_exit(self) -> None:
+        if self._live:
+            warnings.warn(
+                f"the interpreter exits with {len(self._live)} operations in flight, waiting for "
+                "them; close the handle (or use it in a with statement)",
+                ResourceWarning,
+                stacklevel=2,
+            )
+            self._close_quietly()
+
+
+class _LoopPort:
+    """A port and the loop that watches it."""
+
+    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
+        self._core = core
+        self._loop = loop
+        self.port = core.engine.open_port()
+        self._attached = True
+        loop.add_reader(self.port.fileno(), self._ready)
+
+    def _ready(self) -> None:
+        self._core.reap(self.port, False)
+
+    def detach_from_anywhere(self) -> None:
+        """Stop watching; in the loop's own thread, for selectors are not thread-safe."""
+        if asyncio._get_running_loop() is self._loop:
+            self._detach()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._detach)
+        except RuntimeError:  # the loop is closed: nobody watches
+            self.port.close()
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._loop.remove_reader(self.port.fileno())
+            self.port.close()
+
+
+_cores: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for core in list(_cores):
+        core._after_fork()
+
+
+def _at_exit() -> None:
+    for core in list(_cores):
+        core._at_exit()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

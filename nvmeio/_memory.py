@@ -1,0 +1,370 @@
+"""The memory behind nvmeio's buffers: mappings on huge pages, and the registry of them.
+
+Who keeps what alive: tensor → torch storage → `Mapping` (a `mmap.mmap`) → the pages. The mapping
+goes when the last view of it goes; nothing here holds one.
+
+The registry knows which addresses are ours (`mapped`) and which of them are locked (`locked`). It
+is process-wide because addresses are.
+
+Sources: man 2 mmap, man 2 madvise (MADV_HUGEPAGE, MADV_POPULATE_WRITE), man 2 mlock,
+man 2 getrlimit; Documentation/admin-guide/mm/transhuge.rst in the kernel tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import math
+import mmap
+import os
+import resource
+import sys
+import threading
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; linux/mman.h
+_MLOCK_ONFAULT = 1  # Linux 4.4
+
+# The kernel holds the process's memory map for the whole of one populate call, and every other
+# thread that maps or unmaps memory waits for it: 1 GiB in one call stalled them for 90 ms to 2.5 s
+# (the slow end is a virtual machine whose host has to find the pages), 16 MiB at a time for 1 to
+# 5 ms, at the same throughput.
+_POPULATE_BYTES = 16 << 20
+
+# From here on a mapping is checked against MemAvailable before it is touched. Overcommit lets mmap
+# succeed for far more than there is, and the OOM killer would answer the touching. Below this size
+# reading /proc/meminfo (20 us) would cost more than it guards.
+_CHECK_BYTES = 64 << 20
+
+# A tail shorter than a huge page lies on small pages. It is rounded up to a whole huge page where
+# that costs at most this fraction of the buffer.
+_ROUNDING_SHARE = 8
+
+# CDLL, not PyDLL: each call gives up the GIL.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mlock2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+
+
+class Mapping(mmap.mmap):
+    """An anonymous private mapping that knows its aligned start and leaves the registry in time.
+
+    The steps are separate so that a lock that is refused costs no touching: create, `lock` where
+    wanted, `populate` once, `register_with_cuda` where wanted, `tensor` as often as needed.
+
+    A `__del__` rather than `weakref.finalize`: it runs before the memory is unmapped, whereas
+    mmap's own deallocator calls weak references after that, when another thread may have been
+    given the same address already.
+    """
+
+    __slots__ = ("address", "nbytes")
+
+    address: int  # of the first usable byte
+    nbytes: int  # usable from there, whole pages
+
+    def __new__(cls, nbytes: int) -> Mapping:
+        """Reserve at least `nbytes` bytes (and at least a page) of address space.
+
+        Raises:
+            MemoryError: The kernel refused, or more is asked for than is available.
+        """
+        huge = huge_page_bytes()
+        align = huge if nbytes >= huge else PAGE_BYTES
+        length = round_up(max(nbytes, 1), PAGE_BYTES)
+        rounded = round_up(length, align)
+        if (rounded - length) * _ROUNDING_SHARE <= length:
+            length = rounded
+        _check_available(nbytes, length)
+        try:
+            # Linux aligns a mapping of whole huge pages by itself from 6.7 on; where it did not,
+            # a longer one contains an aligned span. What is left over is never touched.
+            self = _anonymous(cls, length)
+            if self.address % align:
+                self = _anonymous(cls, length + align)
+                self.address = round_up(self.address, align)
+        except (OSError, OverflowError, ValueError) as error:
+            raise MemoryError(_no_memory(nbytes, str(error))) from None
+        self.nbytes = length
+        if align == huge:
+            # Refused (EINVAL) only by a kernel without huge pages, where small ones must do.
+            _libc.madvise(self.address, length, _MADV_HUGEPAGE)
+        mapped.add(self.address, length)
+        return self
+
+    def lock(self) -> None:
+        """Page-lock all of it; see `buffers.empty_pinned` for the errors.
+
+        On fault: what `populate` brings in is locked as it comes, so that a refusal is known
+        at once and `mlock` does not populate in one long call (see _POPULATE_BYTES).
+        """
+        if _libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
+            code = ctypes.get_errno()
+            if code != errno.ENOSYS or _libc.mlock(self.address, self.nbytes) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, _not_lockable(self.nbytes, code))
+        pinned[self.address] = _Pin(self.nbytes)
+        locked.add(self.address, self.nbytes)
+
+    def populate(self) -> None:
+        """Back every page with memory.
+
+        Raises:
+            MemoryError: There is not enough.
+        """
+        for start in range(0, self.nbytes, _POPULATE_BYTES):
+            length = min(_POPULATE_BYTES, self.nbytes - start)
+            if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
+                continue
+            code = ctypes.get_errno()
+            if code not in (errno.EINVAL, errno.ENOSYS):
+                raise MemoryError(_no_memory(self.nbytes, os.strerror(code)))
+            ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
+
+    def register_with_cuda(self) -> None:
+        """Make it known to CUDA where CUDA can be used; call after `lock` and `populate`."""
+        runtime = _cuda_runtime()
+        if runtime is None:
+            return
+        error = runtime.cudaHostRegister(self.address, self.nbytes, 0)
+        if int(error) != 0:
+            unpin(self.address)
+            raise OSError(errno.EIO, _cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error))
+        pinned[self.address].runtime = runtime
+
+    def tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor from byte `offset` on, with a storage of exactly its size.
+
+        It holds this mapping: torch keeps the object that it was given a buffer of.
+        """
+        start = self.address - _address_of(self) + offset
+        # frombuffer makes no empty tensor; one element of storage stands behind it instead.
+        count = max(math.prod(sizes), 1)
+        flat = torch.frombuffer(self, dtype=dtype, count=count, offset=start)
+        # Not view(): the tensor should not be another one's view. It never grows, so no copy.
+        return flat if sizes == (count,) else flat.resize_(sizes)
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the interpreter the globals may be gone; so is the process, soon.
+        if finalizing() or not hasattr(self, "nbytes"):
+            return
+        with contextlib.suppress(OSError):  # a destructor has nobody to tell
+            unpin(self.address)
+        mapped.remove(self.address)
+
+
+def _anonymous(cls: type[Mapping], length: int) -> Mapping:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    self: Mapping = mmap.mmap.__new__(cls, -1, length, flags=flags)
+    self.address = _address_of(self)
+    return self
+
+
+def _address_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+@functools.cache
+def huge_page_bytes() -> int:
+    """Size of a transparent huge page: 2 MiB on x86-64, else what the kernel says."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 2 << 20
+
+
+# The registry
+
+
+class Serial:
+    """Runs short steps one after another, whichever thread they come from.
+
+    A plain lock will not do: the steps are also called by destructors, and the garbage collector
+    may run one at any moment, in a thread that is in the middle of a step. Such a call leaves its
+    step to the one under way and returns; every other call returns once its step has run. Steps
+    must not raise and must not wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._steps: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def run(self, step: Callable[[], None]) -> None:
+        self._steps.append(step)
+        with self._lock:
+            if self._running:
+                return
+            while self._steps:
+                self._running = True
+                try:
+                    while self._steps:
+                        self._steps.popleft()()
+                finally:
+                    self._running = False
+
+
+class _Regions:
+    """A set of disjoint spans of addresses, asked without a lock.
+
+    A change replaces the whole table, which is one store: a reader sees the old or the new one.
+    Copying costs 50 us at 10,000 spans, far less than mapping one.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._table: tuple[list[int], list[int]] = ([], [])  # starts (sorted), ends
+        self.reset_lock()
+
+    def reset_lock(self) -> None:
+        self._changes = Serial()
+
+    def add(self, address: int, nbytes: int) -> None:
+        self._changes.run(lambda: self._insert(address, address + nbytes))
+
+    def remove(self, address: int) -> None:
+        self._changes.run(lambda: self._delete(address))
+
+    def covers(self, address: int, nbytes: int) -> bool:
+        starts, ends = self._table
+        index = bisect_right(starts, address) - 1
+        return index >= 0 and address + nbytes <= ends[index]
+
+    def _insert(self, start: int, end: int) -> None:
+        starts, ends = self._table
+        at = bisect_left(starts, start)
+        self._table = ([*starts[:at], start, *starts[at:]], [*ends[:at], end, *ends[at:]])
+
+    def _delete(self, start: int) -> None:
+        starts, ends = self._table
+        at = bisect_left(starts, start)
+        if starts[at : at + 1] == [start]:
+            self._table = (starts[:at] + starts[at + 1 :], ends[:at] + ends[at + 1 :])
+
+    def __len__(self) -> int:
+        return len(self._table[0])
+
+
+class _Pin:
+    """What `unpin` has to undo."""
+
+    __slots__ = ("nbytes", "runtime")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.runtime: Any = None  # torch.cuda.cudart() where CUDA knows the memory
+
+
+mapped = _Regions()
+locked = _Regions()
+pinned: dict[int, _Pin] = {}  # by address; whoever pops an entry undoes it
+
+
+def unpin(address: int) -> bool:
+    """Undo `Mapping.lock` and `register_with_cuda`; False where there is nothing to undo.
+
+    Raises:
+        OSError: CUDA refused (EIO); the page lock is gone all the same.
+    """
+    region = pinned.pop(address, None)
+    if region is None:
+        return False
+    locked.remove(address)
+    error = 0 if region.runtime is None else region.runtime.cudaHostUnregister(address)
+    _libc.munlock(address, region.nbytes)
+    if int(error) != 0:
+        text = _cuda_refusal(region.runtime, "cudaHostUnregister", region.nbytes, error)
+        raise OSError(errno.EIO, text)
+    return True
+
+
+def _after_fork_in_child() -> None:
+    # Page locks and CUDA stay with the parent (man 2 mlock), the mappings are here too; another
+    # thread of the parent may have been inside a step.
+    mapped.reset_lock()
+    locked.reset()
+    pinned.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# What the kernel and CUDA say
+
+
+def _cuda_runtime() -> Any:
+    """`torch.cuda.cudart()` where CUDA can be used, else None (in a forked child, for one)."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        cuda: Any = torch.cuda
+        return cuda.cudart()
+    except RuntimeError:
+        return None
+
+
+def _cuda_refusal(runtime: Any, call: str, nbytes: int, error: Any) -> str:
+    return f"{call} of {nbytes} bytes failed: {runtime.cudaGetErrorString(error)}"
+
+
+def _proc_bytes(path: str, field: str) -> int | None:
+    """A "Field: 123 kB" line of /proc/meminfo or /proc/self/status, in bytes."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _check_available(nbytes: int, length: int) -> None:
+    if length < _CHECK_BYTES:
+        return
+    available = _proc_bytes("/proc/meminfo", "MemAvailable")
+    if available is not None:
+        available += _proc_bytes("/proc/meminfo", "SwapFree") or 0
+        if length > available:
+            raise MemoryError(_no_memory(nbytes, "more than is available"))
+
+
+def _no_memory(nbytes: int, reason: str) -> str:
+    available = _proc_bytes("/proc/meminfo", "MemAvailable")
+    known = "unknown" if available is None else f"{available} bytes"
+    return f"cannot allocate {nbytes} bytes: {reason} (available: {known}; MemAvailable)"
+
+
+def _not_lockable(nbytes: int, code: int) -> str:
+    soft, hard = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    used = _proc_bytes("/proc/self/status", "VmLck")
+    return (
+        f"cannot page-lock {nbytes} bytes ({os.strerror(code)}): the limit RLIMIT_MEMLOCK is "
+        f"{soft} (hard limit {hard}), of which this process has "
+        f"{'an unknown number of' if used is None else used} bytes locked. Raise it with "
+        "`ulimit -l unlimited` in the shell, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= "
+        "in a systemd unit, or `docker run --ulimit memlock=-1`. nvmeio does not need locked "
+        "memory: nvmeio.empty_aligned is as fast"
+    )
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value} bytes"
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

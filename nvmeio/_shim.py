@@ -1,0 +1,115 @@
+"""The only importer of the native shim: finds libaio, and hands `lib` and `ffi` to the engine."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, NamedTuple
+
+from nvmeio.errors import BackendUnavailableError
+
+try:
+    from nvmeio._native import ffi as _ffi
+    from nvmeio._native import lib as _lib
+except ImportError as missing:  # an unbuilt source tree, or a wheel of another platform
+    raise BackendUnavailableError(
+        "nvmeio's native shim is not built for this Python",
+        attempts=[("nvmeio._native", str(missing))],
+        remedy="pip install . in the source tree (it needs a C compiler), or install the wheel",
+    ) from missing
+
+ffi: Any = _ffi
+lib: Any = _lib
+
+# The soname carries "t64" where the distribution rebuilt it for 64-bit time (Debian 13, Ubuntu 24.04).
+_LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")
+
+
+class KernelAio(NamedTuple):
+    """The way to the kernel's AIO calls.
+
+    Attributes:
+        source: "libaio", or "syscalls" where it is missing: the same calls, made directly.
+        path: The file libaio was loaded from, or None.
+        reason: Why libaio is not used, or "".
+    """
+
+    source: str
+    path: str | None
+    reason: str
+
+
+@functools.cache
+def open_kernel_aio() -> tuple[Any, KernelAio]:
+    """Load libaio, or fall back to the system calls; the table and what it is.
+
+    ``NVMEIO_LIBAIO`` names the library to load instead; "none" asks for the system calls.
+
+    Raises:
+        BackendUnavailableError: ``NVMEIO_LIBAIO`` names something that cannot be loaded.
+    """
+    wanted = os.environ.get("NVMEIO_LIBAIO", "")
+    if wanted == "none":
+        return lib.nv_kaio_open(ffi.NULL), KernelAio("syscalls", None, "NVMEIO_LIBAIO=none")
+    attempts = []
+    for name in (wanted,) if wanted else _LIBAIO_NAMES:
+        table = lib.nv_kaio_open(name.encode())
+        if table != ffi.NULL:
+            path = ffi.string(lib.nv_kaio_path(table)).decode(errors="replace")
+            return table, KernelAio("libaio", path, "")
+        attempts.append((name, ffi.string(lib.nv_kaio_error()).decode(errors="replace")))
+    if wanted:
+        raise BackendUnavailableError(
+            f"NVMEIO_LIBAIO={wanted} cannot be loaded",
+            attempts=attempts,
+            remedy="name a libaio.so.1, or unset the variable: nvmeio works without libaio",
+        )
+    reason = "; ".join(f"{name}: {why}" for name, why in attempts)
+    return lib.nv_kaio_open(ffi.NULL), KernelAio("syscalls", None, reason)
+
+
+def kernel_aio() -> KernelAio:
+    """How the kernel's AIO calls are reached on this machine."""
+    return open_kernel_aio()[1]
+
+
+def load_libaio(path: str) -> Any:
+    """The call table of one particular library, for tests that inject faults through it."""
+    table = lib.nv_kaio_open(path.encode())
+    if table == ffi.NULL:
+        raise OSError(ffi.string(lib.nv_kaio_error()).decode(errors="replace"))
+    return table
+
+
+class FileFacts(NamedTuple):
+    """What statx(2) tells of an open file; alignments are None where the kernel does not know."""
+
+    mode: int
+    block_size: int
+    size: int
+    device: int
+    inode: int
+    memory_alignment: int | None
+    offset_alignment: int | None
+
+
+def file_facts(fd: int) -> FileFacts:
+    """statx(2) on a descriptor.
+
+    Raises:
+        OSError: EBADF and friends.
+    """
+    facts = ffi.new("nv_facts *")
+    failure = lib.nv_file_facts(fd, facts)
+    if failure:
+        raise OSError(-failure, os.strerror(-failure))
+    known = bool(facts.has_dio)
+    return FileFacts(
+        facts.mode,
+        facts.block_size,
+        facts.size,
+        facts.device,
+        facts.inode,
+        facts.memory_alignment if known else None,
+        facts.offset_alignment if known else None,
+    )

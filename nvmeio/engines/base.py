@@ -1,0 +1,149 @@
+"""What an engine is: something that moves planned transfers and reports each once.
+
+The handle above knows tensors, files, loops and tasks; an engine knows blocks. Between them lie
+three small things: a `Transfer` goes in, a `Ticket` stands for it, and a `Port` hands out the
+tokens of finished transfers behind a pollable descriptor.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+
+class Kind(IntEnum):
+    """What a transfer does. The numbers are the shim's."""
+
+    READ = 0
+    WRITE = 1
+    FSYNC = 2
+    FDATASYNC = 3
+
+
+class Options(NamedTuple):
+    """How an engine works; the parameters of `AioHandle`."""
+
+    block_size: int = 1 << 20
+    queue_depth: int = 128
+    single_submit: bool = False
+    overlap_events: bool = True
+    intra_op_parallelism: int = 1
+
+
+class Transfer(NamedTuple):
+    """One planned transfer, as numbers (in the order of the shim's nv_submit).
+
+    Memory and descriptors are the caller's to keep alive until the ticket is done.
+    """
+
+    kind: int
+    direct_fd: int
+    """O_DIRECT descriptor for the span, or -1: then the span goes through `buffered_fd`."""
+    buffered_fd: int
+    """Plain descriptor, or -1 where the plan needs none."""
+    address: int
+    nbytes: int
+    file_offset: int
+    span_start: int
+    span_end: int
+    offset_alignment: int
+    memory_alignment: int
+    bounce: bool
+    """Move every block through the engine's own huge-page memory."""
+    preallocate: bool
+    """Allocate the file's blocks before writing past its end."""
+
+
+class Counters(NamedTuple):
+    """What an engine has done since it was started; bytes are the caller's, not padding.
+
+    `direct_bytes` went between the drive and the tensor, `bounced_bytes` through an aligned block
+    of the engine, `buffered_bytes` through the page cache.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    operations: int = 0
+    direct_bytes: int = 0
+    bounced_bytes: int = 0
+    buffered_bytes: int = 0
+    errors: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+
+
+class Outcome(NamedTuple):
+    """How a transfer ended.
+
+    A read that met the end of the file has error 0 and `transferred` < what was asked.
+    """
+
+    error: int
+    """errno, 0, or ECANCELED: dropped before it was complete."""
+    transferred: int
+    direct_bytes: int
+    bounced_bytes: int
+    buffered_bytes: int
+
+
+class Ticket(Protocol):
+    """A transfer in an engine's hands."""
+
+    def cancel(self) -> None:
+        """Issue no further block. Those in the kernel finish before the ticket is done."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block (without the GIL) until it is done; False after `timeout_s`."""
+
+    def move(self, port: Port) -> None:
+        """Report at this port instead; at once if it is done and was not yet reaped."""
+
+    def outcome(self) -> Outcome:
+        """How it ended; only once it is done."""
+
+
+class Port(Protocol):
+    """Where finished transfers wait for one consumer."""
+
+    def fileno(self) -> int:
+        """An eventfd, readable while there is something to reap."""
+
+    def reap(self) -> list[int]:
+        """Tokens of transfers finished since the last call; never blocks."""
+
+    def wake(self) -> None:
+        """Make `fileno` readable with nothing to reap."""
+
+    def close(self) -> None:
+        """Transfers still in flight for this port will report nowhere."""
+
+
+class Engine(Protocol):
+    """Moves transfers between memory and files. Made by its user, started by one handle."""
+
+    @property
+    def name(self) -> str:
+        """One word: "libaio", "threads", …"""
+
+    def start(self, options: Options) -> None:
+        """Take up the kernel's resources and begin.
+
+        Raises:
+            BackendUnavailableError: The kernel does not give them.
+            RuntimeError: It was started before.
+        """
+
+    def open_port(self) -> Port:
+        """A new port."""
+
+    def submit(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """Begin a transfer; never blocks. Its token is reported once, at `port`."""
+
+    def counters(self) -> Counters:
+        """What was done so far."""
+
+    def stop(self) -> None:
+        """Finish what was submitted, then give everything back. Does not wait; idempotent."""
+
+    def join(self) -> None:
+        """Wait until `stop` has taken effect."""

@@ -1,0 +1,200 @@
+"""The engine on Linux AIO: lanes in the native shim, one daemon thread parked in each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
+from nvmeio.engines.base import Counters, Options, Outcome, Port, Ticket, Transfer
+from nvmeio.errors import BackendUnavailableError, ClosedError
+
+# A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, small enough
+# to stay in the last-level cache. See docs/architecture.md for the measurement.
+BOUNCE_BYTES = 32 << 20
+MIN_BOUNCE_BLOCKS = 4
+_REAP_MAX = 256
+
+
+class LibaioEngine:
+    """Linux AIO through libaio, or through the same system calls where libaio is missing.
+
+    Args:
+        table: A call table from `nvmeio._shim.load_libaio`, for tests that inject faults.
+    """
+
+    name = "libaio"
+
+    def __init__(self, table: Any = None) -> None:
+        self._table = table
+        self._engine: Any = None
+        self._lanes: list[threading.Thread] = []
+
+    def start(self, options: Options) -> None:
+        """Set up one AIO context a lane and start the lanes' threads."""
+        if self._engine is not None:
+            raise RuntimeError("this engine was started before: one engine serves one handle")
+        table = self._table or open_kernel_aio()[0]
+        raw = ffi.new("nv_options *")
+        raw.block_size = options.block_size
+        raw.queue_depth = options.queue_depth
+        raw.lanes = options.intra_op_parallelism
+        raw.bounce_blocks = min(
+            options.queue_depth, max(MIN_BOUNCE_BLOCKS, BOUNCE_BYTES // options.block_size)
+        )
+        raw.single_submit = options.single_submit
+        raw.overlap_events = options.overlap_events
+        error = ffi.new("int *")
+        engine = lib.nv_engine_new(table, raw, error)
+        if engine == ffi.NULL:
+            raise _unavailable(error[0], options)
+        self._engine = engine = ffi.gc(engine, lib.nv_engine_free)
+        for index in range(options.intra_op_parallelism):
+            # The thread holds the engine, not this object: a lane with work outlives its handle.
+            lane = threading.Thread(
+                target=lib.nv_lane_run,
+                args=(engine, index),
+                name=f"nvmeio-lane-{index}",
+                daemon=True,
+            )
+            lane.start()
+            self._lanes.append(lane)
+
+    def open_port(self) -> Port:
+        """A completion queue with an eventfd."""
+        port = lib.nv_port_new(self._engine)
+        if port == ffi.NULL:
+            raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: no eventfd (ulimit -n)")
+        return _Port(ffi.gc(port, lib.nv_port_free))
+
+    def submit(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """Hand a transfer to a lane."""
+        assert isinstance(port, _Port)
+        request = lib.nv_submit(self._engine, port.raw, token, *transfer)
+        if request == ffi.NULL:
+            raise ClosedError("this process was forked from the handle's owner; open a new handle")
+        return _Ticket(ffi.gc(request, lib.nv_request_free))
+
+    def counters(self) -> Counters:
+        """Counted by the lanes."""
+        raw = ffi.new("nv_counters *")
+        lib.nv_engine_counters(self._engine, raw)
+        return Counters(*(getattr(raw, field) for field in Counters._fields))
+
+    def stop(self) -> None:
+        """Tell the lanes to return once nothing is in flight."""
+        if self._engine is not None:
+            lib.nv_engine_stop(self._engine)
+
+    def join(self) -> None:
+        """Wait for the lanes' threads."""
+        for lane in self._lanes:
+            lane.join()
+        self._lanes.clear()
+
+
+class _Ticket:
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def cancel(self) -> None:
+        lib.nv_cancel(self._request)
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(lib.nv_wait(self._request, timeout_s))
+
+    def move(self, port: Port) -> None:
+        assert isinstance(port, _Port)
+        lib.nv_move(self._request, port.raw)
+
+    def outcome(self) -> Outcome:
+        raw = lib.nv_request_result(self._request)
+        return Outcome(
+            raw.error, raw.transferred, raw.direct_bytes, raw.bounced_bytes, raw.buffered_bytes
+        )
+
+
+class _Port:
+    __slots__ = ("_tokens", "raw")
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self._tokens = ffi.new("uint64_t[]", _REAP_MAX)
+
+    def fileno(self) -> int:
+        return int(lib.nv_port_fd(self.raw))
+
+    def reap(self) -> list[int]:
+        taken: list[int] = []
+        while True:
+            n = lib.nv_port_reap(self.raw, self._tokens, _REAP_MAX)
+            taken += ffi.unpack(self._tokens, n)
+            if n < _REAP_MAX:
+                return taken
+
+    def wake(self) -> None:
+        lib.nv_port_wake(self.raw)
+
+    def close(self) -> None:
+        ffi.release(self.raw)
+
+
+def probe() -> tuple[int, str]:
+    """Whether io_setup(2) works here: (0, through what) or (errno, why not)."""
+    table, source = open_kernel_aio()
+    raw = ffi.new("nv_options *", {"block_size": 4096, "queue_depth": 1, "lanes": 1})
+    error = ffi.new("int *")
+    engine = lib.nv_engine_new(table, raw, error)
+    if engine == ffi.NULL:
+        return int(error[0]), f"io_setup: {os.strerror(error[0])}"
+    lib.nv_engine_free(engine)
+    return 0, _through(source)
+
+
+def _through(source: KernelAio) -> str:
+    if source.source == "libaio":
+        return f"through {source.path}"
+    return f"through the system calls ({source.reason})"
+
+
+def _unavailable(code: int, options: Options) -> BackendUnavailableError:
+    if code == errno.EAGAIN:
+        used, limit = (_sysctl(f"/proc/sys/fs/aio-{name}") for name in ("nr", "max-nr"))
+        wanted = options.queue_depth * options.intra_op_parallelism
+        return BackendUnavailableError(
+            f"the kernel's limit for AIO events is reached: fs.aio-max-nr = {limit}, in use "
+            f"fs.aio-nr = {used}, wanted {wanted} "
+            f"(queue_depth {options.queue_depth} x {options.intra_op_parallelism} lanes)",
+            attempts=_holders() or [("holders", "none visible to this user in /proc/*/maps")],
+            remedy=f"sudo sysctl -w fs.aio-max-nr={max(1 << 20, used + 2 * wanted)} (for good: in "
+            "/etc/sysctl.d/), or a smaller queue_depth, or engine='threads'",
+        )
+    return BackendUnavailableError(
+        "the kernel gives no AIO context",
+        attempts=[("io_setup", f"{errno.errorcode.get(code, code)}: {os.strerror(code)}")],
+        remedy="engine='threads' works everywhere; in a container, allow io_setup in its seccomp profile",
+    )
+
+
+def _holders() -> list[tuple[str, str]]:
+    """Processes with AIO contexts, most first: each context maps a ring named /[aio]."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            contexts = maps.read_text(errors="replace").count("/[aio]")
+            name = (maps.parent / "comm").read_text(errors="replace").strip()
+        except OSError:
+            continue
+        if contexts:
+            pid = maps.parent.name + (" (this process)" if int(maps.parent.name) == os.getpid() else "")
+            found.append((contexts, f"process {pid}", f"{name}, {contexts} AIO contexts"))
+    return [(who, what) for _, who, what in sorted(found, reverse=True)[:8]]
+
+
+def _sysctl(path: str) -> int:
+    return int(Path(path).read_text())

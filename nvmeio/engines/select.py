@@ -1,0 +1,49 @@
+"""Choosing an engine: what was asked for or an error, never something else in its place."""
+
+from __future__ import annotations
+
+import errno
+
+from nvmeio.engines import libaio
+from nvmeio.engines.base import Engine, Options
+from nvmeio.engines.libaio import LibaioEngine
+from nvmeio.engines.threads import ThreadsEngine
+
+ENGINES: dict[str, type[LibaioEngine] | type[ThreadsEngine]] = {
+    "libaio": LibaioEngine,
+    "threads": ThreadsEngine,
+}
+# What io_setup answers where the kernel (or a sandbox) has no AIO to give at all.
+_NO_AIO = (errno.ENOSYS, errno.EPERM, errno.EACCES)
+
+
+def start(engine: str | Engine, options: Options) -> Engine:
+    """The engine of this name (or the given one), started.
+
+    "auto" is Linux AIO, or the portable engine where the kernel has no AIO at all (gVisor, a
+    seccomp profile without io_setup). A limit that an administrator can raise is an error, not
+    a reason to run slower.
+
+    Raises:
+        ValueError: No engine has this name.
+        BackendUnavailableError: It cannot work here, and why.
+    """
+    if not isinstance(engine, str):
+        engine.start(options)
+        return engine
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(
+            f"engine {engine!r} is not one of 'auto', {', '.join(map(repr, ENGINES))} "
+            "nor an engine object"
+        )
+    if engine == "auto" and libaio.probe()[0] in _NO_AIO:
+        engine = "threads"
+    chosen: Engine = ENGINES["libaio" if engine == "auto" else engine]()
+    chosen.start(options)
+    return chosen
+
+
+def describe() -> list[tuple[str, bool, str]]:
+    """Every engine: name, whether it works here, and how or why not; "auto" takes the first."""
+    failure, how = libaio.probe()
+    return [("libaio", not failure, how), ("threads", True, "preadv and pwritev in threads")]

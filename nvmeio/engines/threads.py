@@ -1,0 +1,402 @@
+"""The portable reference engine: preadv(2) and pwritev(2) in threads, Python only.
+
+It works wherever the system calls do, keeps every promise of the engine contract, and is meant to
+be read: a request is cut into blocks, blocks of all requests take turns in a bounded queue, workers
+move them. `nvmeio.testing.FakeEngine` overrides the steps marked "hook" to inject faults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from nvmeio.engines.base import Counters, Kind, Options, Outcome, Port, Ticket, Transfer
+
+WORKERS_PER_LANE = 4
+# A queue that refuses everything and has nothing in flight is asked again after this long,
+# and given up after this many seconds, as the native lanes do it.
+RETRY_S = 0.001
+REFUSED_LIMIT_S = 10.0
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of a request's span: file range [offset, offset + nbytes)."""
+
+    request: Request
+    offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Request:
+    """A transfer on its way; a `Ticket`."""
+
+    engine: ThreadsEngine
+    token: int
+    transfer: Transfer
+    port: ThreadsPort | None
+    next: int
+    end: int
+    blocks_out: int = 0
+    issued: bool = False
+    stop: bool = False
+    cancelled: bool = False
+    error: int = 0
+    counted: dict[str, int] = field(
+        default_factory=lambda: {"direct": 0, "bounced": 0, "buffered": 0}
+    )
+    linked: bool = False
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self.cancelled = self.stop = True
+        with self.engine.condition:
+            self.engine.condition.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.finished.wait(timeout_s)
+
+    def move(self, port: Port) -> None:
+        assert isinstance(port, ThreadsPort)
+        with self.engine.condition:
+            if self.finished.is_set() and not self.linked:
+                return  # reaped already
+            if self.linked and self.port is not None:
+                self.port.unlink(self)
+            self.port = port
+            if self.finished.is_set():
+                port.link(self)
+
+    def outcome(self) -> Outcome:
+        error = self.error
+        if not error and self.cancelled and self.transferred < self.transfer.nbytes:
+            error = errno.ECANCELED
+        counted = self.counted
+        return Outcome(
+            error, self.transferred, counted["direct"], counted["bounced"], counted["buffered"]
+        )
+
+    @property
+    def transferred(self) -> int:
+        return sum(self.counted.values())
+
+    def fail(self, code: int) -> None:
+        self.error = self.error or code
+        self.stop = True
+
+
+class ThreadsPort:
+    """A list of finished requests behind an eventfd."""
+
+    def __init__(self, engine: ThreadsEngine) -> None:
+        self._engine = engine
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._finished: list[Request] = []
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def reap(self) -> list[int]:
+        with self._engine.condition:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+            taken, self._finished = self._finished, []
+            for request in taken:
+                request.linked = False
+        return [request.token for request in taken]
+
+    def wake(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        with self._engine.condition:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+    def link(self, request: Request) -> None:
+        if self._fd >= 0:
+            request.linked = True
+            self._finished.append(request)
+            self.wake()
+
+    def unlink(self, request: Request) -> None:
+        request.linked = False
+        self._finished.remove(request)
+
+
+class ThreadsEngine:
+    """Blocks moved by `WORKERS_PER_LANE` threads a lane."""
+
+    name = "threads"
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self._options: Options | None = None
+        self._ring: deque[Request] = deque()  # requests with blocks to issue, in turn
+        self._pending: list[Block] = []  # prepared, not yet accepted by the queue
+        self._queue: deque[Block] = deque()  # accepted, waiting for a worker
+        self._in_kernel = 0
+        self._refused_since = 0.0
+        self._in_flight = 0
+        self._stopping = False
+        self._counters = Counters()
+        self._workers: list[threading.Thread] = []
+
+    # --- the contract ---------------------------------------------------------------------
+
+    def start(self, options: Options) -> None:
+        """Start the workers."""
+        if self._options is not None:
+            raise RuntimeError("this engine was started before: one engine serves one handle")
+        self._options = options
+        self._depth = options.queue_depth * options.intra_op_parallelism
+        for index in range(min(self._depth, WORKERS_PER_LANE * options.intra_op_parallelism)):
+            worker = threading.Thread(
+                target=self._work, name=f"nvmeio-worker-{index}", daemon=True
+            )
+            worker.start()
+            self._workers.append(worker)
+
+    def open_port(self) -> Port:
+        """A list with an eventfd."""
+        return ThreadsPort(self)
+
+    def submit(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """Queue a request behind the others."""
+        assert isinstance(port, ThreadsPort)
+        request = Request(self, token, transfer, port, transfer.span_start, transfer.span_end)
+        with self.condition:
+            self._in_flight += 1
+            self._ring.append(request)
+            self.condition.notify()
+        return request
+
+    def counters(self) -> Counters:
+        """Counted as requests finish."""
+        with self.condition:
+            return self._counters._replace(in_flight=self._in_flight)
+
+    def stop(self) -> None:
+        """Tell the workers to return once nothing is in flight."""
+        with self.condition:
+            self._stopping = True
+            self.condition.notify_all()
+
+    def join(self) -> None:
+        """Wait for the workers."""
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
+
+    # --- hooks for fault injection --------------------------------------------------------
+
+    def _accept(self, blocks: list[Block]) -> int:
+        """Hook: how many of these the kernel's queue takes now (io_submit's return value)."""
+        return len(blocks)
+
+    def _choose(self, queue: deque[Block]) -> Block:
+        """Hook: the block that the drive serves next."""
+        return queue.popleft()
+
+    def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
+        """Hook: one system call; bytes moved, or an OSError."""
+        if block.request.transfer.kind == Kind.READ:
+            return os.preadv(fd, [memory], offset)
+        return os.pwritev(fd, [memory], offset)
+
+    # --- queue: called with the condition held ----------------------------------------------
+
+    def _refill(self) -> None:
+        assert self._options is not None
+        if self._options.overlap_events or not (self._in_kernel or self._pending):
+            while self._ring and self._in_kernel + len(self._pending) < self._depth:
+                self._prepare(self._ring.popleft())
+        for block in [b for b in self._pending if b.request.stop]:
+            self._pending.remove(block)
+            if self._retire(block):
+                self._finish(block.request)
+        while self._pending:
+            batch = self._pending[:1] if self._options.single_submit else self._pending
+            accepted = self._accept(batch)
+            self._queue.extend(batch[:accepted])
+            self._in_kernel += accepted
+            self._pending = self._pending[accepted:]
+            self.condition.notify(accepted)
+            if accepted:
+                self._refused_since = 0.0
+            else:
+                self._give_up_after_a_while()
+                return
+
+    def _prepare(self, request: Request) -> None:
+        assert self._options is not None
+        if request.stop:
+            request.next = request.end
+        nbytes = min(self._options.block_size, request.end - request.next)
+        if request.stop or (request.issued and not nbytes):
+            if not request.blocks_out:
+                self._finish(request)
+            return
+        # An empty span gets one empty block: some worker must write the edges, or call fsync.
+        self._pending.append(Block(request, request.next, nbytes))
+        request.issued = True
+        request.next += nbytes
+        request.blocks_out += 1
+        if request.next < request.end:
+            self._ring.append(request)
+
+    def _give_up_after_a_while(self) -> None:
+        now = time.monotonic()
+        self._refused_since = self._refused_since or now
+        if not self._in_kernel and now - self._refused_since > REFUSED_LIMIT_S:
+            self._pending[0].request.fail(errno.EAGAIN)
+
+    def _retire(self, block: Block) -> bool:
+        """A block less; whether it was the request's last."""
+        request = block.request
+        request.blocks_out -= 1
+        if request.blocks_out or (request.next < request.end and not request.stop):
+            return False
+        with suppress(ValueError):
+            self._ring.remove(request)
+        return True
+
+    def _finish(self, request: Request) -> None:
+        outcome = request.outcome()
+        moved = "bytes_read" if request.transfer.kind == Kind.READ else "bytes_written"
+        added = {
+            moved: outcome.transferred,
+            "operations": 1,
+            "direct_bytes": outcome.direct_bytes,
+            "bounced_bytes": outcome.bounced_bytes,
+            "buffered_bytes": outcome.buffered_bytes,
+        }
+        if outcome.error == errno.ECANCELED:
+            added["cancelled"] = 1
+        elif outcome.error or outcome.transferred < request.transfer.nbytes:
+            added["errors"] = 1
+        self._counters = self._counters._replace(
+            **{name: getattr(self._counters, name) + n for name, n in added.items()}
+        )
+        self._in_flight -= 1
+        request.finished.set()
+        if request.port is not None:
+            request.port.link(request)
+        if not self._in_flight:
+            self.condition.notify_all()  # a stopping engine is done now
+
+    # --- workers ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        assert self._options is not None
+        bounce = mmap.mmap(-1, self._options.block_size)  # untouched until used
+        while True:
+            with self.condition:
+                self._refill()
+                while not self._queue:
+                    if self._stopping and not self._in_flight:
+                        return
+                    self.condition.wait(RETRY_S if self._pending else None)
+                    self._refill()
+                block = self._choose(self._queue)
+            self._run(block, bounce)
+            with self.condition:
+                self._in_kernel -= 1
+                last = self._retire(block)
+            if last:
+                self._write_edges(block.request)
+                with self.condition:
+                    self._finish(block.request)
+
+    def _run(self, block: Block, bounce: mmap.mmap) -> None:
+        request, transfer = block.request, block.request.transfer
+        try:
+            if transfer.kind >= Kind.FSYNC:
+                fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
+                (os.fsync if transfer.kind == Kind.FSYNC else os.fdatasync)(fd)
+            elif block.nbytes:
+                self._move_block(block, bounce)
+        except OSError as failed:
+            request.fail(failed.errno or errno.EIO)
+
+    def _move_block(self, block: Block, bounce: mmap.mmap) -> None:
+        request, transfer = block.request, block.request.transfer
+        user_end = transfer.file_offset + transfer.nbytes
+        # [first, last) is the caller's share of the block, the rest is padding to the alignment.
+        first = max(block.offset, transfer.file_offset)
+        last = min(block.offset + block.nbytes, user_end)
+        mine = _memory(transfer.address + first - transfer.file_offset, last - first)
+        direct = transfer.direct_fd >= 0
+        bounced = direct and (
+            transfer.bounce
+            or last - first < block.nbytes
+            or (transfer.address + first - transfer.file_offset) % transfer.memory_alignment != 0
+        )
+        memory = memoryview(bounce)[: block.nbytes] if bounced else mine
+        if bounced and transfer.kind == Kind.WRITE:
+            memory[:] = mine
+        done = self._move_all(block, memory, last - block.offset)
+        useful = max(0, min(block.offset + done, last) - first)
+        if bounced and transfer.kind == Kind.READ:
+            if request.cancelled:
+                return  # the caller's memory is left alone
+            mine[:useful] = memory[first - block.offset :][:useful]
+        way = "bounced" if bounced else "direct" if direct else "buffered"
+        with self.condition:
+            request.counted[way] += useful
+
+    def _move_all(self, block: Block, memory: memoryview, wanted: int) -> int:
+        """Move a block, going on after short transfers; bytes moved."""
+        request, transfer = block.request, block.request.transfer
+        fd, unit = transfer.buffered_fd, 1
+        if transfer.direct_fd >= 0:
+            fd, unit = transfer.direct_fd, transfer.offset_alignment
+        done = 0
+        while True:
+            try:
+                moved = self._move(block, fd, memory[done:], block.offset + done)
+            except OSError as failed:
+                if failed.errno in (errno.EINTR, errno.EAGAIN) and not request.stop:
+                    continue
+                request.fail(failed.errno or errno.EIO)
+                return done
+            whole = moved - moved % unit
+            if done + moved >= wanted:
+                return done + moved
+            if not whole or request.stop:
+                if transfer.kind == Kind.WRITE:
+                    request.fail(errno.EIO)
+                else:
+                    request.end = request.next  # end of file: nothing lies behind
+                return done + moved
+            done += whole
+
+    def _write_edges(self, request: Request) -> None:
+        """A write's head and tail, before and behind its direct span, through the page cache."""
+        transfer = request.transfer
+        if transfer.kind != Kind.WRITE:
+            return
+        start, end = transfer.file_offset, transfer.file_offset + transfer.nbytes
+        for offset, stop in ((start, transfer.span_start), (transfer.span_end, end)):
+            while offset < stop and not request.stop:
+                memory = _memory(transfer.address + offset - start, stop - offset)
+                try:
+                    moved = os.pwritev(transfer.buffered_fd, [memory], offset)
+                except OSError as failed:
+                    request.fail(failed.errno or errno.EIO)
+                    return
+                offset += moved
+                request.counted["buffered"] += moved
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -1,0 +1,217 @@
+"""The error hierarchy: every failure says what, where and how to mend it.
+
+NvmeioError
+├ ClosedError                            you closed it (or forked away from it)
+├ AlignmentError(ValueError)             address, file_offset, nbytes, required
+├ TransferError(OSError)                 errno, operation, path, file_offset, nbytes, transferred
+│  └ ShortTransferError                  requested, transferred
+├ BackendUnavailableError(RuntimeError)  attempts = [(name, reason), …], remedy
+└ IntegrityError                         expected, found
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from collections.abc import Sequence
+from typing import Any
+
+# How to mend what the kernel reported; looked up by errno when a TransferError is worded.
+_REMEDIES: dict[int, str] = {
+    _errno.ENOENT: "check the path; a write creates the file but not its directory",
+    _errno.EISDIR: "name a file inside the directory",
+    _errno.EACCES: "check the permissions of the file and of its directory",
+    _errno.EPERM: "check the permissions and attributes (lsattr) of the file",
+    _errno.EROFS: "the file system is mounted read-only; choose another directory",
+    _errno.EBADF: "the descriptor is closed, or not open for this direction",
+    _errno.ENOSPC: "free space on the file system (df -h), or choose another directory",
+    _errno.EDQUOT: "the disk quota is used up (quota -s)",
+    _errno.EFBIG: "the file size limit is reached (ulimit -f, or the file system's own)",
+    _errno.EMFILE: "too many open files: raise `ulimit -n`, or keep one nvmeio.File open",
+    _errno.EIO: "the drive reported an error: look at `dmesg` and `smartctl -a`",
+    _errno.EINVAL: "the file system refused this offset, size or address: run `nvmeio report --dir`",
+    _errno.ESPIPE: "pipes and sockets have no offsets; use a regular file or block device",
+}
+
+
+class NvmeioError(Exception):
+    """Base of every error that nvmeio raises for its own reasons.
+
+    Attributes:
+        others: Failures of further operations that were collected with this one
+            (`AioHandle.wait`, `drain` and `close` raise the first and attach the rest).
+    """
+
+    others: tuple[BaseException, ...] = ()
+
+
+class ClosedError(NvmeioError):
+    """The handle, file or pool is closed, or belongs to the parent of this forked process."""
+
+
+class AlignmentError(NvmeioError, ValueError):
+    """A size, offset or address is not a multiple of what direct I/O requires.
+
+    Attributes:
+        address: Memory address, or None where memory was not the matter.
+        file_offset: Position in the file in bytes, or None.
+        nbytes: Length in bytes, or None.
+        required: The alignment in bytes that was required.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        required: int,
+        address: int | None = None,
+        file_offset: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.address = address
+        self.file_offset = file_offset
+        self.nbytes = nbytes
+        self.required = required
+
+
+class TransferError(NvmeioError, OSError):
+    """A transfer failed; an `OSError`, so that `except FileNotFoundError` and friends work too.
+
+    Constructing `TransferError(errno.ENOENT, …)` yields an instance that is also a
+    `FileNotFoundError`, as `OSError` itself does it.
+
+    Attributes:
+        errno: The kernel's error number.
+        operation: "pread", "pwrite", "fsync" or "open".
+        path: The file as the caller named it.
+        file_offset: Where the transfer began, in bytes.
+        nbytes: How many bytes were asked for.
+        transferred: How many of them got through before (and beside) the failure.
+    """
+
+    operation: str
+    path: str
+    file_offset: int
+    nbytes: int
+    transferred: int
+
+    def __new__(
+        cls,
+        errno: int,
+        *,
+        operation: str,
+        path: str,
+        file_offset: int = 0,
+        nbytes: int = 0,
+        transferred: int = 0,
+        detail: str = "",
+    ) -> TransferError:
+        name = _errno.errorcode.get(errno, str(errno))
+        where = f"{operation} {path}"
+        if operation not in ("open", "fsync"):
+            where += f" [{file_offset}, {file_offset + nbytes}): {transferred} of {nbytes} bytes"
+        remedy = "" if detail else _REMEDIES.get(errno, "")
+        text = f"{name}: {detail or os.strerror(errno)}; {where}" + (f" ({remedy})" if remedy else "")
+        # A class with a __new__ of its own gets errno and strerror set here: OSError.__init__
+        # ignores its arguments then. The file name is left out, for OSError would print it twice.
+        self = super().__new__(_matching_class(cls, errno), errno, text)
+        self.filename = path
+        return self
+
+    def __init__(
+        self,
+        errno: int,
+        *,
+        operation: str,
+        path: str,
+        file_offset: int = 0,
+        nbytes: int = 0,
+        transferred: int = 0,
+        detail: str = "",
+    ) -> None:
+        self.operation = operation
+        self.path = path
+        self.file_offset = file_offset
+        self.nbytes = nbytes
+        self.transferred = transferred
+        self._detail = detail
+
+    def __str__(self) -> str:
+        return f"[Errno {self.errno}] {self.strerror}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        arguments = {name: getattr(self, name) for name in _FIELDS} | {"detail": self._detail}
+        return _rebuild, (_public_class(type(self)), self.errno, arguments)
+
+
+class ShortTransferError(TransferError):
+    """Fewer bytes exist than were asked for: the file ends inside (or before) the span.
+
+    Attributes:
+        requested: Bytes asked for.
+        transferred: Bytes that the file had from `file_offset` on; they are in the tensor.
+    """
+
+    @property
+    def requested(self) -> int:
+        return self.nbytes
+
+
+class BackendUnavailableError(NvmeioError, RuntimeError):
+    """No implementation that was asked for can work here.
+
+    Attributes:
+        attempts: What was tried and why each failed: ``[(name, reason), …]``.
+        remedy: The command or change that mends it, or "".
+    """
+
+    def __init__(
+        self, message: str, *, attempts: Sequence[tuple[str, str]] = (), remedy: str = ""
+    ) -> None:
+        lines = [message, *(f"  {name}: {reason}" for name, reason in attempts)]
+        if remedy:
+            lines.append(f"  how to mend it: {remedy}")
+        super().__init__("\n".join(lines))
+        self.attempts = list(attempts)
+        self.remedy = remedy
+
+
+class IntegrityError(NvmeioError):
+    """Bytes are not what they should be.
+
+    Attributes:
+        expected: What should have been there.
+        found: What was there.
+    """
+
+    def __init__(self, message: str, *, expected: object, found: object) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+
+
+_FIELDS = ("operation", "path", "file_offset", "nbytes", "transferred")
+
+# OSError picks its subclass by errno only when called as OSError itself; the classes that join
+# ours with the matching built-in are made once and kept.
+_joined: dict[tuple[type, type], type[TransferError]] = {}
+
+
+def _matching_class(cls: type[TransferError], errno: int) -> type[TransferError]:
+    builtin = type(OSError(errno, ""))
+    if builtin is OSError or issubclass(cls, builtin):
+        return cls
+    key = (cls, builtin)
+    if key not in _joined:
+        _joined[key] = type(cls.__name__, (cls, builtin), {"__module__": cls.__module__, "_public": cls})
+    return _joined[key]
+
+
+def _public_class(cls: type[TransferError]) -> type[TransferError]:
+    public: type[TransferError] = cls.__dict__.get("_public", cls)
+    return public
+
+
+def _rebuild(cls: type[TransferError], errno: int, arguments: dict[str, Any]) -> TransferError:
+    return cls(errno, **arguments)

@@ -1,0 +1,422 @@
+"""Open files: which descriptors a transfer goes through, and who closes them.
+
+A file has up to two descriptors on one inode: one with O_DIRECT for the aligned span, one without
+for unaligned edges. `Descriptors` owns both and counts its users, so that closing a `File` (or
+dropping a path) with transfers in flight closes nothing under the kernel's feet.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import tempfile
+import threading
+from types import TracebackType
+from typing import NamedTuple
+
+from nvmeio._plan import PAGE_BYTES, Alignment
+from nvmeio._shim import FileFacts, file_facts
+from nvmeio.errors import ClosedError, TransferError
+
+logger = logging.getLogger("nvmeio")
+
+_NO_DIRECT = Alignment(0, 0)
+# Files of these live in memory: their O_DIRECT, where accepted, is the page cache all the same.
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_MODES = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "rw": os.O_RDWR | os.O_CREAT,
+    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
+# What must not be repeated when the same inode is opened a second time.
+_ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
+
+
+class Descriptors:
+    """The descriptors of one open file, closed when their last user has released them.
+
+    Attributes:
+        path: The file as the caller named it, for messages.
+        direct_fd: Opened with O_DIRECT, or -1.
+        alignment: What direct I/O needs here; ``(0, 0)`` without it.
+        inode: Device and inode number: which file this is, whatever it was called.
+    """
+
+    __slots__ = (
+        "_buffered_fd",
+        "_flags",
+        "_lock",
+        "_users",
+        "alignment",
+        "direct_fd",
+        "inode",
+        "path",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        flags: int,
+        direct_fd: int,
+        buffered_fd: int,
+        alignment: Alignment,
+        facts: FileFacts,
+    ) -> None:
+        self.path = path
+        self.inode = (facts.device, facts.inode)
+        self.direct_fd = direct_fd
+        self.alignment = alignment
+        self._flags = flags
+        self._buffered_fd = buffered_fd
+        self._users = 1
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: str, flags: int) -> Descriptors:
+        """Open a path, with O_DIRECT where the file system takes it.
+
+        Raises:
+            TransferError: The open failed, or the path is no regular file or block device.
+        """
+        # O_NONBLOCK: opening a FIFO without a peer would block for ever. Regular files ignore it.
+        flags |= os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            try:
+                fd, direct = os.open(path, flags | os.O_DIRECT, 0o666), True
+            except OSError as refused:
+                if refused.errno != errno.EINVAL:
+                    raise
+                fd, direct = os.open(path, flags, 0o666), False
+        except OSError as failed:
+            raise _open_error(failed.errno or errno.EIO, path) from failed
+        try:
+            facts = _checked_facts(fd, path)
+            alignment = _alignment(fd, facts) if direct else _NO_DIRECT
+            if alignment.offset:
+                return cls(path, flags, fd, -1, alignment, facts)
+            if direct:  # accepted, but not for this file: one plain descriptor will do
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            return cls(path, flags, -1, fd, _NO_DIRECT, facts)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def borrow(cls, fd: int, writing: bool | None) -> Descriptors:
+        """Duplicate (and reopen with O_DIRECT where that works) a descriptor of the caller's.
+
+        Raises:
+            TransferError: It is closed, of the wrong direction, or has no offsets (a pipe).
+        """
+        path = f"descriptor {fd}"
+        try:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            path = f"{os.readlink(f'/proc/self/fd/{fd}')} (descriptor {fd})"
+        except (OSError, OverflowError, ValueError) as failed:
+            raise _open_error(errno.EBADF, path) from failed
+        access = flags & os.O_ACCMODE
+        if writing is not None and access == (os.O_RDONLY if writing else os.O_WRONLY):
+            direction = "writing" if writing else "reading"
+            raise _open_error(errno.EBADF, path, f"the descriptor is not open for {direction}")
+        facts = _checked_facts(fd, path)
+        # O_APPEND would make pwrite(2) ignore its offset (man 2 pwrite, BUGS): reopen without.
+        access |= os.O_CLOEXEC | os.O_NONBLOCK
+        plain = not flags & (os.O_DIRECT | os.O_APPEND)
+        buffered_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) if plain else -1
+        try:
+            direct_fd = _reopen(fd, access | os.O_DIRECT)
+        except OSError as refused:
+            direct_fd = -1
+            if buffered_fd < 0:
+                try:
+                    buffered_fd = _reopen(fd, access)
+                except OSError:
+                    raise _open_error(refused.errno or errno.EIO, path) from refused
+        alignment = _NO_DIRECT if direct_fd < 0 else _alignment(direct_fd, facts)
+        opened = cls(path, access, direct_fd, buffered_fd, alignment, facts)
+        if direct_fd >= 0 and not alignment.offset:
+            opened.demote()
+        return opened
+
+    def retain(self) -> Descriptors:
+        """Count one more user."""
+        with self._lock:
+            if not self._users:
+                raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
+            self._users += 1
+        return self
+
+    def release(self) -> None:
+        """One user less; the last one closes."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            # Nulled before they are closed: the number may be somebody else's right after.
+            fds = (self.direct_fd, self._buffered_fd)
+            self.direct_fd = self._buffered_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+    def buffered_fd(self) -> int:
+        """The descriptor without O_DIRECT, opened at its first use.
+
+        Raises:
+            TransferError: It could not be opened.
+        """
+        if self._buffered_fd < 0:
+            with self._lock:
+                if self._buffered_fd < 0:
+                    try:
+                        self._buffered_fd = _reopen(self.direct_fd, self._flags & ~_ONCE)
+                    except OSError as failed:
+                        raise _open_error(failed.errno or errno.EIO, self.path) from failed
+        return self._buffered_fd
+
+    def any_fd(self) -> int:
+        """Whichever descriptor is open, for calls that concern the inode."""
+        return self.direct_fd if self.direct_fd >= 0 else self._buffered_fd
+
+    def demote(self) -> None:
+        """From now on buffered: the kernel refused direct I/O that it had announced."""
+        self.buffered_fd()
+        self.alignment = _NO_DIRECT
+
+    @property
+    def users(self) -> int:
+        return self._users
+
+
+class File:
+    """An open file that keeps its descriptors for repeated transfers; see `open`.
+
+    Usable with any handle, from any thread. Closing it while transfers are in flight is safe:
+    they finish, and the descriptors go with the last of them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mode: str = "r") -> None:
+        flags = _MODES.get(mode.replace("b", ""))
+        if flags is None:
+            raise ValueError(f"mode {mode!r} is not one of {', '.join(map(repr, _MODES))}")
+        self._path = os.fspath(path)
+        self._mode = mode
+        self._descriptors = Descriptors.open(self._path, flags)
+        self._closed = False
+
+    def acquire(self, writing: bool) -> Descriptors:
+        """The descriptors, with one more user; release it when the transfer is done."""
+        if self._closed:
+            raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
+        if writing and self._mode.replace("b", "") == "r":
+            raise _open_error(errno.EBADF, self._path, 'the file was opened with mode "r"')
+        return self._descriptors.retain()
+
+    def close(self) -> None:
+        """Close; transfers in flight keep the descriptors until they are done. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._descriptors.release()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Descriptors are counted, so nothing can be lost here: like a path, a dropped file closes.
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    @property
+    def path(self) -> str:
+        """The path as given."""
+        return self._path
+
+    @property
+    def mode(self) -> str:
+        """The mode as given."""
+        return self._mode
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def alignment(self) -> int:
+        """Offsets and sizes that are multiples of this many bytes go direct; 0: none do."""
+        return self._descriptors.alignment.offset
+
+    def size(self) -> int:
+        """The file's size in bytes (fstat)."""
+        if self._closed:
+            raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
+        return os.fstat(self._descriptors.any_fd()).st_size
+
+    def __repr__(self) -> str:
+        users = self._descriptors.users - (not self._closed)
+        state = "closed" if self._closed else "open"
+        return f"<nvmeio.File {self._path!r} mode={self._mode!r} {state}, {users} in flight>"
+
+
+def open(path: str | os.PathLike[str], mode: str = "r") -> File:
+    """Open a file once for many transfers.
+
+    Args:
+        path: A regular file or a block device.
+        mode: "r" read; "r+" read and write an existing file; "rw" the same, created if it is
+            missing (what a path given to `AioHandle.async_pwrite` does); "w" created or emptied;
+            "x" created, an error if it exists. A "b" is accepted and means nothing.
+
+    Raises:
+        TransferError: As open(2) fails, also as the matching built-in (`FileNotFoundError`, …).
+        ValueError: The mode is none of these.
+
+    Cost: open(2) and statx(2), saved for every transfer that then uses the file.
+    """
+    return File(path, mode)
+
+
+def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> Descriptors:
+    """The descriptors for one transfer; the caller releases them when it is done.
+
+    Args:
+        file: What the user named.
+        writing: The direction; None for calls that have none (fsync).
+
+    Raises:
+        TypeError: `file` is none of path, descriptor and `File`.
+        ClosedError: The `File` is closed.
+        TransferError: It cannot be opened.
+    """
+    if isinstance(file, File):
+        return file.acquire(bool(writing))
+    if isinstance(file, (str, os.PathLike)):
+        path = os.fspath(file)
+        if isinstance(path, str):
+            if "\0" in path:
+                raise ValueError(f"file name {path!r} contains a null character")
+            return Descriptors.open(path, os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY)
+    elif isinstance(file, int) and not isinstance(file, bool):
+        return Descriptors.borrow(file, writing)
+    raise TypeError(f"file must be a path, an open descriptor or an nvmeio.File, not {file!r}")
+
+
+class DirectSupport(NamedTuple):
+    """Whether direct I/O works in a directory, found by doing it.
+
+    Attributes:
+        supported: A direct write and read of one block went through.
+        offset_alignment: Bytes that offsets and sizes must be a multiple of; 0 if unsupported.
+        memory_alignment: Bytes that addresses must be a multiple of; 0 if unsupported.
+        reason: Why not, or "".
+    """
+
+    supported: bool
+    offset_alignment: int
+    memory_alignment: int
+    reason: str
+
+
+def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
+    """Write and read one block with O_DIRECT in a temporary file, which is removed again.
+
+    Raises:
+        OSError: The directory is missing or cannot be written.
+    """
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".nvmeio-probe-") as probe:
+        opened = Descriptors.open(probe.name, os.O_RDWR)
+        try:
+            if opened.direct_fd < 0:
+                file_system = _file_system_of(os.fstat(probe.fileno()).st_dev) or "the file system"
+                where = "memory" if file_system in _MEMORY_FILE_SYSTEMS else "no direct I/O"
+                return DirectSupport(False, 0, 0, f"{file_system} offers {where}")
+            unit = max(opened.alignment.offset, PAGE_BYTES)
+            with mmap.mmap(-1, unit) as block:
+                os.pwritev(opened.direct_fd, [block], 0)
+                os.preadv(opened.direct_fd, [block], 0)
+            return DirectSupport(True, opened.alignment.offset, opened.alignment.memory, "")
+        except OSError as refused:
+            return DirectSupport(False, 0, 0, f"a direct write failed: {refused}")
+        finally:
+            opened.release()
+
+
+def _reopen(fd: int, flags: int) -> int:
+    # The kernel's magic link leads to the inode itself, renamed or unlinked as it may be.
+    return os.open(f"/proc/self/fd/{fd}", flags)
+
+
+def _open_error(code: int, path: str, detail: str = "") -> TransferError:
+    return TransferError(code, operation="open", path=path, detail=detail)
+
+
+def _checked_facts(fd: int, path: str) -> FileFacts:
+    try:
+        facts = file_facts(fd)
+    except OSError as failed:
+        raise _open_error(failed.errno or errno.EIO, path) from failed
+    if stat.S_ISDIR(facts.mode):
+        raise _open_error(errno.EISDIR, path)
+    if not (stat.S_ISREG(facts.mode) or stat.S_ISBLK(facts.mode)):
+        raise _open_error(errno.ESPIPE, path, "not a regular file or block device")
+    return facts
+
+
+# Where the kernel does not tell (before 6.1, or the file system does not say): found by trying,
+# once a device.
+_probed: dict[int, Alignment] = {}
+
+
+def _alignment(fd: int, facts: FileFacts) -> Alignment:
+    if facts.offset_alignment is not None and facts.memory_alignment is not None:
+        return Alignment(facts.offset_alignment, facts.memory_alignment)
+    if facts.device not in _probed:
+        _probed[facts.device] = _try_direct_read(fd, facts.device)
+    return _probed[facts.device]
+
+
+def _try_direct_read(fd: int, device: int) -> Alignment:
+    if _file_system_of(device) in _MEMORY_FILE_SYSTEMS:
+        return _NO_DIRECT
+    try:
+        readable = _reopen(fd, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return Alignment(PAGE_BYTES, PAGE_BYTES)  # unreadable: assume; EINVAL demotes later
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            os.preadv(readable, [page], 0)
+        return Alignment(PAGE_BYTES, PAGE_BYTES)
+    except OSError as refused:
+        logger.info("no direct I/O on device %x: %s", device, refused)
+        return _NO_DIRECT
+    finally:
+        os.close(readable)
+
+
+def _file_system_of(device: int) -> str:
+    """The type of the mounted file system with this device number, or "" (man 5 proc, mountinfo)."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with builtins.open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                fields, _, rest = line.partition(" - ")
+                if fields.split(" ")[2] == wanted:
+                    return rest.split(" ")[0]
+    except OSError:
+        pass
+    return ""

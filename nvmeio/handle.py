@@ -1,0 +1,421 @@
+"""`AioHandle`: tensors to and from files, awaited."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import TracebackType
+
+import torch
+
+from nvmeio import _tensor, _validate, buffers, files
+from nvmeio._core import Core
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.engines import select
+from nvmeio.engines.base import Counters, Engine, Kind, Options
+from nvmeio.errors import AlignmentError
+from nvmeio.files import File
+from nvmeio.operation import Operation
+
+FileLike = str | os.PathLike[str] | int | File
+
+MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)
+_OFFSET_MAX = (1 << 63) - 1
+
+
+class AioHandle:
+    """Moves tensors between memory and files, through Linux AIO and O_DIRECT.
+
+    Every transfer is an `Operation` that begins when it is called; await it beside compute, or use
+    it as a future. Any CPU tensor works: any size, dtype, address, file offset, contiguous or not
+    (others are staged through one contiguous CPU copy). A handle may be used from several threads
+    and event loops at once.
+
+    Args:
+        block_size: Bytes per kernel request; a positive multiple of 4096, at most 1 GiB.
+        queue_depth: Blocks that a lane keeps in the kernel at most.
+        single_submit: Hand blocks to the kernel one system call each, instead of in batches.
+        overlap_events: Refill the queue as blocks complete; False refills when it has run empty.
+        intra_op_parallelism: Lanes: native threads with a queue each. Large transfers are split
+            over them, small ones take turns.
+        engine: "auto" (Linux AIO, or "threads" where the kernel has none), "libaio", "threads",
+            or an engine object, e.g. `nvmeio.testing.FakeEngine`.
+
+    Raises:
+        BackendUnavailableError: The engine cannot work here (no AIO events left, for one).
+        AlignmentError: `block_size` is not a multiple of 4096.
+        ValueError: Another parameter is out of range.
+
+    Cost: one AIO context and one parked thread a lane. Transfers whose memory or offset is not
+    aligned use up to 32 MiB (or 4 blocks) of bounce memory a lane, never more than
+    ``queue_depth * block_size``.
+
+    Example:
+        >>> async with nvmeio.AioHandle() as handle:
+        ...     await handle.async_pwrite(tensor, "weights.bin")
+        ...     await handle.async_pread(tensor, "weights.bin")
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        intra_op_parallelism: int = 1,
+        *,
+        engine: str | Engine = "auto",
+    ) -> None:
+        _check_block_size(block_size)
+        _check_positive("queue_depth", queue_depth, 65536)
+        _check_positive("intra_op_parallelism", intra_op_parallelism, 1024)
+        options = Options(
+            block_size,
+            queue_depth,
+            bool(single_submit),
+            bool(overlap_events),
+            intra_op_parallelism,
+        )
+        self._options = options
+        self._core = Core(select.start(engine, options), options)
+
+    # --- transfers ------------------------------------------------------------------------
+
+    def async_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
+        """Start reading a file into a tensor.
+
+        Args:
+            tensor: Destination; its `nbytes` are read. Contiguous CPU memory is filled in place.
+            file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
+            file_offset: First byte in the file; any value >= 0.
+
+        Returns:
+            The operation; its value is the number of bytes read, which is `tensor.nbytes`.
+
+        Raises:
+            ClosedError: The handle or the file is closed.
+            TypeError: `tensor` has no plain memory, or `file` is none of the above.
+            ValueError: `file_offset` is negative.
+            RuntimeError: The tensor may not be changed in place (autograd, inference mode).
+
+        The operation fails with `TransferError` if the file cannot be opened or read, and with
+        `ShortTransferError` if it ends before the tensor is full. The tensor's contents are then
+        unknown, but for the bytes counted in `transferred` at end of file.
+
+        Cost: none in the common case; see `Operation.bounced_bytes`. Source: io_submit(2).
+        """
+        return self._core.start(
+            Kind.READ, _tensor.destination(tensor), file, _checked_offset(file_offset)
+        )
+
+    def async_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
+        """Start writing a tensor into a file.
+
+        A path is created if it is missing and never truncated: bytes outside of
+        [file_offset, file_offset + nbytes) stay as they are. Done means written, not durable:
+        see `fsync`.
+
+        Args:
+            tensor: Source; leave it unchanged until the operation is done. Of one that is not
+                contiguous a copy is taken before the call returns.
+            file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
+            file_offset: First byte in the file; any value >= 0.
+
+        Returns:
+            The operation; its value is the number of bytes written, which is `tensor.nbytes`.
+
+        Raises: As `async_pread`. The operation fails with `TransferError`; ENOSPC and the like say
+        how many bytes got through. The span's contents in the file are then unknown, and a file
+        that was to grow may already have its new size.
+        """
+        return self._core.start(
+            Kind.WRITE, _tensor.source(tensor), file, _checked_offset(file_offset)
+        )
+
+    def sync_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
+        """`async_pread`, blocking; the number of bytes read."""
+        return self.async_pread(tensor, file, file_offset).result()
+
+    def sync_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
+        """`async_pwrite`, blocking; the number of bytes written."""
+        return self.async_pwrite(tensor, file, file_offset).result()
+
+    def pread(
+        self,
+        tensor: torch.Tensor,
+        file: FileLike,
+        validate: bool = False,
+        async_op: bool = False,
+        file_offset: int = 0,
+    ) -> Operation | int:
+        """Read, with all choices; the operation if `async_op`, else the number of bytes read.
+
+        Args:
+            tensor: As for `async_pread`, like `file` and `file_offset`.
+            file: See `tensor`.
+            validate: Afterwards read the span once more through the page cache and compare;
+                the operation fails with `IntegrityError` at the first difference.
+            async_op: Return the operation instead of blocking.
+            file_offset: See `tensor`.
+
+        Cost: `validate` reads everything twice.
+        """
+        return self._transfer(Kind.READ, tensor, file, validate, async_op, file_offset)
+
+    def pwrite(
+        self,
+        tensor: torch.Tensor,
+        file: FileLike,
+        validate: bool = False,
+        async_op: bool = False,
+        file_offset: int = 0,
+    ) -> Operation | int:
+        """Write, with all choices; see `pread`."""
+        return self._transfer(Kind.WRITE, tensor, file, validate, async_op, file_offset)
+
+    def _transfer(
+        self,
+        kind: Kind,
+        tensor: torch.Tensor,
+        file: FileLike,
+        validate: bool,
+        async_op: bool,
+        file_offset: int,
+    ) -> Operation | int:
+        memory = _tensor.destination(tensor) if kind is Kind.READ else _tensor.source(tensor)
+        offset = _checked_offset(file_offset)
+        check = None
+        if validate:
+            check = _validate.comparison(memory, file, offset)
+        operation = self._core.start(kind, memory, file, offset, check)
+        return operation if async_op else operation.result()
+
+    # --- all operations of the handle -------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until nothing is in flight.
+
+        Args:
+            timeout: Seconds at most; None waits for as long as it takes.
+
+        Returns:
+            How many operations have finished since the last `wait` or `drain` (0 if none).
+
+        Raises:
+            TransferError: The first failure that nobody has seen yet through `await`, `result` or
+                `exception`; the others are in its attribute `others`. Nothing is in flight then.
+            concurrent.futures.TimeoutError: Not all done in time; they go on.
+        """
+        return self._core.wait_all(timeout)
+
+    async def drain(self) -> int:
+        """`wait`, awaited: other tasks run meanwhile. Cancelling it cancels no operation."""
+        return await self._core.drain()
+
+    async def fsync(self, file: FileLike, data_only: bool = False) -> None:
+        """Make a file durable: what was written, and every write to it started before this call.
+
+        Args:
+            file: A path, an open descriptor, or an `nvmeio.File`.
+            data_only: Leave out metadata that is not needed to read the data (fdatasync).
+
+        Raises:
+            TransferError: The kernel reports that data was lost, or the file cannot be opened.
+
+        The directory entry of a new file wants an fsync of the directory too (man 2 fsync).
+        """
+        opened = self._opened_for_sync(file)
+        try:
+            await self._core.writes_to(opened.inode)
+        except BaseException:
+            opened.release()
+            raise
+        await self._core.start_sync(_sync_kind(data_only), opened)
+
+    def sync_fsync(self, file: FileLike, data_only: bool = False) -> None:
+        """`fsync`, blocking."""
+        opened = self._opened_for_sync(file)
+        try:
+            self._core.wait_for_writes_to(opened.inode)
+        except BaseException:
+            opened.release()
+            raise
+        self._core.start_sync(_sync_kind(data_only), opened).result()
+
+    def _opened_for_sync(self, file: FileLike) -> files.Descriptors:
+        self._core.check_open()
+        return files.acquire(file, None)
+
+    # --- memory -----------------------------------------------------------------------------
+
+    def new_cpu_locked_tensor(
+        self, num_elem: int, example_tensor_or_dtype: torch.Tensor | torch.dtype
+    ) -> torch.Tensor:
+        """A 1-D page-locked tensor on huge pages, aligned for direct I/O.
+
+        Args:
+            num_elem: Number of elements, >= 0.
+            example_tensor_or_dtype: A tensor whose dtype is taken, or the dtype.
+
+        Raises:
+            OSError: The limit for locked memory is reached; says which, and how to raise it.
+
+        Page-locking matters for copies to and from a GPU. Transfers of this handle are as fast
+        with `nvmeio.empty_aligned`.
+        """
+        return buffers.new_locked(num_elem, example_tensor_or_dtype)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
+        """Unlock a tensor of `new_cpu_locked_tensor` now; its memory goes with its last view.
+
+        Raises:
+            ValueError: It was not made by `new_cpu_locked_tensor`, or is freed already.
+        """
+        buffers.free_pinned(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in page-locked memory, of this handle, another, or CUDA."""
+        return buffers.is_pinned(tensor)
+
+    # --- life -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Refuse new operations, finish those in flight, release the kernel's resources.
+
+        Raises the first failure that nobody has seen, as `wait` does; closed all the same.
+        Idempotent. Blocks: in a coroutine use `aclose`.
+        """
+        self._core.close()
+
+    async def aclose(self) -> None:
+        """`close`, awaited."""
+        await self._core.aclose()
+
+    def __enter__(self) -> AioHandle:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            self._after(exc, failed)
+
+    async def __aenter__(self) -> AioHandle:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except Exception as failed:
+            self._after(exc, failed)
+
+    @staticmethod
+    def _after(exc: BaseException | None, failed: Exception) -> None:
+        """A failure on closing does not hide the error that ended the with statement."""
+        if exc is None:
+            raise failed
+        warnings.warn(f"an operation failed too: {failed}", ResourceWarning, stacklevel=3)
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is None or core.closed:
+            return
+        if core.in_flight:
+            warnings.warn(
+                f"{self!r} was dropped with operations in flight; they are finished in the "
+                "background. Close the handle, or use it in a with statement",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+        core.abandon()
+
+    # --- properties ---------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Counters:
+        """Counters since the handle was made: bytes, operations, ways they went, errors."""
+        return self._core.counters()
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine in use."""
+        return self._core.engine.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether operations are refused."""
+        return self._core.closed
+
+    def get_block_size(self) -> int:
+        """Bytes per kernel request."""
+        return self._options.block_size
+
+    def get_queue_depth(self) -> int:
+        """Blocks a lane keeps in the kernel at most."""
+        return self._options.queue_depth
+
+    def get_single_submit(self) -> bool:
+        """Whether blocks are submitted one at a time."""
+        return self._options.single_submit
+
+    def get_overlap_events(self) -> bool:
+        """Whether the queue is refilled as blocks complete."""
+        return self._options.overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """Number of lanes."""
+        return self._options.intra_op_parallelism
+
+    def get_alignment(self) -> int:
+        """Bytes: addresses, sizes and offsets that are multiples of it need no bounce or edge."""
+        return PAGE_BYTES
+
+    def __repr__(self) -> str:
+        o = self._options
+        state = "closed" if self._core.closed else "open"
+        return (
+            f"<nvmeio.AioHandle {self.engine} block_size={o.block_size} "
+            f"queue_depth={o.queue_depth} lanes={o.intra_op_parallelism} {state}, "
+            f"{self._core.in_flight} in flight>"
+        )
+
+
+def _check_block_size(block_size: int) -> None:
+    _check_positive("block_size", block_size, MAX_BLOCK_BYTES)
+    if block_size % 4096:
+        raise AlignmentError(
+            f"block_size {block_size} is not a multiple of 4096, as direct I/O needs it; "
+            f"use {-(-block_size // 4096) * 4096}",
+            nbytes=block_size,
+            required=4096,
+        )
+
+
+def _check_positive(name: str, value: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must lie between 1 and {most}, not {value}")
+
+
+def _sync_kind(data_only: bool) -> Kind:
+    return Kind.FDATASYNC if data_only else Kind.FSYNC
+
+
+def _checked_offset(file_offset: int) -> int:
+    if not isinstance(file_offset, int):
+        raise TypeError(f"file_offset must be an int, not {file_offset!r}")
+    if not 0 <= file_offset <= _OFFSET_MAX:
+        raise ValueError(f"file_offset must lie between 0 and 2**63 - 1, not {file_offset}")
+    return file_offset

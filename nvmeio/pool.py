@@ -1,0 +1,444 @@
+"""`PinnedPool`: a fixed budget of nvmeio memory, leased out and taken back.
+
+First touch is dear (`empty_aligned` has the figures), so whoever moves many tensors through host
+memory maps one arena and reuses it; whoever must stay within a budget waits here until enough of it
+is back.
+
+How it works: blocks of whole pages, best fit, the lowest address among equals, merged with their
+neighbours when they come back (`_FreeBlocks`). Those who wait form one queue, whether they wait in
+a thread or on an event loop, and are served strictly in the order they came: a small request never
+passes a big one, so a big one is served once enough earlier leases are back. Every change of state
+is a step in one `Serial`, so there is no moment at which a block belongs to nobody: a waiter that
+gives up either leaves the queue, or finds that it was served already and hands the block back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import os
+import threading
+import warnings
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from nvmeio._memory import PAGE_BYTES, Mapping, Serial, round_up
+from nvmeio.errors import ClosedError
+
+__all__ = ["Lease", "PinnedPool"]
+
+
+class PinnedPool:
+    """A fixed budget of aligned huge-page memory from which byte tensors are leased.
+
+    ::
+
+        with PinnedPool(256 << 20) as pool:
+            async with pool.take(tensor.nbytes) as staging:  # waits until that much is free
+                await h.async_pread(staging, path)
+                tensor.view(torch.uint8).copy_(staging)
+
+    May be used from several threads and several event loops at once. Page-locked where the process
+    may lock that much, else not; direct I/O is as fast either way, and `locked` tells.
+
+    Args:
+        budget_bytes: Size of the arena, at least 1; rounded up to whole pages.
+
+    Raises:
+        MemoryError: The arena cannot be had; says how much is available.
+        TypeError, ValueError: `budget_bytes` is no int, or below 1.
+
+    Cost:
+        The arena is mapped and touched once, here (about 0.1 s per GiB; see `empty_aligned`).
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        budget = _count("budget_bytes", budget_bytes)
+        if budget < 1:
+            raise ValueError(f"budget_bytes must be at least 1, not {budget}")
+        self._budget = round_up(budget, PAGE_BYTES)
+        arena = Mapping(self._budget)
+        self._locked = _lock_if_allowed(arena)
+        self._arena: Mapping | None = arena
+        self._free = _FreeBlocks(self._budget)
+        self._leases = 0
+        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()  # in the order they came
+        self._serial = Serial()
+        self._pid = os.getpid()
+        self._closed = False
+
+    def take(self, nbytes: int, *, timeout: float | None = None) -> Lease:
+        """A lease of `nbytes` bytes, for ``async with`` (waits) or ``with`` (blocks).
+
+        Its value is a 1-D uint8 tensor of exactly `nbytes` elements, contiguous, page-aligned
+        (4096 or more), with the bytes that its last user left in it. The place in the queue is
+        taken when the block is entered, in turn with all others whatever their size. A lease is
+        entered once.
+
+        The tensor is the caller's until the block ends. One that is used after that is the
+        caller's mistake: its memory stays mapped, so nothing crashes, but the bytes belong to the
+        next lease. Taking a second lease while holding one can wait for ever, like any two locks.
+        ``with`` in a coroutine blocks its event loop: use ``async with`` there.
+
+        Args:
+            nbytes: Bytes wanted, 0 or more; whole pages of the budget are charged.
+            timeout: Seconds to wait at most; None waits without end. `asyncio.timeout` and
+                cancelling work as well.
+
+        Raises:
+            ValueError: `nbytes` is negative, or more than the budget, so would never be free.
+            TypeError: `nbytes` is no int.
+            ClosedError: The pool is closed, or belongs to the parent of this forked process;
+                raised here, and on entering where it was closed meanwhile.
+            TimeoutError: On entering: not free within `timeout`. Nothing is held then.
+
+        After an error or cancellation:
+            Nothing is held, and the next in the queue has been served.
+
+        Cost:
+            15 us where the bytes are free.
+        """
+        wanted = _count("nbytes", nbytes)
+        if wanted < 0:
+            raise ValueError(f"nbytes must be 0 or more, not {wanted}")
+        if wanted > self._budget:
+            raise ValueError(f"{wanted} bytes can never be free: the budget is {self._budget}")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be None or 0 or more seconds, not {timeout!r}")
+        if timeout is not None and timeout > threading.TIMEOUT_MAX:  # 292 years, or math.inf
+            timeout = None
+        self._check_open()
+        return Lease(self, wanted, timeout)
+
+    # Steps of a lease
+
+    def _enqueue(self, waiter: _Waiter) -> None:
+        self._check_open()
+        self._serial.run(lambda: self._admit(waiter))
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """Give up waiting, or give back what was granted; harmless if there is neither."""
+        if os.getpid() == self._pid:  # in a forked child there is nobody to give it to
+            self._serial.run(lambda: self._dismiss(waiter))
+
+    def _tensor(self, waiter: _Waiter) -> torch.Tensor:
+        if waiter.arena is None or waiter.start is None:
+            raise ClosedError(f"the pool was closed while {waiter.nbytes} bytes were waited for")
+        return waiter.arena.tensor(waiter.start, (waiter.nbytes,), torch.uint8)
+
+    # What runs in the Serial, one at a time
+
+    def _admit(self, waiter: _Waiter) -> None:
+        if self._closed:
+            waiter.wake()
+            return
+        self._waiters[waiter] = None
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiters:
+            waiter = next(iter(self._waiters))
+            start = self._free.take(waiter.charged_bytes)
+            if start is None:
+                return
+            del self._waiters[waiter]
+            waiter.start, waiter.arena = start, self._arena
+            self._leases += 1
+            if not waiter.wake():
+                self._take_back(waiter)
+
+    def _dismiss(self, waiter: _Waiter) -> None:
+        if waiter.start is None:
+            self._waiters.pop(waiter, None)
+        else:
+            self._take_back(waiter)
+        self._serve()
+
+    def _take_back(self, waiter: _Waiter) -> None:
+        if waiter.start is not None:
+            self._free.put(waiter.start, waiter.charged_bytes)
+            waiter.start = waiter.arena = None
+            self._leases -= 1
+
+    def _refuse_all(self) -> None:
+        self._closed = True
+        self._arena = None
+        while self._waiters:
+            self._waiters.popitem(last=False)[0].wake()
+
+    # Closing
+
+    def close(self) -> None:
+        """Take no more requests; whoever waits gets `ClosedError`. Never waits, never raises.
+
+        Leases that are out stay valid and are given back as usual. The arena is unlocked and
+        unmapped when the last of them, and the last tensor of one, is gone: at once if none is.
+        """
+        if os.getpid() == self._pid:
+            self._serial.run(self._refuse_all)
+        else:
+            self._closed, self._arena = True, None
+
+    def __enter__(self) -> PinnedPool:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> PinnedPool:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # State
+
+    @property
+    def budget_bytes(self) -> int:
+        """Size of the arena in bytes: what was asked for, rounded up to whole pages."""
+        return self._budget
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the budget that are out on lease, in whole pages."""
+        return self._budget - self._free.nbytes
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for bytes to come back."""
+        return len(self._waiters)
+
+    @property
+    def locked(self) -> bool:
+        """Whether the arena is page-locked (and known to CUDA where CUDA can be used)."""
+        return self._locked
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the pool is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the pool belongs to process {self._pid}, which forked this one: "
+                "make a pool of your own after the fork"
+            )
+
+    def __repr__(self) -> str:
+        kind = "page-locked" if self._locked else "not locked"
+        return (
+            f"<PinnedPool {self.in_use_bytes} of {self._budget} bytes in {self._leases} leases, "
+            f"{self.waiting} waiting, {kind}{', closed' if self._closed else ''}>"
+        )
+
+
+class Lease:
+    """What `PinnedPool.take` returns: a request until it is entered, bytes until it is left."""
+
+    def __init__(self, pool: PinnedPool, nbytes: int, timeout: float | None) -> None:
+        self._pool = pool
+        self._nbytes = nbytes
+        self._timeout = timeout
+        self._waiter: _Waiter | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        event = threading.Event()
+
+        def wake() -> bool:
+            event.set()
+            return True
+
+        waiter = self._start(wake)
+        try:
+            self._pool._enqueue(waiter)
+            if not event.wait(self._timeout):
+                raise self._timed_out()
+            return self._pool._tensor(waiter)
+        except BaseException:
+            self._pool._withdraw(waiter)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._waiter is not None:
+            self._pool._withdraw(self._waiter)
+
+    async def __aenter__(self) -> torch.Tensor:
+        loop = asyncio.get_running_loop()
+        served = loop.create_future()
+        waiter = self._start(lambda: _wake(loop, served))
+        try:
+            self._pool._enqueue(waiter)
+            if self._timeout is None or served.done():
+                await served
+            elif not (await asyncio.wait((served,), timeout=self._timeout))[0]:
+                raise self._timed_out()
+            return self._pool._tensor(waiter)
+        except BaseException:
+            self._pool._withdraw(waiter)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+    def _start(self, wake: Callable[[], bool]) -> _Waiter:
+        if self._waiter is not None:
+            raise RuntimeError("a lease is entered once: call pool.take() again")
+        self._waiter = _Waiter(self._nbytes, wake)
+        return self._waiter
+
+    def _timed_out(self) -> TimeoutError:
+        return TimeoutError(
+            f"{self._nbytes} bytes were not free within {self._timeout} s: {self._pool!r}"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._nbytes
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        # The bytes are not given back: nobody can tell whether their tensor is still in use.
+        waiter = self._waiter
+        if waiter is not None and waiter.start is not None and not self._pool._closed:
+            warn(f"{self!r} was dropped, not left", ResourceWarning, stacklevel=2, source=self)
+
+    def __repr__(self) -> str:
+        waiter = self._waiter
+        if waiter is None:
+            state = "not entered"
+        else:
+            state = "held" if waiter.start is not None else "waiting or left"
+        return f"<Lease of {self._nbytes} bytes, {state}>"
+
+
+class _Waiter:
+    """One request in the queue. Hashed by identity; changed by the pool's steps only."""
+
+    __slots__ = ("arena", "charged_bytes", "nbytes", "start", "wake")
+
+    def __init__(self, nbytes: int, wake: Callable[[], bool]) -> None:
+        self.nbytes = nbytes
+        self.charged_bytes = round_up(nbytes, PAGE_BYTES)
+        self.wake = wake  # False: nobody is left to be woken
+        self.start: int | None = None  # offset in the arena once granted
+        self.arena: Mapping | None = None
+
+
+def _wake(loop: asyncio.AbstractEventLoop, served: asyncio.Future[None]) -> bool:
+    def set_result() -> None:
+        if not served.done():
+            served.set_result(None)
+
+    try:
+        here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        here = False
+    if here:
+        set_result()
+        return True
+    try:
+        loop.call_soon_threadsafe(set_result)
+    except RuntimeError:  # the loop is closed, and with it whoever waited there
+        return False
+    return True
+
+
+class _FreeBlocks:
+    """The free parts of [0, nbytes): best fit, lowest address among equals, merged on return.
+
+    Finding is a binary search; each change moves one list by one place.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = 0
+        self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
+        self._size_at: dict[int, int] = {}  # start → size
+        self._start_before: dict[int, int] = {}  # end → start
+        self.put(0, nbytes)
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of a block of `nbytes` bytes, or None where no free part is that long."""
+        if nbytes == 0:
+            return 0
+        at = bisect_left(self._by_size, (nbytes, 0))
+        if at == len(self._by_size):
+            return None
+        size, start = self._by_size[at]
+        self._remove(size, start)
+        if size > nbytes:
+            self._insert(size - nbytes, start + nbytes)
+        return start
+
+    def put(self, start: int, nbytes: int) -> None:
+        """Take a block back."""
+        if nbytes == 0:
+            return
+        before = self._start_before.get(start)
+        if before is not None:
+            self._remove(start - before, before)
+            start, nbytes = before, nbytes + start - before
+        after = self._size_at.get(start + nbytes)
+        if after is not None:
+            self._remove(after, start + nbytes)
+            nbytes += after
+        self._insert(nbytes, start)
+
+    def _insert(self, size: int, start: int) -> None:
+        insort(self._by_size, (size, start))
+        self._size_at[start] = size
+        self._start_before[start + size] = start
+        self.nbytes += size
+
+    def _remove(self, size: int, start: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        del self._size_at[start]
+        del self._start_before[start + size]
+        self.nbytes -= size
+
+
+def _lock_if_allowed(arena: Mapping) -> bool:
+    try:
+        arena.lock()
+    except OSError:
+        arena.populate()
+        return False
+    arena.populate()
+    try:
+        arena.register_with_cuda()
+    except OSError:
+        return False
+    return True
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
+    return operator.index(value)
