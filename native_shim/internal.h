@@ -98,7 +98,8 @@ typedef struct {
   int efd; /* signalled by the kernel per completion, and by whoever fills the inbox */
 
   pthread_mutex_t inbox_mutex;
-  nv_part *inbox_head, *inbox_tail;
+  _Atomic(nv_part *) inbox_head; /* read without the mutex to see whether there is any */
+  nv_part *inbox_tail;
   atomic_int asleep;
 
   /* only the lane's thread touches what follows */
@@ -113,6 +114,7 @@ typedef struct {
   uint64_t bounce_mapped;
   uint32_t *free_bounce, nfree_bounce;
   struct timespec refused_since; /* io_submit says EAGAIN with nothing in flight */
+  uint64_t last_event_ns, gap_ns; /* the usual time between completions, a moving average */
 } nv_lane;
 
 struct nv_engine {

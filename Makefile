@@ -1,0 +1,76 @@
+# Everything works in a fresh clone with python3 (with venv) and a C compiler; `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+
+# The torch that nvmeio is tested with. On a machine without an NVIDIA GPU take the small CPU build:
+#   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+# and with one, or to take the newest: make demo TORCH=torch. It is only looked at when .venv is made.
+TORCH ?= torch==2.13.0
+
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.nvmeio-installed
+BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test stress lint type format bench wheel-check clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
+	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)
+
+test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+stress: $(STAMP) ## the tests that take minutes
+	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+type: $(STAMP) ## mypy --strict on nvmeio
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff format and fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
+	@$(BIN)/python benchmarks/compare_peers.py $(BENCH_ARGS)
+
+wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
+	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
+
+clean: ## remove .venv and whatever was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f nvmeio/_native*.so nvmeio/_native.c
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An editable install: Python changes need no new one, and the shim is compiled into nvmeio/. The old
+# one goes first, for setuptools does not see that a header of it changed.
+$(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
+	@command -v cc >/dev/null || command -v gcc >/dev/null || command -v "$${CC:-no-CC}" >/dev/null || \
+	    { echo "nvmeio compiles a small C shim: install a compiler (apt-get install gcc, dnf install gcc)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "== installing $(TORCH)"; $(PIP) install $(TORCH); }
+	@echo "== building the shim, installing nvmeio and its tools"
+	@rm -rf build nvmeio/_native*.so
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+# What cannot be installed is skipped: compare_peers.py names the peers that are missing. fio comes from the system.
+$(BENCH_STAMP): $(STAMP)
+	@echo "== installing the peers"
+	@for peer in ninja caio deepspeed==0.19.8; do \
+	    $(PIP) install --quiet "$$peer" || echo "== $$peer cannot be installed here: the table goes without it" >&2; \
+	done
+	@touch $@

@@ -1,0 +1,85 @@
+"""The `nvmeio` command. Results go to stdout, everything else to stderr.
+
+`main` is the console script; one module of this package serves one subcommand.
+"""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import nvmeio
+from nvmeio.cli import report
+
+app = typer.Typer(
+    help="Tensors to and from files at the speed of the drive.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Runs the command line of this process."""
+    # A locale that has no check marks must not cost the user the report.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    app(prog_name="nvmeio")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nvmeio {nvmeio.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("report")
+def show_report(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="A directory to look at, by default the current one; may be given several times. "
+            "A small file is made in it and removed.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
+    ] = False,
+) -> None:
+    """What of direct I/O works here, what does not, and the command that mends it.
+
+    Example: [bold]nvmeio report --dir /mnt/nvme0 --dir /scratch[/]
+
+    Exit status: 0 direct I/O works, 1 not in some DIR, 2 a DIR cannot be written in.
+    """
+    try:
+        result = report.run(directories or [Path.cwd()])
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="--dir") from error
+    if as_json:
+        typer.echo(report.to_json(result))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 1000  # in a pipe each fact keeps to one line, for grep
+        report.render(result, console)
+    raise typer.Exit(result.exit_status)

@@ -1,0 +1,453 @@
+"""What there is on this machine and in these directories, as plain data.
+
+Reading order: `gather` calls one function per subject below it. Nothing here judges
+(`report.find_problems` does) and nothing here prints. What cannot be read is None, never an error:
+a report is most wanted where things are missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import nvmeio
+from nvmeio._shim import kernel_aio
+from nvmeio.engines import select
+from nvmeio.engines.base import Options
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.files import DirectSupport, probe_direct
+
+CAP_IPC_LOCK = 14  # linux/capability.h
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions of what nvmeio runs on; None for what is not installed."""
+
+    nvmeio: str
+    kernel: str
+    python: str
+    torch: str
+    torch_cuda: str | None
+    cuda_available: bool
+    cuda_detail: str
+    uvloop: str | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the kernel allows for buffers.
+
+    Attributes:
+        memlock_bytes: RLIMIT_MEMLOCK, None for unlimited.
+        memlock_hard_bytes: What a process may raise it to, None for unlimited.
+        memlock_exempt: CAP_IPC_LOCK is held, so that the limit does not apply.
+        huge_pages: "always", "madvise" or "never"; None where the kernel does not say.
+    """
+
+    memlock_bytes: int | None
+    memlock_hard_bytes: int | None
+    memlock_exempt: bool
+    huge_pages: str | None
+
+
+@dataclass(frozen=True)
+class Aio:
+    """Linux AIO: how it is reached, and how many of the machine's events are taken.
+
+    Attributes:
+        library: "libaio", or "syscalls" where the kernel's calls are made directly; None where
+            NVMEIO_LIBAIO names something that cannot be loaded.
+        path: The file libaio was loaded from.
+        reason: Why it is not libaio, or "".
+        nr: Events taken on this machine (/proc/sys/fs/aio-nr).
+        max_nr: Events there may be (/proc/sys/fs/aio-max-nr).
+    """
+
+    library: str | None
+    path: str | None
+    reason: str
+    nr: int | None
+    max_nr: int | None
+
+
+@dataclass(frozen=True)
+class EngineAttempt:
+    """One engine, whether it works here, and how or why not."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What ``engine="auto"`` gives.
+
+    Attributes:
+        auto: The engine's name, None where starting it failed.
+        attempts: Every engine there is.
+        reason: Why starting it failed, or "".
+        remedy: How to mend that, or "".
+    """
+
+    auto: str | None
+    attempts: list[EngineAttempt]
+    reason: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class CuFile:
+    """Where libcufile lies; the library is neither loaded nor its driver opened.
+
+    Attributes:
+        path: The library, None where it was not found.
+        source: Which place of the search order had it.
+        reason: Why it was not found, or why it could not be used.
+        usable: False where it was not found, and where opening its driver would hang.
+    """
+
+    path: str | None
+    source: str
+    reason: str
+    usable: bool
+
+
+@dataclass(frozen=True)
+class Device:
+    """A block device as /sys describes it.
+
+    Attributes:
+        name: The whole disk, "nvme0n1".
+        model: What the drive calls itself, else its driver, else "".
+        logical_block_size: In bytes.
+        rotational: As reported; virtual disks often claim it.
+    """
+
+    name: str
+    model: str
+    logical_block_size: int | None
+    rotational: bool | None
+
+
+@dataclass(frozen=True)
+class Directory:
+    """One directory, what it lies on, and whether direct I/O works there."""
+
+    path: str
+    source: str | None
+    mount_point: str | None
+    file_system: str | None
+    device: Device | None
+    direct: DirectSupport
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that `nvmeio report` knows."""
+
+    software: Software
+    memory: Memory
+    aio: Aio
+    engine: Engine
+    cufile: CuFile
+    directories: list[Directory]
+
+
+def gather(directories: Sequence[Path]) -> Facts:
+    """Looks at the machine and at each directory.
+
+    Args:
+        directories: They pass `check_directory`. A small file is made in each and removed.
+    """
+    return Facts(
+        software=software(),
+        memory=memory(),
+        aio=aio(),
+        engine=engine(),
+        cufile=find_cufile(),
+        directories=[look_at(directory) for directory in directories],
+    )
+
+
+# The machine
+
+
+def software() -> Software:
+    """Versions; asks torch for CUDA without letting a broken driver fail or warn."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if available:
+        detail = torch.cuda.get_device_name()
+    elif torch.version.cuda is None:
+        detail = "torch is built without CUDA"
+    else:
+        first = str(caught[0].message).splitlines()[0] if caught else ""
+        detail = first or "no CUDA device"
+    return Software(
+        nvmeio=nvmeio.__version__,
+        kernel=platform.release(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        cuda_available=available,
+        cuda_detail=detail,
+        uvloop=_installed_version("uvloop"),
+    )
+
+
+def aio() -> Aio:
+    """How the kernel's AIO calls are reached, and how many events are left."""
+    nr, max_nr = _read_int("/proc/sys/fs/aio-nr"), _read_int("/proc/sys/fs/aio-max-nr")
+    try:
+        found = kernel_aio()
+    except BackendUnavailableError as error:
+        return Aio(None, None, _one_line(error), nr, max_nr)
+    return Aio(found.source, found.path, found.reason, nr, max_nr)
+
+
+def _one_line(error: BackendUnavailableError) -> str:
+    attempts = "; ".join(f"{name}: {reason}" for name, reason in error.attempts)
+    return str(error).splitlines()[0] + (f" ({attempts})" if attempts else "")
+
+
+def memory() -> Memory:
+    """The limit on page-locked memory, and the transparent huge page mode."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    status = _read("/proc/self/status") or ""
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    modes = _read("/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    chosen = re.search(r"\[(\w+)\]", modes)
+    return Memory(
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
+        memlock_exempt=bool(effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1),
+        huge_pages=chosen[1] if chosen else None,
+    )
+
+
+def engine() -> Engine:
+    """What ``engine="auto"`` gives here, found by starting it as a handle would."""
+    attempts: list[EngineAttempt] = []
+    try:
+        attempts += (EngineAttempt(*attempt) for attempt in select.describe())
+        started = select.start("auto", Options())
+    except BackendUnavailableError as error:
+        return Engine(None, attempts, _one_line(error), error.remedy)
+    started.stop()
+    started.join()
+    return Engine(started.name, attempts)
+
+
+# cuFile
+
+
+def find_cufile() -> CuFile:
+    """Finds libcufile where nvmeio would look for it, in that order, without loading it.
+
+    Loading is left out on purpose: opening its driver never returns on a kernel without
+    /proc/modules, and some calls open it implicitly.
+    """
+    named = os.environ.get("NVMEIO_CUFILE")
+    if named:
+        if not Path(named).is_file():
+            return CuFile(None, "NVMEIO_CUFILE", f"NVMEIO_CUFILE names {named}, no file", False)
+        candidates: Iterable[tuple[str, Path]] = [("NVMEIO_CUFILE", Path(named))]
+    else:
+        candidates = _cufile_candidates()
+    for source, path in candidates:
+        if Path("/proc/modules").exists():
+            return CuFile(str(path), source, "", True)
+        return CuFile(str(path), source, "/proc/modules is missing: its driver would hang", False)
+    searched = "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /usr/local/cuda"
+    return CuFile(None, "", f"not in {searched}", False)
+
+
+def _cufile_candidates() -> Iterator[tuple[str, Path]]:
+    for line in (_read("/proc/self/maps") or "").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "/libcufile.so" in path:
+            yield "already loaded", Path(path)
+    nvidia = importlib.util.find_spec("nvidia")
+    for base in (nvidia.submodule_search_locations or ()) if nvidia else ():
+        for package in ("cu13", "cufile"):
+            yield from _libraries(f"nvidia/{package}/lib", Path(base, package, "lib"))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            yield from _libraries(f"${variable}", Path(home, "lib64"))
+            for target in sorted(Path(home).glob("targets/*-linux/lib")):
+                yield from _libraries(f"${variable}", target)
+    for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        yield from _libraries("$LD_LIBRARY_PATH", Path(directory))
+    yield from (("ldconfig", path) for path in _linker_cache("libcufile.so"))
+    yield from _libraries("/usr/local/cuda", Path("/usr/local/cuda/lib64"))
+
+
+def _libraries(source: str, directory: Path) -> Iterator[tuple[str, Path]]:
+    yield from ((source, path) for path in sorted(directory.glob("libcufile.so*")))
+
+
+def _linker_cache(prefix: str) -> Iterator[Path]:
+    program = shutil.which("ldconfig", path="/sbin:/usr/sbin:/usr/bin")
+    if program is None:
+        return
+    done = subprocess.run([program, "-p"], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        name, arrow, path = line.strip().partition(" => ")
+        if arrow and name.startswith(prefix):
+            yield Path(path)
+
+
+# Directories
+
+
+def check_directory(directory: Path) -> None:
+    """Makes sure that a directory can be looked at, by making a file in it.
+
+    Before `look_at`, so that "cannot write here" is never mistaken for "no direct I/O here".
+
+    Raises:
+        OSError: It is missing, no directory, or not writable; the text says which.
+    """
+    if not directory.exists():
+        raise FileNotFoundError(f"{directory} does not exist")
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is not a directory; name the one it lies in")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise PermissionError(
+            f"cannot make a file in {directory} ({error.strerror}); "
+            "the check makes a small one and removes it"
+        ) from error
+
+
+def look_at(directory: Path) -> Directory:
+    """What a directory lies on and whether direct I/O works there."""
+    mount = find_mount(directory)
+    usage = shutil.disk_usage(directory)
+    return Directory(
+        path=str(directory.resolve()),
+        source=mount.source if mount else None,
+        mount_point=mount.mount_point if mount else None,
+        file_system=mount.file_system if mount else None,
+        device=find_device(directory, mount.source if mount else None),
+        direct=probe_direct(directory),
+        free_bytes=usage.free,
+        total_bytes=usage.total,
+    )
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/self/mountinfo."""
+
+    mount_id: int
+    mount_point: str
+    file_system: str
+    source: str
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """Reads the format of proc_pid_mountinfo(5); lines that do not follow it are left out."""
+    mounts = []
+    for line in text.splitlines():
+        before, separator, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if separator and len(left) >= 6 and len(right) >= 2:
+            mounts.append(
+                Mount(int(left[0]), _unescape(left[4]), _unescape(right[0]), _unescape(right[1]))
+            )
+    return mounts
+
+
+def find_mount(directory: Path) -> Mount | None:
+    """The mount that a directory lies in.
+
+    By mount id, for neither the longest matching path (mounts may hide one another) nor the device
+    number (btrfs gives each subvolume its own) settles it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fdinfo = _read(f"/proc/self/fdinfo/{descriptor}") or ""
+    finally:
+        os.close(descriptor)
+    found = re.search(r"^mnt_id:\s*(\d+)", fdinfo, re.MULTILINE)
+    if not found:
+        return None
+    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
+    return next((mount for mount in mounts if mount.mount_id == int(found[1])), None)
+
+
+def find_device(directory: Path, source: str | None) -> Device | None:
+    """The disk below a directory; None for tmpfs, network file systems and overlays."""
+    numbers = [directory.stat().st_dev]
+    # btrfs and some others have a device number of their own and name the disk as their source.
+    if source and source.startswith("/dev/") and Path(source).is_block_device():
+        numbers.append(Path(source).stat().st_rdev)
+    for number in numbers:
+        node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+        if node.exists():
+            disk = node.resolve()
+            if (disk / "partition").exists():
+                disk = disk.parent
+            rotational = _read_int(disk / "queue/rotational")
+            return Device(
+                name=disk.name,
+                model=_model(disk),
+                logical_block_size=_read_int(disk / "queue/logical_block_size"),
+                rotational=None if rotational is None else bool(rotational),
+            )
+    return None
+
+
+def _model(disk: Path) -> str:
+    for fact in ("device/model", "dm/name", "md/level", "loop/backing_file"):
+        if text := _read(disk / fact):
+            return f"{fact.partition('/')[0]} {text.strip()}".removeprefix("device ")
+    driver = disk / "device/driver"
+    return driver.resolve().name if driver.exists() else ""
+
+
+# Reading what may not be there
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _read(path: str | Path) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _read_int(path: str | Path) -> int | None:
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

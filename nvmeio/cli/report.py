@@ -1,0 +1,349 @@
+"""`nvmeio report`: what of direct I/O works here, what does not, and the command that mends it.
+
+`run` gathers facts, `find_problems` judges them, `render` shows both to a person and `to_json` to a
+program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nvmeio.cli._facts import (
+    Aio,
+    CuFile,
+    Device,
+    Directory,
+    Engine,
+    Facts,
+    Memory,
+    check_directory,
+    gather,
+)
+from nvmeio.engines.base import Options
+
+QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane
+COMFORTABLE_AIO_EVENTS = 8 * QUEUE_DEPTH
+COMFORTABLE_MEMLOCK_BYTES = 1 << 30
+RECOMMENDED_AIO_MAX_NR = 1 << 20  # what databases ask for; the events cost memory only once taken
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that does not work, or works less well than it could.
+
+    Attributes:
+        severity: "error" where direct I/O cannot be had (exit status 1), "warning" where it is
+            slower or about to fail, "note" where it matters to some uses only.
+        what: What is wrong.
+        fix: The command that mends it; advice beside it stands in a shell comment.
+    """
+
+    severity: Severity
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The facts and what is wrong with them."""
+
+    facts: Facts
+    problems: list[Problem]
+
+    @property
+    def exit_status(self) -> int:
+        """1 when direct I/O cannot be had, else 0."""
+        return int(any(problem.severity == "error" for problem in self.problems))
+
+
+def run(directories: Sequence[Path]) -> Report:
+    """Gathers and judges.
+
+    Args:
+        directories: The directories to look at. A small file is made in each and removed.
+
+    Raises:
+        OSError: One of them is missing, no directory, or cannot be written in.
+    """
+    for directory in directories:
+        check_directory(directory)
+    facts = gather(directories)
+    return Report(facts, list(find_problems(facts)))
+
+
+# Judging
+
+
+def find_problems(facts: Facts) -> Iterator[Problem]:
+    """Everything that is wrong, the gravest first."""
+    found = [
+        *(problem for directory in facts.directories for problem in _of_directory(directory)),
+        *_of_engine(facts.engine, facts.aio),
+        *_of_memory(facts.memory),
+        *_of_cufile(facts.cufile, facts.software.cuda_available, facts.software.torch_cuda),
+    ]
+    order: tuple[Severity, ...] = ("error", "warning", "note")
+    return iter(sorted(found, key=lambda problem: order.index(problem.severity)))
+
+
+def _of_directory(directory: Directory) -> Iterator[Problem]:
+    if not directory.direct.supported:
+        reason = f": {directory.direct.reason}" if directory.direct.reason else ""
+        yield Problem(
+            "error",
+            f"no direct I/O in {directory.path}{reason}; transfers there go through the page cache",
+            "df -h -t ext4 -t xfs -t btrfs  # then choose a directory on one of these",
+        )
+
+
+def _of_engine(engine: Engine, aio: Aio) -> Iterator[Problem]:
+    if engine.auto is None:
+        remedy = "unset NVMEIO_LIBAIO" if aio.library is None else engine.remedy
+        yield Problem("error", f"no handle can be opened: {engine.reason}", remedy)
+        return
+    for attempt in engine.attempts:
+        if attempt.name == "libaio" and not attempt.ok:
+            yield Problem(
+                "warning",
+                f"Linux AIO cannot be used ({attempt.detail}); the {engine.auto} engine stands in",
+                "docker run --security-opt seccomp=unconfined ...  # or allow io_setup in it",
+            )
+    if aio.max_nr is not None and not _aio_is_plentiful(aio):
+        yield Problem(
+            "warning",
+            f"{aio.nr} of {aio.max_nr} AIO events (fs.aio-max-nr) are taken on this machine; "
+            f"a handle takes its queue depth, {QUEUE_DEPTH} by default, for every lane",
+            f"sudo sysctl -w fs.aio-max-nr={max(RECOMMENDED_AIO_MAX_NR, 2 * aio.max_nr)}",
+        )
+
+
+def _aio_is_plentiful(aio: Aio) -> bool:
+    if aio.nr is None or aio.max_nr is None:
+        return True
+    return aio.max_nr - aio.nr >= COMFORTABLE_AIO_EVENTS
+
+
+def _of_memory(memory: Memory) -> Iterator[Problem]:
+    if memory.huge_pages == "never":
+        yield Problem(
+            "warning",
+            "transparent huge pages are off: transfers reach about two thirds of their speed",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    limit, hard = memory.memlock_bytes, memory.memlock_hard_bytes
+    if memory.memlock_exempt or limit is None or limit >= COMFORTABLE_MEMLOCK_BYTES:
+        return
+    raisable = hard is None or hard > limit
+    yield Problem(
+        "note",
+        f"at most {_size(limit)} can be page-locked; only new_cpu_locked_tensor and empty_pinned "
+        "need more, transfers are as fast without",
+        f"ulimit -l {'unlimited' if hard is None else hard // 1024}"
+        if raisable
+        else 'echo "$USER - memlock unlimited" | sudo tee /etc/security/limits.d/nvmeio.conf'
+        "  # then log in again",
+    )
+
+
+def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> Iterator[Problem]:
+    if cufile.usable:
+        return
+    if cufile.source == "NVMEIO_CUFILE" and cufile.path is None:
+        yield Problem("warning", cufile.reason, "unset NVMEIO_CUFILE")
+    elif cufile.path is not None and cuda_available:
+        yield Problem(
+            "warning",
+            f"cuFile is installed and cannot be used: {cufile.reason}",
+            "run outside the sandbox: docker run --runtime=runc ...",
+        )
+    elif cuda_available:
+        package = "nvidia-cufile-cu12" if (torch_cuda or "").startswith("12.") else "nvidia-cufile"
+        yield Problem(
+            "note",
+            "there is a CUDA device and no cuFile: CUDA tensors will go through host memory",
+            f"pip install {package}",
+        )
+
+
+# Showing
+
+
+def to_json(report: Report) -> str:
+    """The report as one JSON object, for programs: facts by subject, then problems."""
+    whole = {**_plain(report.facts), "problems": _plain(report.problems)}
+    return json.dumps(whole, indent=2)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and named tuples as dicts; `dataclasses.asdict` would leave the latter be."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def render(report: Report, console: Console) -> None:
+    """Shows the report to a person, as wide as the console is."""
+    facts, software = report.facts, report.facts.software
+    parts = [
+        _heading(f"nvmeio {software.nvmeio}"),
+        _table(
+            (None, "kernel", software.kernel, ""),
+            (None, "python", software.python, ""),
+            (None, "torch", software.torch, software.cuda_detail),
+            (None, "uvloop", software.uvloop or "not installed", ""),
+        ),
+        _heading("this machine"),
+        _table(
+            (facts.engine.auto is not None, "engine", *_engine(facts.engine)),
+            (facts.aio.library is not None, "libaio", *_libaio(facts.aio)),
+            (_aio_is_plentiful(facts.aio), "AIO events", *_aio_events(facts.aio)),
+            (facts.memory.huge_pages != "never", "huge pages", *_huge_pages(facts.memory)),
+            (None, "page-locking", *_memlock(facts.memory)),
+            (facts.cufile.usable or None, "cuFile", *_cufile(facts.cufile)),
+        ),
+    ]
+    for directory in facts.directories:
+        free = f"{_size(directory.free_bytes)} of {_size(directory.total_bytes)}"
+        parts += [
+            _heading(directory.path),
+            _table(
+                (directory.direct.supported, "direct I/O", *_direct(directory)),
+                (None, "file system", *_file_system(directory)),
+                (None, "device", *_device(directory.device)),
+                (None, "free", free, ""),
+            ),
+        ]
+    parts.append(_problems(report.problems))
+    with console.capture() as shown:
+        console.print(Group(*parts))
+    # Tables pad their cells with blanks, which nobody wants to find in a file.
+    lines = shown.get().strip().splitlines()
+    console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def _heading(title: str) -> RenderableType:
+    return Text(f"\n{title}", style="bold")
+
+
+def _table(*rows: tuple[bool | None, str, str, str]) -> Table:
+    """Rows of (fine or not or neither, label, value, remark)."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(width=12)  # fixed, so that the values of all sections stand in one column
+    table.add_column(overflow="fold")
+    marks = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text("")}
+    for fine, label, value, remark in rows:
+        shown = Text.assemble(value, (f"  {remark}" if remark else "", "dim"))
+        table.add_row(marks[fine], Text(label, "dim"), shown)
+    return table
+
+
+def _problems(problems: Sequence[Problem]) -> RenderableType:
+    if not problems:
+        return Text("\nNo problems found.", style="bold green")
+    marks = {
+        "error": Text("✗", "bold red"),
+        "warning": Text("!", "bold yellow"),
+        "note": Text("i", "bold blue"),
+    }
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    for problem in problems:
+        table.add_row(marks[problem.severity], Text(problem.what))
+        table.add_row("", Text(problem.fix, "cyan"))
+    return Group(
+        _heading(
+            "what to mend" if any(p.severity != "note" for p in problems) else "worth knowing"
+        ),
+        table,
+    )
+
+
+def _engine(engine: Engine) -> tuple[str, str]:
+    if engine.auto is None:
+        return "none can be started", engine.reason
+    others = (attempt for attempt in engine.attempts if attempt.name != engine.auto)
+    remarks = (f"{a.name} works too" if a.ok else f"not {a.name}: {a.detail}" for a in others)
+    return engine.auto, ", ".join(remarks)
+
+
+def _libaio(aio: Aio) -> tuple[str, str]:
+    if aio.library == "libaio":
+        return aio.path or "found", ""
+    if aio.library == "syscalls":
+        return "not found: the kernel's calls are made directly, as fast", ""
+    return "cannot be loaded", aio.reason
+
+
+def _aio_events(aio: Aio) -> tuple[str, str]:
+    if aio.nr is None or aio.max_nr is None:
+        return "unknown", "/proc/sys/fs/aio-nr cannot be read"
+    return f"{aio.nr} of {aio.max_nr} taken", "fs.aio-nr of fs.aio-max-nr"
+
+
+def _huge_pages(memory: Memory) -> tuple[str, str]:
+    if memory.huge_pages is None:
+        return "unknown", "/sys/kernel/mm/transparent_hugepage cannot be read"
+    return memory.huge_pages, ""
+
+
+def _memlock(memory: Memory) -> tuple[str, str]:
+    limit = "unlimited" if memory.memlock_bytes is None else _size(memory.memlock_bytes)
+    if memory.memlock_exempt and memory.memlock_bytes is not None:
+        return "unlimited", f"by CAP_IPC_LOCK; the limit is {limit}"
+    return limit, ""
+
+
+def _cufile(cufile: CuFile) -> tuple[str, str]:
+    if cufile.path is None:
+        return "not found", cufile.reason
+    return cufile.path, ", ".join(filter(None, (cufile.source, cufile.reason)))
+
+
+def _direct(directory: Directory) -> tuple[str, str]:
+    direct = directory.direct
+    if not direct.supported:
+        return "no", direct.reason
+    offsets, memory = _size(direct.offset_alignment), _size(direct.memory_alignment)
+    return "works", f"aligned to {offsets} in the file, {memory} in memory"
+
+
+def _file_system(directory: Directory) -> tuple[str, str]:
+    if directory.file_system is None:
+        return "unknown", ""
+    return directory.file_system, f"{directory.source} on {directory.mount_point}"
+
+
+def _device(device: Device | None) -> tuple[str, str]:
+    if device is None:
+        return "none", "not a local disk, or hidden"
+    remarks = [device.model]
+    if device.logical_block_size is not None:
+        remarks.append(f"{device.logical_block_size} B blocks")
+    if device.rotational:
+        remarks.append("reported as rotational")
+    return device.name, ", ".join(filter(None, remarks))
+
+
+def _size(nbytes: int) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
+    size = nbytes / 1024**power
+    digits = 0 if size >= 100 or size.is_integer() else 1
+    return f"{size:.{digits}f} {units[power]}"
