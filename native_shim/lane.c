@@ -275,6 +275,8 @@ static int issue(nv_lane *lane, nv_part *part) {
   return 1;
 }
 
+static int submit(nv_lane *lane);
+
 static void fill(nv_lane *lane) {
   if (!lane->engine->options.overlap_events && (lane->inflight || lane->npending)) return;
   nv_part *stuck = NULL; /* the first of a run of parts that wait for bounce blocks */
@@ -289,6 +291,8 @@ static void fill(nv_lane *lane) {
       continue;
     }
     stuck = NULL;
+    if (lane->npending && lane->slots[lane->pending[lane->npending - 1]->aio_data].bounce >= 0)
+      submit(lane); /* a write that was copied: let the drive have it while the next is copied */
     if (part->next < part->end && !part->request->stop) {
       lane->ring = part->following;
       continue;
@@ -418,8 +422,15 @@ static int reap(nv_lane *lane) {
   int n = lane->engine->kaio->getevents(lane->context, 0, lane->engine->options.queue_depth,
                                         lane->events, &none);
   for (int i = 0; i < n; i++) {
+    nv_slot *slot = &lane->slots[lane->events[i].data];
+    int copied = slot->bounce >= 0;
     lane->inflight--;
-    complete_block(lane, &lane->slots[lane->events[i].data], lane->events[i].res);
+    complete_block(lane, slot, lane->events[i].res);
+    /* A copy takes as long as the drive takes for some of the block: keep it busy meanwhile. */
+    if (copied && lane->engine->options.overlap_events) {
+      fill(lane);
+      submit(lane);
+    }
   }
   return n;
 }
@@ -497,7 +508,8 @@ int nv_lane_run(nv_engine *engine, uint32_t index) {
       continue;
     }
     if (refused || spin(lane)) continue;
-    int idle = !lane->inflight && !lane->npending && !lane->ring;
+    int idle = !lane->inflight && !lane->npending;
+    if (idle && lane->ring) continue; /* refused while filling: there is more to issue */
     if (idle && engine->stopping && !engine->in_flight && inbox_empty(lane)) return 0;
     sleep_until_signalled(lane);
   }

@@ -185,6 +185,16 @@ def huge_page_bytes() -> int:
         return 2 << 20
 
 
+@functools.cache
+def huge_pages_for_all() -> bool:
+    """Whether the kernel gives huge pages to memory that did not ask for them."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[always]" in file.read()
+    except OSError:
+        return False
+
+
 # The registry
 
 

@@ -51,9 +51,7 @@ def plan_read(file_offset: int, nbytes: int, alignment: int) -> Plan:
     end = file_offset + nbytes
     if not alignment or not nbytes:
         return Plan(file_offset, end, False, True)
-    return Plan(
-        file_offset // alignment * alignment, -(-end // alignment) * alignment, True, False
-    )
+    return Plan(file_offset // alignment * alignment, -(-end // alignment) * alignment, True, False)
 
 
 def plan_write(file_offset: int, nbytes: int, alignment: int) -> Plan:

@@ -21,7 +21,7 @@ except ImportError as missing:  # an unbuilt source tree, or a wheel of another 
 ffi: Any = _ffi
 lib: Any = _lib
 
-# The soname carries "t64" where the distribution rebuilt it for 64-bit time (Debian 13, Ubuntu 24.04).
+# The soname carries "t64" where the distribution was rebuilt for 64-bit time (Ubuntu 24.04).
 _LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")
 
 

@@ -67,9 +67,7 @@ def destination(tensor: torch.Tensor) -> Memory:
         )
     if _is_plain(tensor) and (tensor.is_inference() or not grad):
         return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
-    staging = torch.empty_like(
-        tensor.detach(), device=_CPU, memory_format=torch.contiguous_format
-    )
+    staging = torch.empty_like(tensor.detach(), device=_CPU, memory_format=torch.contiguous_format)
     staging = staging.resolve_conj().resolve_neg()
     inference = tensor.is_inference()
 
@@ -137,7 +135,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     nbytes: int = tensor.nbytes
     if tensor.is_quantized:  # quint4x2 and quint2x4 pack several elements into a byte
         start = tensor.storage_offset() * tensor.element_size()
-        nbytes = min(nbytes, tensor.untyped_storage().nbytes() - start)
+        nbytes = min(nbytes, int(tensor.untyped_storage().nbytes()) - int(start))
     return nbytes
 
 

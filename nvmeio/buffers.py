@@ -195,6 +195,15 @@ def owns(address: int, nbytes: int) -> bool:
     return _memory.mapped.covers(address, nbytes)
 
 
+def on_huge_pages(address: int, nbytes: int) -> bool:
+    """Whether large memory is taken to lie on huge pages; nobody can ask the kernel cheaply.
+
+    True for nvmeio's own buffers, and for all memory where transparent huge pages are "always".
+    Parameters and cost as for `owns`.
+    """
+    return _memory.huge_pages_for_all() or owns(address, nbytes)
+
+
 def _sizes(shape: tuple[int | tuple[int, ...] | list[int], ...]) -> tuple[int, ...]:
     given: Any = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     try:

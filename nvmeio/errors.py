@@ -29,7 +29,7 @@ _REMEDIES: dict[int, str] = {
     _errno.EFBIG: "the file size limit is reached (ulimit -f, or the file system's own)",
     _errno.EMFILE: "too many open files: raise `ulimit -n`, or keep one nvmeio.File open",
     _errno.EIO: "the drive reported an error: look at `dmesg` and `smartctl -a`",
-    _errno.EINVAL: "the file system refused this offset, size or address: run `nvmeio report --dir`",
+    _errno.EINVAL: "the file system refused this offset or size: run `nvmeio report --dir`",
     _errno.ESPIPE: "pipes and sockets have no offsets; use a regular file or block device",
 }
 
@@ -107,12 +107,15 @@ class TransferError(NvmeioError, OSError):
         transferred: int = 0,
         detail: str = "",
     ) -> TransferError:
+        """An instance that is also the built-in OSError subclass for this errno."""
         name = _errno.errorcode.get(errno, str(errno))
         where = f"{operation} {path}"
         if operation not in ("open", "fsync"):
             where += f" [{file_offset}, {file_offset + nbytes}): {transferred} of {nbytes} bytes"
         remedy = "" if detail else _REMEDIES.get(errno, "")
-        text = f"{name}: {detail or os.strerror(errno)}; {where}" + (f" ({remedy})" if remedy else "")
+        text = f"{name}: {detail or os.strerror(errno)}; {where}" + (
+            f" ({remedy})" if remedy else ""
+        )
         # A class with a __new__ of its own gets errno and strerror set here: OSError.__init__
         # ignores its arguments then. The file name is left out, for OSError would print it twice.
         self = super().__new__(_matching_class(cls, errno), errno, text)
@@ -149,12 +152,12 @@ class ShortTransferError(TransferError):
     """Fewer bytes exist than were asked for: the file ends inside (or before) the span.
 
     Attributes:
-        requested: Bytes asked for.
         transferred: Bytes that the file had from `file_offset` on; they are in the tensor.
     """
 
     @property
     def requested(self) -> int:
+        """Bytes asked for."""
         return self.nbytes
 
 
@@ -204,7 +207,9 @@ def _matching_class(cls: type[TransferError], errno: int) -> type[TransferError]
         return cls
     key = (cls, builtin)
     if key not in _joined:
-        _joined[key] = type(cls.__name__, (cls, builtin), {"__module__": cls.__module__, "_public": cls})
+        _joined[key] = type(
+            cls.__name__, (cls, builtin), {"__module__": cls.__module__, "_public": cls}
+        )
     return _joined[key]
 
 

@@ -192,6 +192,7 @@ class Descriptors:
 
     @property
     def users(self) -> int:
+        """How many transfers (and files) hold this open."""
         return self._users
 
 
@@ -336,21 +337,23 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
     """Write and read one block with O_DIRECT in a temporary file, which is removed again.
 
     Raises:
-        OSError: The directory is missing or cannot be written.
+        OSError: The directory is missing, full, or cannot be written.
     """
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".nvmeio-probe-") as probe:
         opened = Descriptors.open(probe.name, os.O_RDWR)
         try:
             if opened.direct_fd < 0:
-                file_system = _file_system_of(os.fstat(probe.fileno()).st_dev) or "the file system"
-                where = "memory" if file_system in _MEMORY_FILE_SYSTEMS else "no direct I/O"
-                return DirectSupport(False, 0, 0, f"{file_system} offers {where}")
+                name = _file_system_of(os.fstat(probe.fileno()).st_dev) or "the file system"
+                does = "keeps files in memory" if name in _MEMORY_FILE_SYSTEMS else "takes none"
+                return DirectSupport(False, 0, 0, f"{name} {does}")
             unit = max(opened.alignment.offset, PAGE_BYTES)
             with mmap.mmap(-1, unit) as block:
                 os.pwritev(opened.direct_fd, [block], 0)
                 os.preadv(opened.direct_fd, [block], 0)
             return DirectSupport(True, opened.alignment.offset, opened.alignment.memory, "")
         except OSError as refused:
+            if refused.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             return DirectSupport(False, 0, 0, f"a direct write failed: {refused}")
         finally:
             opened.release()
@@ -409,7 +412,7 @@ def _try_direct_read(fd: int, device: int) -> Alignment:
 
 
 def _file_system_of(device: int) -> str:
-    """The type of the mounted file system with this device number, or "" (man 5 proc, mountinfo)."""
+    """The type of the file system with this device number, or "" (man 5 proc, mountinfo)."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         with builtins.open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:

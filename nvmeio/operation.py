@@ -345,4 +345,3 @@ def as_future(operation: Operation) -> concurrent.futures.Future[int]:
     if not isinstance(operation, Operation):
         raise TypeError(f"expected an nvmeio operation, not {type(operation).__name__}")
     return _OperationFuture(operation)
-

@@ -123,7 +123,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """One word: "libaio", "threads", …"""
+        """One word, such as "libaio" or "threads"."""
 
     def start(self, options: Options) -> None:
         """Take up the kernel's resources and begin.

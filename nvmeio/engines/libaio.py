@@ -12,9 +12,9 @@ from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio.engines.base import Counters, Options, Outcome, Port, Ticket, Transfer
 from nvmeio.errors import BackendUnavailableError, ClosedError
 
-# A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, small enough
-# to stay in the last-level cache. See docs/architecture.md for the measurement.
-BOUNCE_BYTES = 32 << 20
+# A ring of bounce blocks: enough in flight to keep a drive busy while one is copied.
+# See docs/architecture.md for the measurement.
+BOUNCE_BYTES = 64 << 20
 MIN_BOUNCE_BLOCKS = 4
 _REAP_MAX = 256
 
@@ -177,7 +177,8 @@ def _unavailable(code: int, options: Options) -> BackendUnavailableError:
     return BackendUnavailableError(
         "the kernel gives no AIO context",
         attempts=[("io_setup", f"{errno.errorcode.get(code, code)}: {os.strerror(code)}")],
-        remedy="engine='threads' works everywhere; in a container, allow io_setup in its seccomp profile",
+        remedy="engine='threads' works everywhere; in a container, allow io_setup in its "
+        "seccomp profile",
     )
 
 
@@ -191,7 +192,9 @@ def _holders() -> list[tuple[str, str]]:
         except OSError:
             continue
         if contexts:
-            pid = maps.parent.name + (" (this process)" if int(maps.parent.name) == os.getpid() else "")
+            pid = maps.parent.name + (
+                " (this process)" if int(maps.parent.name) == os.getpid() else ""
+            )
             found.append((contexts, f"process {pid}", f"{name}, {contexts} AIO contexts"))
     return [(who, what) for _, who, what in sorted(found, reverse=True)[:8]]
 

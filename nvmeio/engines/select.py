@@ -44,6 +44,10 @@ def start(engine: str | Engine, options: Options) -> Engine:
 
 
 def describe() -> list[tuple[str, bool, str]]:
-    """Every engine: name, whether it works here, and how or why not; "auto" takes the first."""
+    """Every engine: name, whether it works here, and how or why not.
+
+    Raises:
+        BackendUnavailableError: ``NVMEIO_LIBAIO`` names something that cannot be loaded.
+    """
     failure, how = libaio.probe()
     return [("libaio", not failure, how), ("threads", True, "preadv and pwritev in threads")]

@@ -160,9 +160,7 @@ class ThreadsEngine:
         self._options = options
         self._depth = options.queue_depth * options.intra_op_parallelism
         for index in range(min(self._depth, WORKERS_PER_LANE * options.intra_op_parallelism)):
-            worker = threading.Thread(
-                target=self._work, name=f"nvmeio-worker-{index}", daemon=True
-            )
+            worker = threading.Thread(target=self._work, name=f"nvmeio-worker-{index}", daemon=True)
             worker.start()
             self._workers.append(worker)
 
