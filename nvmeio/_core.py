@@ -1,12 +1,10 @@
 """The life of operations: started, in flight, claimed, settled; and who notices.
 
-A completion is noticed by whoever is responsible for the port at which it arrives:
-
-- an operation started on a running event loop reports at that loop's port, whose eventfd the loop
-  watches with `add_reader`;
-- one started with no loop reports at the default port. Nobody watches it: `result`, `done` and
-  `wait` look at the operation itself. Only when somebody asks to be told (a callback, an await on
-  a loop) does it move to that loop's port, or does a dispatcher thread begin to watch.
+A completion is noticed by whoever watches the port at which it arrives (`_ports`). An operation
+started on a running event loop reports at that loop's port. One started with no loop reports at
+the default port, where nobody watches: `result`, `done` and `wait` look at the operation itself.
+Only when somebody asks to be told does it move to a loop's port (an await), or does a thread begin
+to watch the default port (a callback).
 
 Whoever notices first claims the operation, and only the claimer concludes it, so every operation
 is settled exactly once.
@@ -21,7 +19,6 @@ import errno
 import itertools
 import logging
 import os
-import select
 import threading
 import time
 import warnings
@@ -29,8 +26,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nvmeio import buffers, files
-from nvmeio._plan import Plan, plan_read, plan_write
+from nvmeio import _transfer, files
+from nvmeio._plan import Plan
+from nvmeio._ports import Ports
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines.base import Counters, Engine, Kind, Options, Port, Transfer
 from nvmeio.errors import ClosedError, NvmeioError, TransferError
@@ -43,10 +41,6 @@ logger = logging.getLogger("nvmeio")
 _SLICE_S = 0.1
 # Without a loop nobody reaps; a submission in so many does it in passing.
 _REAP_EVERY = 64
-# Aligned memory on 4 KiB pages was read at 1.4 to 2.8 GB/s and written at 2.7 to 5.1, as its pages
-# happened to lie; through a ring of huge-page blocks at 2.5 and 4.7, always. Short transfers are
-# better off without the copy.
-BOUNCE_FROM_BYTES = 1 << 20
 _FORKED = "this process was forked from the handle's owner: open a new handle here"
 _CLOSED = "the handle is closed: open a new one"
 
@@ -67,10 +61,7 @@ class Core:
         self._finished = 0
         self._unissued = Counters()  # what the engine's counters lack, or have too much
         self._tokens = itertools.count(1)
-        self._default = engine.open_port()
-        self._loops: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
-        self._latest: tuple[asyncio.AbstractEventLoop | None, Port] = (None, self._default)
-        self._dispatcher: threading.Thread | None = None
+        self._ports = Ports(engine, self.reap, self._adopt)
         self._finisher: concurrent.futures.ThreadPoolExecutor | None = None
         _cores.add(self)
 
@@ -89,56 +80,31 @@ class Core:
         `check` runs after success, off the event loop; what it raises is the operation's error.
         """
         self.check_open()
-        writing = kind is Kind.WRITE
         opened: Descriptors | None = None
         try:
-            opened = files.acquire(file, writing)
-            path = opened.path
-            alignment = opened.alignment
-            planner = plan_write if writing else plan_read
-            plan = planner(file_offset, memory.nbytes, alignment.offset)
-            transfer = Transfer(
-                kind,
-                opened.direct_fd if plan.direct else -1,
-                opened.buffered_fd() if plan.buffered else -1,
-                memory.address,
-                memory.nbytes,
-                file_offset,
-                plan.span_start,
-                plan.span_end,
-                alignment.offset or 1,
-                alignment.memory or 1,
-                plan.direct
-                and memory.nbytes >= BOUNCE_FROM_BYTES
-                and not buffers.on_huge_pages(memory.address, memory.nbytes),
-                writing and memory.nbytes > self.options.block_size,
-            )
+            opened = files.acquire(file, kind is Kind.WRITE)
+            planned, transfer = _transfer.plan(kind, memory, opened, file_offset, self.options)
         except TransferError as failed:
             if opened is not None:
                 opened.release()
             return self._failed_at_once(kind, memory, failed, file_offset)
         operation = Operation(
-            self, next(self._tokens), kind, memory, path, file_offset, memory.nbytes
+            self, next(self._tokens), kind, memory, opened.path, file_offset, memory.nbytes
         )
         operation._check = check
-        return self._submit(operation, opened, plan, transfer)
+        return self._submit(operation, opened, planned, transfer)
 
     def start_sync(self, kind: Kind, opened: Descriptors) -> Operation:
         """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
         operation = Operation(self, next(self._tokens), kind, None, opened.path, 0, 0)
-        transfer = Transfer(kind, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False)
-        return self._submit(operation, opened, Plan(0, 0, False, True), transfer)
+        return self._submit(operation, opened, *_transfer.plan_sync(kind, opened))
 
     def _submit(
         self, operation: Operation, opened: Descriptors, plan: Plan, transfer: Transfer
     ) -> Operation:
         operation._opened = opened
         operation._plan = plan
-        loop = asyncio._get_running_loop()
-        latest, port = self._latest
-        if latest is not loop:
-            port = self._default if loop is None else self._port_of(loop)
-            self._latest = (loop, port)
+        port = self._ports.here()
         token = operation._token
         with self._lock:
             if self._refusal:
@@ -147,8 +113,8 @@ class Core:
             operation._home = port
             self._live[token] = operation
             operation._ticket = self.engine.submit(port, token, transfer)
-        if loop is None and not token % _REAP_EVERY:
-            self.reap(self._default, True)
+        if port is self._ports.default and not token % _REAP_EVERY:
+            self.reap(port, True)
         return operation
 
     def _failed_at_once(
@@ -238,26 +204,12 @@ class Core:
         if plan is None or opened is None or memory is None or not plan.direct:
             return False
         try:
-            opened.demote()
+            operation._plan, transfer = _transfer.plan_buffered(
+                operation._kind, memory, opened, operation.file_offset
+            )
         except TransferError:
             return False
         logger.warning("%s refused direct I/O (EINVAL): buffered instead", operation.path)
-        end = operation.file_offset + operation.nbytes
-        operation._plan = Plan(operation.file_offset, end, False, True)
-        transfer = Transfer(
-            operation._kind,
-            -1,
-            opened.buffered_fd(),
-            memory.address,
-            memory.nbytes,
-            operation.file_offset,
-            operation.file_offset,
-            end,
-            1,
-            1,
-            False,
-            False,
-        )
         with self._lock:
             self._count(operations=-1, errors=-1)
             operation._claimed = False
@@ -340,7 +292,7 @@ class Core:
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
         waiter = loop.create_future()
-        port = self._latest[1] if self._latest[0] is loop else self._port_of(loop)
+        port = self._ports.of(loop)
         with self._lock:
             if operation._state != "pending":
                 waiter.set_result(None)
@@ -352,10 +304,11 @@ class Core:
                 operation._waiters.append((loop, waiter))
             if operation._home is port:
                 return waiter
-            target = port if lonely and operation._home is self._default else self._default
+            default = self._ports.default
+            target = port if lonely and operation._home is default else default
             self._move(operation, target)
-        if target is self._default:
-            self._start_dispatcher()
+        if target is default:
+            self._ports.dispatch()
         return waiter
 
     def on_settled(self, operation: Operation, callback: Callable[[Operation], object]) -> bool:
@@ -368,9 +321,9 @@ class Core:
             if operation._callbacks is None:
                 operation._callbacks = []
             operation._callbacks.append(callback)
-            nobody_watches = operation._home is self._default
+            nobody_watches = operation._home is self._ports.default
         if nobody_watches:
-            self._start_dispatcher()
+            self._ports.dispatch()
         return True
 
     def wait_settled(self, operation: Operation, deadline: float | None) -> bool:
@@ -396,57 +349,26 @@ class Core:
                     self._sleepers -= 1
         return True
 
-    # --- ports --------------------------------------------------------------------------------
-
     def _move(self, operation: Operation, port: Port) -> None:
         """With the lock held: report an unsettled operation at this port."""
         operation._home = port
         if operation._ticket is not None:
             operation._ticket.move(port)
 
-    def _port_of(self, loop: asyncio.AbstractEventLoop) -> Port:
-        """The port that a loop watches; called in the loop's own thread."""
-        known = self._loops.get(loop)
-        if known is None:
-            self._forget_closed_loops()
-            known = _LoopPort(self, loop)
-            with self._lock:
-                self._loops[loop] = known
-        return known.port
-
-    def _forget_closed_loops(self) -> None:
-        for loop in [loop for loop in self._loops if loop.is_closed()]:
-            with self._lock:
-                gone = self._loops.pop(loop, None)
-                if gone is None:
-                    continue
-                orphans = [o for o in self._live.values() if o._home is gone.port]
-                for operation in orphans:
-                    self._move(operation, self._default)
-            gone.port.close()
-            if orphans:
-                warnings.warn(
-                    f"an event loop was closed with {len(orphans)} operations in flight, e.g. "
-                    f"{orphans[0]!r}; await them (or handle.drain()) before the loop ends",
-                    ResourceWarning,
-                    stacklevel=4,
-                )
-        self.reap(self._default, False)
-
-    def _start_dispatcher(self) -> None:
+    def _adopt(self, port: Port) -> None:
+        """A loop was closed with its port: what was to report there reports at the default."""
         with self._lock:
-            if self._dispatcher is None and not self._shut:
-                self._dispatcher = threading.Thread(
-                    target=self._dispatch, name="nvmeio-dispatch", daemon=True
-                )
-                self._dispatcher.start()
-
-    def _dispatch(self) -> None:
-        poller = select.poll()
-        poller.register(self._default.fileno(), select.POLLIN)
-        while not self._shut:
-            poller.poll()
-            self.reap(self._default, True)
+            orphans = [o for o in self._live.values() if o._home is port]
+            for operation in orphans:
+                self._move(operation, self._ports.default)
+        if orphans:
+            warnings.warn(
+                f"an event loop was closed with {len(orphans)} operations in flight, e.g. "
+                f"{orphans[0]!r}; await them (or handle.drain()) before the loop ends",
+                ResourceWarning,
+                stacklevel=6,
+            )
+        self.reap(self._ports.default, False)
 
     # --- waiting for all ------------------------------------------------------------------------
 
@@ -565,18 +487,11 @@ class Core:
             if self._shut:
                 return
             self._shut = True
-            loops, self._loops = self._loops, {}
-            self._latest = (None, self._default)
-            dispatcher, finisher = self._dispatcher, self._finisher
+            finisher = self._finisher
         if finisher is not None:
             finisher.shutdown(wait=False)
-        for port in loops.values():
-            port.detach_from_anywhere()
         self.engine.stop()
-        if dispatcher is not None and dispatcher is not threading.current_thread():
-            self._default.wake()
-            dispatcher.join()
-        self._default.close()
+        self._ports.release()
 
     @property
     def closed(self) -> bool:
@@ -602,6 +517,7 @@ class Core:
         # Locks may have been copied while held, lanes do not exist here: only refuse.
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
+        self._ports.after_fork()
         self._refusal = _FORKED
 
     def _at_exit(self) -> None:
@@ -613,36 +529,6 @@ class Core:
                 stacklevel=2,
             )
             self._close_quietly()
-
-
-class _LoopPort:
-    """A port and the loop that watches it."""
-
-    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
-        self._core = core
-        self._loop = loop
-        self.port = core.engine.open_port()
-        self._attached = True
-        loop.add_reader(self.port.fileno(), self._ready)
-
-    def _ready(self) -> None:
-        self._core.reap(self.port, False)
-
-    def detach_from_anywhere(self) -> None:
-        """Stop watching; in the loop's own thread, for selectors are not thread-safe."""
-        if asyncio._get_running_loop() is self._loop:
-            self._detach()
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._detach)
-        except RuntimeError:  # the loop is closed: nobody watches
-            self.port.close()
-
-    def _detach(self) -> None:
-        if self._attached:
-            self._attached = False
-            self._loop.remove_reader(self.port.fileno())
-            self.port.close()
 
 
 _cores: weakref.WeakSet[Core] = weakref.WeakSet()

@@ -56,7 +56,8 @@ def empty_aligned(
         One mapping, touched once: 11 GB/s on huge pages and 2.9 GB/s on small ones where the
         kernel has the pages at hand, less on a virtual machine that has to ask its host first
         (0.4 GB/s). 20 us for the smallest. Allocate once and reuse, or use `PinnedPool`.
-        Memory is taken in whole pages, from 16 MiB on in whole huge pages. Other threads run
+        Memory is taken in whole pages, from about 16 MiB on in whole huge
+        pages. Other threads run
         meanwhile (no GIL held).
 
     Source:
@@ -167,7 +168,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
         TypeError: It is no tensor.
 
     Cost:
-        2 us.
+        3 us.
     """
     _check_tensor(tensor)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:

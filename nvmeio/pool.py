@@ -100,7 +100,7 @@ class PinnedPool:
             Nothing is held, and the next in the queue has been served.
 
         Cost:
-            15 us where the bytes are free.
+            10 us where the bytes are free.
         """
         wanted = _count("nbytes", nbytes)
         if wanted < 0:

@@ -1,0 +1,146 @@
+"""Where completions arrive, and who watches there.
+
+- The *default* port takes the operations that were started with no event loop running. Nobody
+  watches it until somebody asks to be told; then a dispatcher thread does.
+- Every event loop that has used the handle has a port of its own, whose eventfd it watches with
+  `add_reader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import threading
+from collections.abc import Callable
+
+from nvmeio.engines.base import Engine, Port
+
+
+class Ports:
+    """The ports of one handle.
+
+    Args:
+        engine: Makes the ports.
+        reap: Concludes what has arrived at a port: ``reap(port, may_block)``.
+        orphaned: Told of a port whose loop was closed, before the port is closed too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reap: Callable[[Port, bool], None],
+        orphaned: Callable[[Port], None],
+    ) -> None:
+        self._engine = engine
+        self._reap = reap
+        self._orphaned = orphaned
+        self._lock = threading.Lock()
+        self._loops: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
+        self._latest: tuple[asyncio.AbstractEventLoop | None, Port]
+        self._dispatcher: threading.Thread | None = None
+        self._released = False
+        self.default = engine.open_port()
+        self._latest = (None, self.default)
+
+    def here(self) -> Port:
+        """The port for an operation that is started now, in this thread."""
+        loop = asyncio._get_running_loop()
+        latest, port = self._latest
+        if latest is loop:
+            return port
+        return self.default if loop is None else self.of(loop)
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> Port:
+        """The port that a loop watches; called in the loop's own thread."""
+        latest, port = self._latest
+        if latest is loop:
+            return port
+        known = self._loops.get(loop)
+        if known is None:
+            self.forget_closed_loops()
+            known = _LoopPort(self._engine.open_port(), loop, self._reap)
+            with self._lock:
+                self._loops[loop] = known
+        self._latest = (loop, known.port)
+        return known.port
+
+    def forget_closed_loops(self) -> None:
+        """Close the ports of loops that were closed; the default port takes what is left there."""
+        for loop in [loop for loop in self._loops if loop.is_closed()]:
+            with self._lock:
+                gone = self._loops.pop(loop, None)
+            if gone is not None:
+                try:
+                    self._orphaned(gone.port)
+                finally:
+                    gone.port.close()
+
+    def dispatch(self) -> None:
+        """Have a thread watch the default port from now on."""
+        with self._lock:
+            if self._dispatcher is not None or self._released:
+                return
+            self._dispatcher = threading.Thread(
+                target=self._watch_default, name="nvmeio-dispatch", daemon=True
+            )
+            self._dispatcher.start()
+
+    def _watch_default(self) -> None:
+        poller = select.poll()
+        poller.register(self.default.fileno(), select.POLLIN)
+        while not self._released:
+            poller.poll()
+            self._reap(self.default, True)
+
+    def release(self) -> None:
+        """Stop watching, everywhere, and close the ports; nothing may be in flight."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+            loops, self._loops = self._loops, {}
+            dispatcher = self._dispatcher
+            self._latest = (None, self.default)
+        for port in loops.values():
+            port.detach_from_anywhere()
+        if dispatcher is not None and dispatcher is not threading.current_thread():
+            self.default.wake()
+            dispatcher.join()
+        self.default.close()
+
+    def after_fork(self) -> None:
+        """In the child: locks may have been copied while held, and there is no dispatcher."""
+        self._lock = threading.Lock()
+        self._released = True
+
+
+class _LoopPort:
+    """A port and the loop that watches it."""
+
+    def __init__(
+        self, port: Port, loop: asyncio.AbstractEventLoop, reap: Callable[[Port, bool], None]
+    ) -> None:
+        self.port = port
+        self._loop = loop
+        self._reap = reap
+        self._attached = True
+        loop.add_reader(port.fileno(), self._ready)
+
+    def _ready(self) -> None:
+        self._reap(self.port, False)
+
+    def detach_from_anywhere(self) -> None:
+        """Stop watching; in the loop's own thread, for selectors are not thread-safe."""
+        if asyncio._get_running_loop() is self._loop:
+            self._detach()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._detach)
+        except RuntimeError:  # the loop is closed: nobody watches
+            self.port.close()
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._loop.remove_reader(self.port.fileno())
+            self.port.close()
