@@ -64,6 +64,7 @@ void nv_cancel(nv_request *);
 int nv_is_done(nv_request *);
 int nv_wait(nv_request *, double timeout_s);
 void nv_move(nv_request *, nv_port *);
+int64_t nv_moved(nv_request *); /* once done: bytes, or -errno */
 const nv_result *nv_request_result(nv_request *);
 void nv_request_free(nv_request *);
 

@@ -350,6 +350,11 @@ void nv_move(nv_request *request, nv_port *port) {
   pthread_mutex_unlock(&engine->mutex);
 }
 
+int64_t nv_moved(nv_request *request) {
+  const nv_result *result = &request->result;
+  return result->error ? -(int64_t)result->error : (int64_t)result->transferred;
+}
+
 const nv_result *nv_request_result(nv_request *request) { return &request->result; }
 
 void nv_request_free(nv_request *request) {

@@ -104,15 +104,16 @@ class Core:
     ) -> Operation:
         operation._opened = opened
         operation._plan = plan
-        port = self._ports.here()
         token = operation._token
-        with self._lock:
-            if self._refusal:
-                opened.release()
-                raise ClosedError(self._refusal)
-            operation._home = port
-            self._live[token] = operation
-            operation._ticket = self.engine.submit(port, token, transfer)
+        try:
+            operation._home = port = self._ports.here()
+            with self._lock:
+                self.check_open()
+                operation._ticket = self.engine.submit(port, token, transfer)
+                self._live[token] = operation
+        except BaseException:
+            opened.release()
+            raise
         if port is self._ports.default and not token % _REAP_EVERY:
             self.reap(port, True)
         return operation
@@ -174,8 +175,8 @@ class Core:
         """What follows when the kernel is done with an operation; its claimer's to call."""
         ticket = operation._ticket
         assert ticket is not None
-        outcome = operation._outcome = ticket.outcome()
-        code = outcome.error
+        moved = ticket.moved()
+        code = -moved if moved < 0 else 0
         if code == errno.EINVAL and self._demoted(operation):
             return
         if code == errno.ECANCELED:
@@ -183,7 +184,7 @@ class Core:
         elif code == errno.EINVAL and operation._kind >= Kind.FSYNC:
             # IOCB_CMD_FSYNC came with Linux 4.18.
             self._off_loop(operation, may_block, self._fsync_here)
-        elif code or outcome.transferred < operation.nbytes:
+        elif moved != operation.nbytes:
             operation._settle("failed", operation._failure())
         elif operation._kind is Kind.READ:
             memory = operation._memory

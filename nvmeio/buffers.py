@@ -56,9 +56,8 @@ def empty_aligned(
         One mapping, touched once: 11 GB/s on huge pages and 2.9 GB/s on small ones where the
         kernel has the pages at hand, less on a virtual machine that has to ask its host first
         (0.4 GB/s). 20 us for the smallest. Allocate once and reuse, or use `PinnedPool`.
-        Memory is taken in whole pages, from about 16 MiB on in whole huge
-        pages. Other threads run
-        meanwhile (no GIL held).
+        Memory is taken in whole pages, from about 16 MiB on in whole huge pages. Other threads
+        run meanwhile (no GIL held).
 
     Source:
         man 2 madvise; Documentation/admin-guide/mm/transhuge.rst in the kernel tree.

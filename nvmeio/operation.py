@@ -58,7 +58,6 @@ class Operation(Coroutine[Any, Any, int]):
         "_kind",
         "_memory",
         "_opened",
-        "_outcome",
         "_path",
         "_plan",
         "_state",
@@ -93,7 +92,6 @@ class Operation(Coroutine[Any, Any, int]):
         self._state = "pending"
         self._claimed = False
         self._check: Callable[[], None] | None = None
-        self._outcome = _NOTHING
         self._error: BaseException | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
         self._callbacks: list[Callable[[Operation], object]] | None = None
@@ -207,23 +205,23 @@ class Operation(Coroutine[Any, Any, int]):
 
     @property
     def transferred(self) -> int:
-        """Bytes that got through; 0 while it is pending."""
-        return self._outcome.transferred
+        """Bytes that got through; like the three below, 0 while it is pending."""
+        return 0 if self._state == "pending" else self._outcome().transferred
 
     @property
     def direct_bytes(self) -> int:
         """Bytes that went between the drive and the tensor itself."""
-        return self._outcome.direct_bytes
+        return 0 if self._state == "pending" else self._outcome().direct_bytes
 
     @property
     def bounced_bytes(self) -> int:
         """Bytes that went direct, through an aligned block of the engine."""
-        return self._outcome.bounced_bytes
+        return 0 if self._state == "pending" else self._outcome().bounced_bytes
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes that went through the page cache."""
-        return self._outcome.buffered_bytes
+        return 0 if self._state == "pending" else self._outcome().buffered_bytes
 
     def __repr__(self) -> str:
         span = f" [{self.file_offset}, {self.file_offset + self.nbytes})" if self.nbytes else ""
@@ -240,11 +238,15 @@ class Operation(Coroutine[Any, Any, int]):
         if self._error is not None:
             self._core.retrieved(self)
             raise self._error
-        return self._outcome.transferred
+        return self.nbytes
+
+    def _outcome(self) -> Outcome:
+        """What the engine tells of it, once the kernel is done."""
+        return _NOTHING if self._ticket is None else self._ticket.outcome()
 
     def _failure(self) -> TransferError | None:
         """The error that the outcome stands for."""
-        outcome = self._outcome
+        outcome = self._outcome()
         code = outcome.error
         if not code and outcome.transferred == self.nbytes:
             return None
@@ -281,7 +283,7 @@ class Operation(Coroutine[Any, Any, int]):
                     path=self._path,
                     file_offset=self.file_offset,
                     nbytes=self.nbytes,
-                    transferred=self._outcome.transferred,
+                    transferred=self.transferred,
                 )
         self._error = error
         waiters, callbacks = self._core.settled(self, state)

@@ -98,8 +98,11 @@ class Ticket(Protocol):
     def move(self, port: Port) -> None:
         """Report at this port instead; at once if it is done and was not yet reaped."""
 
+    def moved(self) -> int:
+        """Bytes moved, or -errno; only once it is done."""
+
     def outcome(self) -> Outcome:
-        """How it ended; only once it is done."""
+        """How it ended, in full; only once it is done."""
 
 
 class Port(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio.engines.base import Counters, Options, Outcome, Port, Ticket, Transfer
-from nvmeio.errors import BackendUnavailableError, ClosedError
+from nvmeio.errors import BackendUnavailableError
 
 # A ring of bounce blocks: enough in flight to keep a drive busy while one is copied.
 # See docs/architecture.md for the measurement.
@@ -75,7 +75,7 @@ class LibaioEngine:
         assert isinstance(port, _Port)
         request = lib.nv_submit(self._engine, port.raw, token, *transfer)
         if request == ffi.NULL:
-            raise ClosedError("this process was forked from the handle's owner; open a new handle")
+            raise MemoryError("the native shim could not allocate a request")
         return _Ticket(ffi.gc(request, lib.nv_request_free))
 
     def counters(self) -> Counters:
@@ -111,6 +111,9 @@ class _Ticket:
     def move(self, port: Port) -> None:
         assert isinstance(port, _Port)
         lib.nv_move(self._request, port.raw)
+
+    def moved(self) -> int:
+        return int(lib.nv_moved(self._request))
 
     def outcome(self) -> Outcome:
         raw = lib.nv_request_result(self._request)

@@ -75,6 +75,10 @@ class Request:
             if self.finished.is_set():
                 port.link(self)
 
+    def moved(self) -> int:
+        outcome = self.outcome()
+        return -outcome.error if outcome.error else outcome.transferred
+
     def outcome(self) -> Outcome:
         error = self.error
         if not error and self.cancelled and self.transferred < self.transfer.nbytes:
