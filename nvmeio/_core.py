@@ -30,7 +30,7 @@ from nvmeio import _transfer, files
 from nvmeio._plan import Plan
 from nvmeio._ports import Ports
 from nvmeio._tensor import Memory, touch
-from nvmeio.engines.base import Counters, Engine, Kind, Options, Port, Transfer
+from nvmeio.engines.base import Counters, Engine, Kind, Port, Transfer
 from nvmeio.errors import ClosedError, NvmeioError, TransferError
 from nvmeio.files import Descriptors, File
 from nvmeio.operation import Operation
@@ -48,9 +48,8 @@ _CLOSED = "the handle is closed: open a new one"
 class Core:
     """What an `AioHandle` and its operations share; outlives the handle while one is in flight."""
 
-    def __init__(self, engine: Engine, options: Options) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.options = options
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
         self._sleepers = 0
@@ -83,7 +82,7 @@ class Core:
         opened: Descriptors | None = None
         try:
             opened = files.acquire(file, kind is Kind.WRITE)
-            planned, transfer = _transfer.plan(kind, memory, opened, file_offset, self.options)
+            planned, transfer = _transfer.plan(kind, memory, opened, file_offset)
         except TransferError as failed:
             if opened is not None:
                 opened.release()

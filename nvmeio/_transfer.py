@@ -5,7 +5,7 @@ from __future__ import annotations
 from nvmeio import buffers
 from nvmeio._plan import Plan, plan_read, plan_write
 from nvmeio._tensor import Memory
-from nvmeio.engines.base import Kind, Options, Transfer
+from nvmeio.engines.base import Kind, Transfer
 from nvmeio.files import Descriptors
 
 # Aligned memory on 4 KiB pages was read at 1.4 to 2.8 GB/s and written at 2.7 to 5.1, as its pages
@@ -15,7 +15,7 @@ BOUNCE_FROM_BYTES = 1 << 20
 
 
 def plan(
-    kind: Kind, memory: Memory, opened: Descriptors, file_offset: int, options: Options
+    kind: Kind, memory: Memory, opened: Descriptors, file_offset: int
 ) -> tuple[Plan, Transfer]:
     """A read or write, as direct as the file and the memory allow.
 
@@ -39,8 +39,9 @@ def plan(
         planned.direct
         and memory.nbytes >= BOUNCE_FROM_BYTES
         and not buffers.on_huge_pages(memory.address, memory.nbytes),
-        # A single block gains nothing: it is synchronous either way.
-        writing and memory.nbytes > options.block_size,
+        # The lane looks whether the file grows. Allocated first, new files were written 1.3 to 3
+        # times as fast, from 1 GiB in one file down to 4 KiB in each of 600.
+        writing and planned.direct,
     )
 
 

@@ -77,7 +77,7 @@ class AioHandle:
             intra_op_parallelism,
         )
         self._options = options
-        self._core = Core(select.start(engine, options), options)
+        self._core = Core(select.start(engine, options))
 
     # --- transfers ------------------------------------------------------------------------
 
