@@ -122,12 +122,16 @@ void nv_port_wake(nv_port *port) {
   (void)ignored;
 }
 
-/* With engine->mutex held. Tells whether the port is gone. */
-static int port_unref(nv_port *port) {
-  if (--port->refs) return 0;
-  close(port->efd);
-  free(port);
-  return 1;
+/* With engine->mutex held. */
+static void port_unref(nv_port *port) {
+  if (!--port->refs) free(port);
+}
+
+/* With engine->mutex held: a request that was taken, or will never be, names no port. */
+static void leave_port(nv_request *request) {
+  nv_port *port = request->port;
+  request->port = NULL;
+  if (port) port_unref(port);
 }
 
 static void link_done(nv_port *port, nv_request *request) {
@@ -168,8 +172,10 @@ int nv_port_reap(nv_port *port, uint64_t *tokens, int max) {
   pthread_mutex_lock(&engine->mutex);
   int n = 0;
   while (port->head && n < max) {
-    tokens[n++] = port->head->token;
-    unlink_done(port, port->head);
+    nv_request *request = port->head;
+    tokens[n++] = request->token;
+    unlink_done(port, request);
+    leave_port(request);
   }
   port->signalled = port->head != NULL;
   if (port->signalled) nv_port_wake(port);
@@ -185,9 +191,9 @@ void nv_port_free(nv_port *port) {
   while (port->head) {
     nv_request *request = port->head;
     unlink_done(port, request);
-    request->port = NULL;
-    port->refs--;
+    leave_port(request);
   }
+  close(port->efd);
   port_unref(port);
   pthread_mutex_unlock(&engine->mutex);
   engine_unref(engine);
@@ -289,12 +295,10 @@ void nv_complete(nv_request *request) {
   request->done = 1;
   int orphan = request->orphan;
   nv_port *port = request->port;
-  if (port && (orphan || port->closed)) {
-    request->port = NULL;
-    port_unref(port);
-  } else if (port) {
+  if (port && !orphan && !port->closed)
     link_done(port, request);
-  }
+  else
+    leave_port(request);
   if (engine->waiters) pthread_cond_broadcast(&engine->done_cond);
   pthread_mutex_unlock(&engine->mutex);
   if (orphan) request_release(request);
@@ -342,9 +346,9 @@ void nv_move(nv_request *request, nv_port *port) {
   nv_port *old = request->port;
   if (old != port && (!request->done || request->linked)) {
     if (request->linked) unlink_done(old, request);
+    leave_port(request);
     request->port = port;
     port->refs++;
-    if (old) port_unref(old);
     if (request->done) link_done(port, request);
   }
   pthread_mutex_unlock(&engine->mutex);
@@ -362,12 +366,12 @@ void nv_request_free(nv_request *request) {
   if (nv_forked(engine)) return;
   pthread_mutex_lock(&engine->mutex);
   int done = request->done;
-  if (done && request->port) {
+  if (done) {
     if (request->linked) unlink_done(request->port, request);
-    port_unref(request->port);
-    request->port = NULL;
+    leave_port(request);
+  } else {
+    request->orphan = 1;
   }
-  if (!done) request->orphan = 1;
   pthread_mutex_unlock(&engine->mutex);
   if (done) request_release(request);
 }
