@@ -178,6 +178,9 @@ class Core:
         code = -moved if moved < 0 else 0
         if code == errno.EINVAL and self._demoted(operation):
             return
+        memory = operation._memory
+        if operation._kind is Kind.READ and memory is not None and memory.copy_back is None:
+            touch(memory.keep)  # however it ended: some bytes may have arrived
         if code == errno.ECANCELED:
             operation._settle("cancelled", None)
         elif code == errno.EINVAL and operation._kind >= Kind.FSYNC:
@@ -185,16 +188,8 @@ class Core:
             self._off_loop(operation, may_block, self._fsync_here)
         elif moved != operation.nbytes:
             operation._settle("failed", operation._failure())
-        elif operation._kind is Kind.READ:
-            memory = operation._memory
-            assert memory is not None
-            if memory.copy_back is not None or operation._check is not None:
-                self._off_loop(operation, may_block, self._finish_read)
-                return
-            touch(memory.keep)
-            operation._settle("finished", None)
-        elif operation._check is not None:
-            self._off_loop(operation, may_block, Core._run_check)
+        elif operation._check is not None or (memory is not None and memory.copy_back is not None):
+            self._off_loop(operation, may_block, self._last_steps)
         else:
             operation._settle("finished", None)
 
@@ -239,17 +234,10 @@ class Core:
         self._finisher.submit(run)
 
     @staticmethod
-    def _finish_read(operation: Operation) -> None:
+    def _last_steps(operation: Operation) -> None:
         memory = operation._memory
-        assert memory is not None
-        if memory.copy_back is not None:
+        if memory is not None and memory.copy_back is not None:
             memory.copy_back()
-        else:
-            touch(memory.keep)
-        Core._run_check(operation)
-
-    @staticmethod
-    def _run_check(operation: Operation) -> None:
         if operation._check is not None:
             operation._check()
 

@@ -39,7 +39,7 @@ def source(tensor: torch.Tensor) -> Memory:
     """
     if not _is_plain(tensor):
         _check(tensor)
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+        tensor = _copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().cpu()
     return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
 
 
@@ -67,13 +67,14 @@ def destination(tensor: torch.Tensor) -> Memory:
         )
     if _is_plain(tensor) and (tensor.is_inference() or not grad):
         return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
-    staging = torch.empty_like(tensor.detach(), device=_CPU, memory_format=torch.contiguous_format)
-    staging = staging.resolve_conj().resolve_neg()
     inference = tensor.is_inference()
+    target = tensor if tensor.requires_grad else _copyable(tensor)
+    staging = torch.empty_like(target.detach(), device=_CPU, memory_format=torch.contiguous_format)
+    staging = staging.resolve_conj().resolve_neg()
 
     def copy_back() -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            tensor.copy_(staging)
+            target.copy_(staging)
 
     return Memory(staging.data_ptr(), _nbytes(staging), (tensor, staging), copy_back)
 
@@ -129,6 +130,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, as bytes where its elements are bytes: torch cannot copy int1 to uint7."""
+    if tensor.element_size() > 1 or tensor.is_quantized:
+        return tensor
+    return tensor.view(torch.uint8)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

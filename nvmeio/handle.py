@@ -100,7 +100,7 @@ class AioHandle:
 
         The operation fails with `TransferError` if the file cannot be opened or read, and with
         `ShortTransferError` if it ends before the tensor is full. The tensor's contents are then
-        unknown, but for the bytes counted in `transferred` at end of file.
+        unknown; at the end of a file, a contiguous one begins with the bytes that there were.
 
         Cost: none in the common case; see `Operation.bounced_bytes`. Source: io_submit(2).
         """
