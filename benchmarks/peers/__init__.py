@@ -1,0 +1,1 @@
+"""One file per peer. Those that run in a worker process are classes with a `close()`."""

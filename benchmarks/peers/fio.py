@@ -1,0 +1,129 @@
+"""fio: one job per run, its own clock and CPU accounting taken from its JSON report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _measure import Sample
+from _worker import PeerFailed, PeerUnavailable
+
+INSTALL = "apt-get install fio"
+BLOCK_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What distinguishes one fio run from another."""
+
+    engine: str
+    queue_depth: int
+    memory: str = "malloc"
+
+    @property
+    def name(self) -> str:
+        huge = ", huge pages" if self.memory == "mmaphuge" else ""
+        return f"fio {self.engine}, depth {self.queue_depth}{huge}"
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What fio allocates for it and a little more, for whoever reserves huge pages."""
+        return (self.queue_depth + 8) * BLOCK_SIZE
+
+
+DEFAULT_BUFFERS = [Setting(e, d) for e in ("libaio", "io_uring") for d in (32, 128)]
+HUGE_PAGES = [Setting(s.engine, s.queue_depth, "mmaphuge") for s in DEFAULT_BUFFERS]
+
+
+def require() -> None:
+    if shutil.which("fio") is None:
+        raise PeerUnavailable("not on PATH", INSTALL)
+
+
+def sequential(path: Path, nbytes: int, write: bool, setting: Setting) -> Sample:
+    """One pass over a file that exists and was written before.
+
+    Runs are short, so the time is fio's own from first submission to last completion; starting
+    the process is not in it. Touching its buffers for the first time is, on reads, and was
+    measured to make no difference that the noise does not hide. The writes go out without a
+    scratch on the data (`scramble_buffers=0`): nvmeio does not touch its data either.
+    """
+    return _run(
+        path,
+        "--readonly" if not write else "--overwrite=1",
+        f"--rw={'write' if write else 'read'}",
+        f"--size={nbytes}",
+        f"--bs={BLOCK_SIZE}",
+        f"--ioengine={setting.engine}",
+        f"--iodepth={setting.queue_depth}",
+        f"--mem={setting.memory}",
+        "--scramble_buffers=0",
+    )
+
+
+def random_reads(path: Path, nbytes: int, count: int, block: int, depth: int) -> Sample:
+    """`count` reads of distinct random blocks with libaio."""
+    return _run(
+        path,
+        "--readonly",
+        "--rw=randread",
+        f"--size={nbytes}",
+        f"--io_size={count * block}",
+        f"--bs={block}",
+        "--ioengine=libaio",
+        f"--iodepth={depth}",
+    )
+
+
+def _run(path: Path, *options: str) -> Sample:
+    fio = shutil.which("fio") or "fio"
+    command = [
+        fio,
+        "--name=compare",
+        f"--filename={path}",
+        "--direct=1",
+        "--end_fsync=0",
+        "--fsync_on_close=0",
+        "--output-format=json",
+        *options,
+    ]
+    # A session of its own, so that its job process can be ended together with it. The directory
+    # is the file's: fio leaves state files where it runs.
+    process = subprocess.Popen(
+        command,
+        cwd=path.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=300)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        lines = (errors or output).strip().splitlines()
+        raise PeerFailed(lines[0] if lines else f"fio ended with status {process.returncode}")
+    return _sample(json.loads(output[output.index("{") :]))
+
+
+def _sample(report: dict[str, Any]) -> Sample:
+    job = report["jobs"][0]
+    side = job["read"] if job["read"]["io_bytes"] else job["write"]
+    busy = (job["usr_cpu"] + job["sys_cpu"]) / 100
+    return Sample(
+        seconds=side["io_bytes"] / side["bw_bytes"],
+        nbytes=side["io_bytes"],
+        operations=side["total_ios"],
+        cpu_seconds=busy * job["job_runtime"] / 1000,
+    )

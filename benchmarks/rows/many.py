@@ -1,0 +1,134 @@
+"""A model's worth of tensors of all sizes: 1,000 operations started, then one wait."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+
+from _files import remove, write_file
+from _lines import Line, at_least, compare, gb_per_s
+from _measure import Contender, Sample
+from _session import Session
+from _worker import Worker
+
+from rows.sequential import TENSOR_PEERS
+
+ROW = "many"
+COUNT = 1000
+QUICK_COUNT = 200
+SMALLEST = 4 << 10
+LARGEST = 16 << 20
+
+
+@lru_cache
+def sizes(quick: bool) -> tuple[int, ...]:
+    """Log-uniform, multiples of 4 KiB, always the same: 2 GB in 1,000 tensors."""
+    generator = random.Random(1000)
+    low, high = math.log(SMALLEST), math.log(LARGEST)
+    drawn = (math.exp(generator.uniform(low, high)) for _ in range(QUICK_COUNT if quick else COUNT))
+    return tuple(max(1, round(size / SMALLEST)) * SMALLEST for size in drawn)
+
+
+def total_bytes(quick: bool) -> int:
+    return sum(sizes(quick))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors go."""
+
+    title: str
+    paths: list[Path]
+    offsets: list[int]
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        return {"paths": [str(path) for path in self.paths], "offsets": self.offsets}
+
+    def create(self) -> None:
+        """Every byte written before, by nobody who is measured."""
+        ends: dict[Path, int] = {}
+        for path, offset, size in zip(self.paths, self.offsets, self._sizes(), strict=True):
+            ends[path] = max(ends.get(path, 0), offset + size)
+        for path, end in ends.items():
+            write_file(path, end)
+        os.sync()
+
+    def remove(self) -> None:
+        remove(*set(self.paths))
+
+    def _sizes(self) -> tuple[int, ...]:
+        return sizes(len(self.paths) == QUICK_COUNT)
+
+
+def measure(session: Session) -> list[Line]:
+    chosen = sizes(session.quick)
+    workers: dict[str, Worker] = {}
+    for name in TENSOR_PEERS:
+        worker = session.worker(name)
+        if (
+            worker is not None
+            and session.attempt(name, worker, "prepare", locked=True, nbytes=sum(chosen))
+            and session.attempt(name, worker, "split", sizes=chosen)
+        ):
+            workers[name] = worker
+    lines: list[Line] = []
+    for layout in _layouts(session.directory, chosen):
+        try:
+            lines += _measure_layout(session, layout, workers)
+        finally:
+            layout.remove()
+    session.release(workers)
+    return lines
+
+
+def _layouts(directory: Path, chosen: tuple[int, ...]) -> list[Layout]:
+    each = [directory / f"tensor-{number:04d}" for number in range(len(chosen))]
+    starts = [0, *accumulate(chosen)][:-1]
+    return [
+        Layout("one file each", each, [0] * len(chosen)),
+        Layout("all in one file", [directory / "tensors"] * len(chosen), starts),
+    ]
+
+
+def _measure_layout(session: Session, layout: Layout, workers: dict[str, Worker]) -> list[Line]:
+    lines = [_line(layout, "new", _round(session, layout, workers, "write_many", new=True))]
+    layout.remove()
+    layout.create()
+    arguments = layout.arguments
+    ready = {
+        name: worker
+        for name, worker in workers.items()
+        if session.attempt(name, worker, "check_many", **arguments)
+    }
+    for kind, method in (("overwrite", "write_many"), ("read", "read_many")):
+        lines.append(_line(layout, kind, _round(session, layout, ready, method)))
+    return lines
+
+
+def _round(
+    session: Session, layout: Layout, workers: dict[str, Worker], method: str, new: bool = False
+) -> dict[str, list[Sample]]:
+    contenders = [
+        Contender(
+            name,
+            partial(worker.call, method, **layout.arguments),
+            layout.remove if new else None,
+        )
+        for name, worker in workers.items()
+    ]
+    return session.measure(f"tensors, {layout.title}, {method}", contenders)
+
+
+def _line(layout: Layout, kind: str, samples: dict[str, list[Sample]]) -> Line:
+    what = {"new": "write, new files", "overwrite": "overwrite", "read": "read"}[kind]
+    if kind == "new" and layout.title == "all in one file":
+        what = "write, new file"
+    work = f"{len(layout.paths):,} tensors, {layout.title}, {what}"
+    ours, theirs = samples.get("nvmeio", []), samples.get("DeepSpeed", [])
+    return compare(ROW, work, "DeepSpeed", "GB/s", gb_per_s, ours, theirs, at_least(1.5))
