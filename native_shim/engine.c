@@ -13,7 +13,7 @@
 #include "internal.h"
 
 #include <errno.h>
-#include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -109,7 +109,7 @@ nv_port *nv_port_new(nv_engine *engine) {
     return NULL;
   }
   port->engine = engine;
-  port->refs = 1;
+  atomic_init(&port->refs, 1);
   atomic_fetch_add(&engine->refs, 1);
   return port;
 }
@@ -122,9 +122,8 @@ void nv_port_wake(nv_port *port) {
   (void)ignored;
 }
 
-/* With engine->mutex held. */
 static void port_unref(nv_port *port) {
-  if (!--port->refs) free(port);
+  if (atomic_fetch_sub(&port->refs, 1) == 1) free(port);
 }
 
 /* With engine->mutex held: a request that was taken, or will never be, names no port. */
@@ -134,7 +133,8 @@ static void leave_port(nv_request *request) {
   if (port) port_unref(port);
 }
 
-static void link_done(nv_port *port, nv_request *request) {
+/* With engine->mutex held; whether the port's eventfd has to be signalled. */
+static int link_done(nv_port *port, nv_request *request) {
   request->linked = 1;
   request->done_prev = port->tail;
   request->done_next = NULL;
@@ -143,10 +143,9 @@ static void link_done(nv_port *port, nv_request *request) {
   else
     port->head = request;
   port->tail = request;
-  if (!port->signalled) {
-    port->signalled = 1;
-    nv_port_wake(port);
-  }
+  int signal = !port->signalled;
+  port->signalled = 1;
+  return signal;
 }
 
 static void unlink_done(nv_port *port, nv_request *request) {
@@ -193,9 +192,10 @@ void nv_port_free(nv_port *port) {
     unlink_done(port, request);
     leave_port(request);
   }
+  pthread_mutex_unlock(&engine->mutex);
+  while (atomic_load(&port->signalling)) sched_yield();
   close(port->efd);
   port_unref(port);
-  pthread_mutex_unlock(&engine->mutex);
   engine_unref(engine);
 }
 
@@ -251,9 +251,7 @@ nv_request *nv_submit(nv_engine *engine, nv_port *port, uint64_t token, int kind
 
   atomic_fetch_add(&engine->refs, 1);
   atomic_fetch_add(&engine->in_flight, 1);
-  pthread_mutex_lock(&engine->mutex);
-  port->refs++;
-  pthread_mutex_unlock(&engine->mutex);
+  atomic_fetch_add(&port->refs, 1);
   uint32_t lane = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
   nv_lane_push(&engine->lanes[lane], &request->parts[0]);
   return request;
@@ -292,16 +290,25 @@ void nv_complete(nv_request *request) {
   if (atomic_fetch_sub(&engine->in_flight, 1) == 1 && engine->stopping) nv_engine_stop(engine);
 
   pthread_mutex_lock(&engine->mutex);
-  request->done = 1;
   int orphan = request->orphan;
-  nv_port *port = request->port;
-  if (port && !orphan && !port->closed)
-    link_done(port, request);
-  else
+  nv_port *port = request->port, *signal = NULL;
+  if (port && !orphan && !port->closed) {
+    if (link_done(port, request)) {
+      signal = port;
+      atomic_fetch_add(&port->signalling, 1); /* nv_port_free waits for us */
+    }
+  } else {
     leave_port(request);
+  }
+  request->done = 1; /* from the unlock on, the request is its owner's to free */
   if (engine->waiters) pthread_cond_broadcast(&engine->done_cond);
   pthread_mutex_unlock(&engine->mutex);
   if (orphan) request_release(request);
+  if (signal) {
+    /* Outside of the mutex: whoever wakes up wants it at once. */
+    nv_port_wake(signal);
+    atomic_fetch_sub(&signal->signalling, 1);
+  }
 }
 
 void nv_cancel(nv_request *request) {
@@ -313,15 +320,13 @@ void nv_cancel(nv_request *request) {
 int nv_is_done(nv_request *request) {
   nv_engine *engine = request->engine;
   if (nv_forked(engine)) return 0;
-  pthread_mutex_lock(&engine->mutex);
-  int done = request->done;
-  pthread_mutex_unlock(&engine->mutex);
-  return done;
+  return request->done;
 }
 
 int nv_wait(nv_request *request, double timeout_s) {
   nv_engine *engine = request->engine;
   if (nv_forked(engine)) return 0;
+  if (request->done || timeout_s <= 0) return request->done;
   struct timespec until;
   clock_gettime(CLOCK_MONOTONIC, &until);
   long long ns = until.tv_nsec + (long long)(timeout_s * 1e9);
@@ -348,8 +353,8 @@ void nv_move(nv_request *request, nv_port *port) {
     if (request->linked) unlink_done(old, request);
     leave_port(request);
     request->port = port;
-    port->refs++;
-    if (request->done) link_done(port, request);
+    atomic_fetch_add(&port->refs, 1);
+    if (request->done && link_done(port, request)) nv_port_wake(port);
   }
   pthread_mutex_unlock(&engine->mutex);
 }

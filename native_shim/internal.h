@@ -48,7 +48,7 @@ struct nv_request {
   nv_request *done_prev, *done_next;
   int linked; /* in port's done list */
   int orphan; /* freed by its owner before it was done: the lane frees it */
-  int done;
+  atomic_int done; /* written with the mutex held, looked at without */
 
   /* the transfer, constant after nv_submit */
   int kind, direct_fd, buffered_fd, bounce, preallocate;
@@ -71,11 +71,12 @@ struct nv_request {
 struct nv_port {
   nv_engine *engine;
   int efd;
+  atomic_uint refs;       /* the owner, and every request that names this port */
+  atomic_uint signalling; /* lanes that are about to write to efd */
   /* guarded by engine->mutex */
   nv_request *head, *tail;
   int signalled;
   int closed;
-  uint32_t refs; /* the owner, and every request that names this port */
 };
 
 /* --- lanes ------------------------------------------------------------------------------- */
@@ -97,9 +98,7 @@ typedef struct {
   aio_context_t context;
   int efd; /* signalled by the kernel per completion, and by whoever fills the inbox */
 
-  pthread_mutex_t inbox_mutex;
-  _Atomic(nv_part *) inbox_head; /* read without the mutex to see whether there is any */
-  nv_part *inbox_tail;
+  _Atomic(nv_part *) inbox; /* pushed by anybody, taken whole by the lane: latest first */
   atomic_int asleep;
 
   /* only the lane's thread touches what follows */

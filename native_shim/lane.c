@@ -37,7 +37,6 @@ int nv_lane_init(nv_lane *lane, nv_engine *engine, uint32_t index) {
   uint32_t depth = engine->options.queue_depth;
   lane->engine = engine;
   lane->index = index;
-  pthread_mutex_init(&lane->inbox_mutex, NULL);
   lane->efd = eventfd(0, EFD_CLOEXEC);
   int failure = lane->efd < 0 ? -errno : engine->kaio->setup((int)depth, &lane->context);
   if (failure) lane->context = 0;
@@ -61,7 +60,6 @@ void nv_lane_destroy(nv_lane *lane) {
   if (lane->context) lane->engine->kaio->destroy(lane->context);
   if (lane->bounce_mapping) munmap(lane->bounce_mapping, lane->bounce_mapped);
   if (lane->efd >= 0) close(lane->efd);
-  pthread_mutex_destroy(&lane->inbox_mutex);
   free(lane->slots);
   free(lane->free_slots);
   free(lane->pending);
@@ -78,25 +76,24 @@ void nv_lane_wake(nv_lane *lane) {
 /* --- inbox and ring ---------------------------------------------------------------------- */
 
 void nv_lane_push(nv_lane *lane, nv_part *part) {
-  part->following = NULL;
-  pthread_mutex_lock(&lane->inbox_mutex);
-  if (lane->inbox_tail)
-    lane->inbox_tail->following = part;
-  else
-    lane->inbox_head = part;
-  lane->inbox_tail = part;
-  pthread_mutex_unlock(&lane->inbox_mutex);
+  part->following = atomic_load(&lane->inbox);
+  while (!atomic_compare_exchange_weak(&lane->inbox, &part->following, part)) {
+  }
   /* The lane sets asleep before its last look at the inbox; one of us sees the other. */
   if (atomic_exchange(&lane->asleep, 0)) nv_lane_wake(lane);
 }
 
+/* What has been pushed, first come first. */
 static nv_part *take_inbox(nv_lane *lane) {
-  if (!atomic_load(&lane->inbox_head)) return NULL;
-  pthread_mutex_lock(&lane->inbox_mutex);
-  nv_part *parts = atomic_exchange(&lane->inbox_head, NULL);
-  lane->inbox_tail = NULL;
-  pthread_mutex_unlock(&lane->inbox_mutex);
-  return parts;
+  nv_part *latest = NULL, *first = NULL;
+  if (atomic_load(&lane->inbox)) latest = atomic_exchange(&lane->inbox, NULL);
+  while (latest) {
+    nv_part *earlier = latest->following;
+    latest->following = first;
+    first = latest;
+    latest = earlier;
+  }
+  return first;
 }
 
 /* Behind all others, which is just before the one whose turn it is. */
@@ -435,7 +432,7 @@ static int reap(nv_lane *lane) {
   return n;
 }
 
-static int inbox_empty(nv_lane *lane) { return atomic_load(&lane->inbox_head) == NULL; }
+static int inbox_empty(nv_lane *lane) { return atomic_load(&lane->inbox) == NULL; }
 
 static uint64_t now_ns(void) {
   struct timespec now;

@@ -149,11 +149,16 @@ class Core:
                 if operation is not None and not operation._claimed:
                     operation._claimed = True
                     claimed.append(operation)
+        interrupt: BaseException | None = None
         for operation in claimed:
             try:
                 self._conclude(operation, may_block)
-            except Exception as failed:  # torch refused, say: this operation's error, not others'
+            except BaseException as failed:  # this operation's error; the others are concluded too
                 operation._settle("failed", failed)
+                if not isinstance(failed, Exception):
+                    interrupt = failed
+        if interrupt is not None:
+            raise interrupt
 
     def poll(self, operation: Operation) -> None:
         """Conclude an operation here and now if the kernel is done with it."""
