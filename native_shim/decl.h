@@ -46,6 +46,7 @@ typedef struct {
 nv_engine *nv_engine_new(nv_kaio *, const nv_options *, int *error);
 int nv_lane_run(nv_engine *, uint32_t lane); /* parks the calling thread until nv_engine_stop */
 void nv_engine_stop(nv_engine *);
+void nv_engine_close(nv_engine *); /* after the lanes have returned */
 void nv_engine_free(nv_engine *);
 void nv_engine_counters(nv_engine *, nv_counters *);
 

@@ -79,6 +79,12 @@ void nv_engine_stop(nv_engine *engine) {
   for (uint32_t i = 0; i < engine->options.lanes; i++) nv_lane_wake(&engine->lanes[i]);
 }
 
+/* Gives back what the kernel gave; requests and ports that are still held stay valid. */
+void nv_engine_close(nv_engine *engine) {
+  if (nv_forked(engine)) return;
+  for (uint32_t i = 0; i < engine->options.lanes; i++) nv_lane_destroy(&engine->lanes[i]);
+}
+
 /* After the lanes have returned. */
 void nv_engine_free(nv_engine *engine) {
   if (nv_forked(engine)) return;

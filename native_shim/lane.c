@@ -65,6 +65,8 @@ void nv_lane_destroy(nv_lane *lane) {
   free(lane->pending);
   free(lane->events);
   free(lane->free_bounce);
+  memset(lane, 0, sizeof *lane);
+  lane->efd = -1;
 }
 
 void nv_lane_wake(nv_lane *lane) {
@@ -348,9 +350,9 @@ static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
         enqueue(lane, slot);
         return;
       }
-      if (request->kind == NV_WRITE)
+      if (request->kind == NV_WRITE && !request->stop)
         fail(request, EIO);
-      else
+      else if (!whole)
         part->end = part->next; /* end of file: nothing lies behind */
     }
     slot->done += (uint32_t)res;

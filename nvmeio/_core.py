@@ -31,7 +31,7 @@ from nvmeio._plan import Plan
 from nvmeio._ports import Ports
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines.base import Counters, Engine, Kind, Port, Transfer
-from nvmeio.errors import ClosedError, NvmeioError, TransferError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
 from nvmeio.operation import Operation
 
@@ -304,8 +304,16 @@ class Core:
             self._ports.dispatch()
         return waiter
 
-    def on_settled(self, operation: Operation, callback: Callable[[Operation], object]) -> bool:
-        """Have a pending operation call back; False if it is settled already."""
+    def on_settled(
+        self,
+        operation: Operation,
+        callback: Callable[[Operation], object],
+        anywhere: bool = False,
+    ) -> bool:
+        """Have a pending operation call back; False if it is settled already.
+
+        With `anywhere`, no event loop is relied on to notice the end.
+        """
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
         with self._lock:
@@ -314,6 +322,8 @@ class Core:
             if operation._callbacks is None:
                 operation._callbacks = []
             operation._callbacks.append(callback)
+            if anywhere and operation._home is not self._ports.default:
+                self._move(operation, self._ports.default)
             nobody_watches = operation._home is self._ports.default
         if nobody_watches:
             self._ports.dispatch()
@@ -421,9 +431,8 @@ class Core:
             failed, self._failed = self._failed, {}
         errors = [o._error for o in failed.values() if o._error is not None]
         if errors:
-            first = errors[0]
-            if isinstance(first, NvmeioError):
-                first.others = tuple(errors[1:])
+            first: Any = errors[0]
+            first.others = tuple(errors[1:])  # torch's errors take attributes as ours do
             raise first
         return finished
 

@@ -12,6 +12,7 @@ import asyncio
 import select
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from nvmeio.engines.base import Engine, Port
 
@@ -130,17 +131,16 @@ class _LoopPort:
         self._reap(self.port, False)
 
     def detach_from_anywhere(self) -> None:
-        """Stop watching; in the loop's own thread, for selectors are not thread-safe."""
-        if asyncio._get_running_loop() is self._loop:
-            self._detach()
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._detach)
-        except RuntimeError:  # the loop is closed: nobody watches
-            self.port.close()
+        """Stop watching; a running loop does that in its own thread, selectors are not safe."""
+        if self._loop.is_running() and asyncio._get_running_loop() is not self._loop:
+            with suppress(RuntimeError):  # closed in this moment
+                self._loop.call_soon_threadsafe(self._detach)
+                return
+        self._detach()
 
     def _detach(self) -> None:
         if self._attached:
             self._attached = False
-            self._loop.remove_reader(self.port.fileno())
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self.port.fileno())
             self.port.close()

@@ -330,15 +330,17 @@ class AioHandle:
         core = getattr(self, "_core", None)
         if core is None or core.closed:
             return
-        if core.in_flight:
-            warnings.warn(
-                f"{self!r} was dropped with operations in flight; they are finished in the "
-                "background. Close the handle, or use it in a with statement",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-        core.abandon()
+        try:
+            if core.in_flight:
+                warnings.warn(
+                    f"{self!r} was dropped with operations in flight; they are finished in the "
+                    "background. Close the handle, or use it in a with statement",
+                    ResourceWarning,
+                    stacklevel=2,
+                    source=self,
+                )
+        finally:  # warnings may be errors
+            core.abandon()
 
     # --- properties ---------------------------------------------------------------------------
 

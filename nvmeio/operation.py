@@ -52,8 +52,8 @@ class Operation(Coroutine[Any, Any, int]):
         "_check",
         "_claimed",
         "_core",
+        "_driven",
         "_error",
-        "_generator",
         "_home",
         "_kind",
         "_memory",
@@ -95,14 +95,19 @@ class Operation(Coroutine[Any, Any, int]):
         self._error: BaseException | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
         self._callbacks: list[Callable[[Operation], object]] | None = None
-        self._generator: Generator[Any, Any, int] | None = None
+        self._driven: dict[asyncio.Task[Any] | None, Generator[Any, Any, int]] | None = None
 
     # --- awaiting -------------------------------------------------------------------------
 
     def __await__(self) -> Generator[Any, Any, int]:
+        return self._await(None)
+
+    def _await(self, thrown: BaseException | None) -> Generator[Any, Any, int]:
         if self._state == "pending":
             loop = asyncio.get_running_loop()
             try:
+                if thrown is not None:
+                    raise thrown
                 yield from self._core.watch(self, loop)
             except asyncio.CancelledError:
                 self.cancel()
@@ -113,30 +118,53 @@ class Operation(Coroutine[Any, Any, int]):
                         continue  # asked again; the kernel is not done all the same
                 self._core.retrieved(self)
                 raise
+        elif thrown is not None:
+            raise thrown
         if self._state == "cancelled":
             raise asyncio.CancelledError(f"{self!r} was cancelled")
         return self._value()
 
-    # An awaitable is enough for `await`; create_task and TaskGroup want a coroutine.
+    # An awaitable is enough for `await`; create_task and TaskGroup want a coroutine. Several tasks
+    # may be made of one operation, and each of them drives an await of its own.
 
     def send(self, value: Any) -> Any:
         """Coroutine protocol, for `asyncio.create_task`."""
-        if self._generator is None:
-            self._generator = self.__await__()
-        return self._generator.send(value)
+        return self._drive(lambda driven: driven.send(value), None)
 
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
         """Coroutine protocol, for `asyncio.create_task`."""
-        if self._generator is None:
-            self._generator = self.__await__()
-        if val is None and tb is None:
-            return self._generator.throw(typ)
-        return self._generator.throw(typ, val, tb)
+        error: BaseException = typ if val is None else val
+        if isinstance(error, type):
+            error = error()
+        if tb is not None:
+            error = error.with_traceback(tb)
+        return self._drive(lambda driven: driven.throw(error), error)
 
     def close(self) -> None:
         """Coroutine protocol: whoever awaited gives up; the transfer goes on."""
-        if self._generator is not None:
-            self._generator.close()
+        if self._driven:
+            driven = self._driven.pop(_current_task(), None)
+            if driven is not None:
+                driven.close()
+
+    def _drive(
+        self,
+        step: Callable[[Generator[Any, Any, int]], Any],
+        thrown: BaseException | None,
+    ) -> Any:
+        if self._driven is None:
+            self._driven = {}
+        task = _current_task()
+        driven = self._driven.get(task)
+        try:
+            if driven is None:
+                # Thrown into a generator that has not begun, an error would come straight back.
+                driven = self._driven[task] = self._await(thrown)
+                return driven.send(None)
+            return step(driven)
+        except BaseException:  # StopIteration too: this await is over
+            self._driven.pop(task, None)
+            raise
 
     # --- the future's face ------------------------------------------------------------------
 
@@ -299,6 +327,13 @@ class Operation(Coroutine[Any, Any, int]):
             logger.exception("a done callback of %r failed", self)
 
 
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop is running
+        return None
+
+
 def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
     if asyncio._get_running_loop() is loop:
         _resolve(waiter)
@@ -318,7 +353,9 @@ class _OperationFuture(concurrent.futures.Future[int]):
     def __init__(self, operation: Operation) -> None:
         super().__init__()
         self._operation = operation
-        operation.add_done_callback(self._follow)
+        # Whoever waits for this may have no event loop, or outlive the one it was made on.
+        if not operation._core.on_settled(operation, self._follow, anywhere=True):
+            self._follow(operation)
 
     def cancel(self) -> bool:
         """Cancel the operation; the future is cancelled once the kernel has let go."""

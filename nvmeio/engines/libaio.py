@@ -90,10 +90,12 @@ class LibaioEngine:
             lib.nv_engine_stop(self._engine)
 
     def join(self) -> None:
-        """Wait for the lanes' threads."""
-        for lane in self._lanes:
+        """Wait for the lanes' threads, and free their AIO contexts."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
             lane.join()
-        self._lanes.clear()
+        if lanes:
+            lib.nv_engine_close(self._engine)
 
 
 class _Ticket:

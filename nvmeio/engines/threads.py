@@ -375,9 +375,9 @@ class ThreadsEngine:
             if done + moved >= wanted:
                 return done + moved
             if not whole or request.stop:
-                if transfer.kind == Kind.WRITE:
+                if transfer.kind == Kind.WRITE and not request.stop:
                     request.fail(errno.EIO)
-                else:
+                elif not whole:
                     request.end = request.next  # end of file: nothing lies behind
                 return done + moved
             done += whole
