@@ -329,9 +329,12 @@ static void account(nv_lane *lane, nv_slot *slot) {
 static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
   nv_part *part = slot->part;
   nv_request *request = part->request;
-  if ((res == -EINTR || res == -EAGAIN) && !request->stop) {
-    enqueue(lane, slot);
-    return;
+  if (res == -EINTR || res == -EAGAIN) {
+    if (!request->stop) {
+      enqueue(lane, slot);
+      return;
+    }
+    res = -ECANCELED; /* not tried again; if another error was the reason, that one stands */
   }
   if (res < 0) {
     fail(request, (int)-res);
@@ -412,6 +415,7 @@ static int submit(nv_lane *lane) {
     refuse(lane, 0, -r); /* the first iocb is the one at fault */
     refused++;
   }
+  lane->refused_since.tv_sec = 0; /* nothing waits: the next stall has a clock of its own */
   return refused;
 }
 
@@ -502,11 +506,10 @@ int nv_lane_run(nv_engine *engine, uint32_t index) {
     }
     fill(lane);
     int refused = submit(lane);
-    if (reap(lane) > 0) {
-      note_events(lane);
-      continue;
-    }
-    if (refused || spin(lane)) continue;
+    int reaped = reap(lane);
+    if (reaped > 0) note_events(lane);
+    /* Less than 0 is EINTR: the events are still there, their signal may be spent already. */
+    if (reaped || refused || spin(lane)) continue;
     int idle = !lane->inflight && !lane->npending;
     if (idle && lane->ring) continue; /* refused while filling: there is more to issue */
     if (idle && engine->stopping && !engine->in_flight && inbox_empty(lane)) return 0;

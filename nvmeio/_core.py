@@ -210,8 +210,18 @@ class Core:
         except TransferError:
             return False
         logger.warning("%s refused direct I/O (EINVAL): buffered instead", operation.path)
+        assert operation._ticket is not None
+        refused = operation._ticket.outcome()
+        moved = "bytes_read" if operation._kind is Kind.READ else "bytes_written"
         with self._lock:
-            self._count(operations=-1, errors=-1)
+            self._count(
+                operations=-1,
+                errors=-1,
+                direct_bytes=-refused.direct_bytes,
+                bounced_bytes=-refused.bounced_bytes,
+                buffered_bytes=-refused.buffered_bytes,
+                **{moved: -refused.transferred},
+            )
             operation._claimed = False
             assert operation._home is not None
             operation._ticket = self.engine.submit(operation._home, operation._token, transfer)
@@ -504,14 +514,10 @@ class Core:
         return len(self._live)
 
     def counters(self) -> Counters:
-        """The engine's counters, and what it never saw."""
-        counted = self.engine.counters()
-        extra = self._unissued
-        return counted._replace(
-            operations=counted.operations + extra.operations,
-            errors=counted.errors + extra.errors,
-            in_flight=len(self._live),
-        )
+        """The engine's counters, corrected for what it never saw and what was done twice."""
+        with self._lock:
+            pairs = zip(self.engine.counters(), self._unissued, strict=True)
+            return Counters(*(sum(pair) for pair in pairs))._replace(in_flight=len(self._live))
 
     # --- fork and exit --------------------------------------------------------------------------
 

@@ -367,9 +367,10 @@ class ThreadsEngine:
             try:
                 moved = self._move(block, fd, memory[done:], block.offset + done)
             except OSError as failed:
-                if failed.errno in (errno.EINTR, errno.EAGAIN) and not request.stop:
+                if failed.errno not in (errno.EINTR, errno.EAGAIN):
+                    request.fail(failed.errno or errno.EIO)
+                elif not request.stop:
                     continue
-                request.fail(failed.errno or errno.EIO)
                 return done
             whole = moved - moved % unit
             if done + moved >= wanted:
