@@ -415,7 +415,6 @@ static int submit(nv_lane *lane) {
     refuse(lane, 0, -r); /* the first iocb is the one at fault */
     refused++;
   }
-  lane->refused_since.tv_sec = 0; /* nothing waits: the next stall has a clock of its own */
   return refused;
 }
 
@@ -512,6 +511,7 @@ int nv_lane_run(nv_engine *engine, uint32_t index) {
     if (reaped || refused || spin(lane)) continue;
     int idle = !lane->inflight && !lane->npending;
     if (idle && lane->ring) continue; /* refused while filling: there is more to issue */
+    if (idle) lane->refused_since.tv_sec = 0; /* the next stall has a clock of its own */
     if (idle && engine->stopping && !engine->in_flight && inbox_empty(lane)) return 0;
     sleep_until_signalled(lane);
   }

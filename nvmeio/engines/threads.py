@@ -238,6 +238,8 @@ class ThreadsEngine:
             else:
                 self._give_up_after_a_while()
                 return
+        if not self._ring and not self._in_kernel:
+            self._refused_since = 0.0  # the next stall has a clock of its own
 
     def _prepare(self, request: Request) -> None:
         assert self._options is not None
