@@ -56,11 +56,13 @@ int nv_port_reap(nv_port *, uint64_t *tokens, int max);
 void nv_port_wake(nv_port *);
 void nv_port_free(nv_port *);
 
-/* kind: 0 read, 1 write, 2 fsync, 3 fdatasync */
-nv_request *nv_submit(nv_engine *, nv_port *, uint64_t token, int kind, int direct_fd,
-                      int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
-                      uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
-                      uint32_t memory_alignment, int bounce, int preallocate);
+/* kind: 0 read, 1 write, 2 fsync, 3 fdatasync. Nothing happens before nv_start. */
+nv_request *nv_prepare(nv_engine *, nv_port *, uint64_t token, int kind, int direct_fd,
+                       int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
+                       uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
+                       uint32_t memory_alignment, int bounce, int preallocate);
+void nv_start(nv_request *);
+int nv_is_started(nv_request *);
 void nv_cancel(nv_request *);
 int nv_is_done(nv_request *);
 int nv_wait(nv_request *, double timeout_s);

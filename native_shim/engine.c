@@ -1,7 +1,7 @@
 /* Requests from submission to release, and the ports where their completions are collected.
  *
  * Who keeps what alive:
- *   - A request belongs to its submitter until nv_request_free. Freed early (interpreter exit)
+ *   - A request belongs to its maker until nv_request_free. Freed early (interpreter exit)
  *     it becomes an orphan, and the lane frees it once the kernel has let go of its memory.
  *   - The caller keeps tensor memory and descriptors alive until nv_is_done says 1.
  *   - Engines and ports count references; the last one out frees. Every request holds one of
@@ -217,10 +217,10 @@ static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) 
   return (uint32_t)parts;
 }
 
-nv_request *nv_submit(nv_engine *engine, nv_port *port, uint64_t token, int kind, int direct_fd,
-                      int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
-                      uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
-                      uint32_t memory_alignment, int bounce, int preallocate) {
+nv_request *nv_prepare(nv_engine *engine, nv_port *port, uint64_t token, int kind, int direct_fd,
+                       int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
+                       uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
+                       uint32_t memory_alignment, int bounce, int preallocate) {
   if (nv_forked(engine)) return NULL;
   uint64_t step = 0;
   int sync = kind == NV_FSYNC || kind == NV_FDATASYNC;
@@ -256,12 +256,20 @@ nv_request *nv_submit(nv_engine *engine, nv_port *port, uint64_t token, int kind
   request->parts[0].starts = 1;
 
   atomic_fetch_add(&engine->refs, 1);
-  atomic_fetch_add(&engine->in_flight, 1);
   atomic_fetch_add(&port->refs, 1);
-  uint32_t lane = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
-  nv_lane_push(&engine->lanes[lane], &request->parts[0]);
   return request;
 }
+
+void nv_start(nv_request *request) {
+  nv_engine *engine = request->engine;
+  if (nv_forked(engine)) return;
+  request->started = 1;
+  atomic_fetch_add(&engine->in_flight, 1);
+  uint32_t lane = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
+  nv_lane_push(&engine->lanes[lane], &request->parts[0]);
+}
+
+int nv_is_started(nv_request *request) { return request->started; }
 
 static void request_release(nv_request *request) {
   nv_engine *engine = request->engine;
@@ -376,7 +384,7 @@ void nv_request_free(nv_request *request) {
   nv_engine *engine = request->engine;
   if (nv_forked(engine)) return;
   pthread_mutex_lock(&engine->mutex);
-  int done = request->done;
+  int done = request->done || !request->started;
   if (done) {
     if (request->linked) unlink_done(request->port, request);
     leave_port(request);

@@ -48,9 +48,10 @@ struct nv_request {
   nv_request *done_prev, *done_next;
   int linked; /* in port's done list */
   int orphan; /* freed by its owner before it was done: the lane frees it */
+  int started;
   atomic_int done; /* written with the mutex held, looked at without */
 
-  /* the transfer, constant after nv_submit */
+  /* the transfer, constant after nv_prepare */
   int kind, direct_fd, buffered_fd, bounce, preallocate;
   char *address;
   uint64_t nbytes, file_offset, span_start, span_end;

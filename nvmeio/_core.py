@@ -41,6 +41,7 @@ logger = logging.getLogger("nvmeio")
 _SLICE_S = 0.1
 # Without a loop nobody reaps; a submission in so many does it in passing.
 _REAP_EVERY = 64
+_HANDED_ON = -1  # claimed by no thread in particular
 _FORKED = "this process was forked from the handle's owner: open a new handle here"
 _CLOSED = "the handle is closed: open a new one"
 
@@ -106,16 +107,27 @@ class Core:
         token = operation._token
         try:
             operation._home = port = self._ports.here()
+            operation._ticket = ticket = self.engine.prepare(port, token, transfer)
             with self._lock:
                 self.check_open()
-                operation._ticket = self.engine.submit(port, token, transfer)
                 self._live[token] = operation
+            ticket.start()
         except BaseException:
-            opened.release()
+            self._withdraw(operation)
             raise
         if port is self._ports.default and not token % _REAP_EVERY:
             self.reap(port, True)
         return operation
+
+    def _withdraw(self, operation: Operation) -> None:
+        """The start failed or was interrupted; one that has begun after all goes on."""
+        ticket = operation._ticket
+        if ticket is not None and ticket.started():
+            return
+        with self._lock:
+            self._live.pop(operation._token, None)
+        if operation._opened is not None:
+            operation._opened.release()
 
     def _failed_at_once(
         self, kind: Kind, memory: Memory | None, failed: TransferError, file_offset: int
@@ -124,7 +136,7 @@ class Core:
         operation = Operation(
             self, next(self._tokens), kind, memory, failed.path, file_offset, nbytes
         )
-        operation._claimed = True
+        operation._claimed = threading.get_ident()
         with self._lock:
             self._live[operation._token] = operation
             self._count(operations=1, errors=1)
@@ -147,16 +159,18 @@ class Core:
             for token in tokens:
                 operation = self._live.get(token)
                 if operation is not None and not operation._claimed:
-                    operation._claimed = True
+                    operation._claimed = threading.get_ident()
                     claimed.append(operation)
         interrupt: BaseException | None = None
         for operation in claimed:
             try:
                 self._conclude(operation, may_block)
-            except BaseException as failed:  # this operation's error; the others are concluded too
+            except Exception as failed:  # torch's, say: this operation's error, not the others'
                 operation._settle("failed", failed)
-                if not isinstance(failed, Exception):
-                    interrupt = failed
+            except BaseException as failed:  # Ctrl-C: not before all of them are concluded
+                interrupt = failed
+                if operation._state == "pending":
+                    self._conclude(operation, may_block)
         if interrupt is not None:
             raise interrupt
 
@@ -170,9 +184,10 @@ class Core:
 
     def _claim(self, operation: Operation) -> bool:
         with self._lock:
-            if operation._claimed:
+            # One's own claim is what an interrupt (Ctrl-C) has left of it: begin again.
+            if operation._claimed not in (0, threading.get_ident()):
                 return False
-            operation._claimed = True
+            operation._claimed = threading.get_ident()
             return True
 
     def _conclude(self, operation: Operation, may_block: bool) -> None:
@@ -222,9 +237,10 @@ class Core:
                 buffered_bytes=-refused.buffered_bytes,
                 **{moved: -refused.transferred},
             )
-            operation._claimed = False
+            operation._claimed = 0
             assert operation._home is not None
-            operation._ticket = self.engine.submit(operation._home, operation._token, transfer)
+            operation._ticket = self.engine.prepare(operation._home, operation._token, transfer)
+            operation._ticket.start()
         return True
 
     def _off_loop(
@@ -244,6 +260,7 @@ class Core:
             run()
             return
         with self._lock:
+            operation._claimed = _HANDED_ON
             if self._finisher is None:
                 self._finisher = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-finish")
         self._finisher.submit(run)
@@ -351,10 +368,10 @@ class Core:
                 if patience <= 0:
                     return False
             ticket = operation._ticket
-            if not operation._claimed and ticket is not None and ticket.wait(patience):
-                if self._claim(operation):
+            if operation._claimed in (0, threading.get_ident()):
+                if ticket is not None and ticket.wait(patience) and self._claim(operation):
                     self._conclude(operation, True)
-            elif operation._claimed:
+            else:
                 with self._condition:
                     self._sleepers += 1
                     if operation._state == "pending":
@@ -433,7 +450,12 @@ class Core:
 
     def _any_live(self) -> Operation | None:
         with self._lock:
-            return next(iter(self._live.values()), None)
+            while self._live:
+                operation = next(iter(self._live.values()))
+                if operation._state == "pending":
+                    return operation
+                self._live.pop(operation._token)  # interrupted half way through `settled`
+        return None
 
     def _collect(self) -> int:
         with self._lock:
@@ -486,6 +508,7 @@ class Core:
         if not self._live:
             self._release()
             return
+        _cores.add(self)  # a collected cycle has lost its weak references by now
         threading.Thread(target=self._close_quietly, name="nvmeio-close", daemon=True).start()
 
     def _close_quietly(self) -> None:
@@ -529,13 +552,18 @@ class Core:
         self._refusal = _FORKED
 
     def _at_exit(self) -> None:
-        if self._live:
-            warnings.warn(
-                f"the interpreter exits with {len(self._live)} operations in flight, waiting for "
-                "them; close the handle (or use it in a with statement)",
-                ResourceWarning,
-                stacklevel=2,
-            )
+        if self._refusal is _FORKED:
+            return
+        try:
+            if self._live:
+                warnings.warn(
+                    f"the interpreter exits with {len(self._live)} operations in flight, waiting "
+                    "for them; close the handle (or use it in a with statement)",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
+        finally:  # warnings may be errors
+            # Idle ones too: the interpreter freezes daemon threads, with whatever lock they hold.
             self._close_quietly()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 # How to mend what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
-    _errno.ENOENT: "check the path; a write creates the file but not its directory",
+    _errno.ENOENT: "check the path; a write creates a missing file, but no directory",
     _errno.EISDIR: "name a file inside the directory",
     _errno.EACCES: "check the permissions of the file and of its directory",
     _errno.EPERM: "check the permissions and attributes (lsattr) of the file",

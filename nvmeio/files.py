@@ -204,10 +204,12 @@ class File:
     """
 
     def __init__(self, path: str | os.PathLike[str], mode: str = "r") -> None:
+        if not isinstance(mode, str):
+            raise TypeError(f"mode must be a str, not {mode!r}")
         flags = _MODES.get(mode.replace("b", ""))
         if flags is None:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(map(repr, _MODES))}")
-        self._path = os.fspath(path)
+        self._path = _checked_path(path)
         self._mode = mode
         self._descriptors = Descriptors.open(self._path, flags)
         self._closed = False
@@ -307,24 +309,31 @@ def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> 
     if isinstance(file, File):
         return file.acquire(bool(writing))
     if isinstance(file, (str, os.PathLike)):
-        path = os.fspath(file)
-        if isinstance(path, str):
-            if "\0" in path:
-                raise ValueError(f"file name {path!r} contains a null character")
-            return Descriptors.open(path, os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY)
-    elif isinstance(file, int) and not isinstance(file, bool):
+        flags = os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY
+        return Descriptors.open(_checked_path(file), flags)
+    if isinstance(file, int) and not isinstance(file, bool):
         return Descriptors.borrow(file, writing)
     raise TypeError(f"file must be a path, an open descriptor or an nvmeio.File, not {file!r}")
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(f"a path must be a str, not {name!r}; os.fsdecode turns bytes into one")
+    if "\0" in name:
+        raise ValueError(f"file name {name!r} contains a null character")
+    return name
 
 
 class DirectSupport(NamedTuple):
     """Whether direct I/O works in a directory, found by doing it.
 
     Attributes:
-        supported: A direct write and read of one block went through.
+        supported: A direct write and read of one block went through; on a full file system, the
+            kernel says that it would.
         offset_alignment: Bytes that offsets and sizes must be a multiple of; 0 if unsupported.
         memory_alignment: Bytes that addresses must be a multiple of; 0 if unsupported.
-        reason: Why not, or "".
+        reason: Why not (or why untried), or "".
     """
 
     supported: bool
@@ -337,7 +346,7 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
     """Write and read one block with O_DIRECT in a temporary file, which is removed again.
 
     Raises:
-        OSError: The directory is missing, full, or cannot be written.
+        OSError: The directory is missing or cannot be written.
     """
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".nvmeio-probe-") as probe:
         opened = Descriptors.open(probe.name, os.O_RDWR)
@@ -353,7 +362,7 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
             return DirectSupport(True, opened.alignment.offset, opened.alignment.memory, "")
         except OSError as refused:
             if refused.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                return DirectSupport(True, *opened.alignment, "untried: no space is left")
             return DirectSupport(False, 0, 0, f"a direct write failed: {refused}")
         finally:
             opened.release()

@@ -95,7 +95,7 @@ class AioHandle:
         Raises:
             ClosedError: The handle or the file is closed.
             TypeError: `tensor` has no plain memory, or `file` is none of the above.
-            ValueError: `file_offset` is negative.
+            ValueError: `file_offset` is negative, or the span ends beyond 2**63 - 1.
             RuntimeError: The tensor may not be changed in place (autograd, inference mode).
 
         The operation fails with `TransferError` if the file cannot be opened or read, and with
@@ -104,8 +104,9 @@ class AioHandle:
 
         Cost: none in the common case; see `Operation.bounced_bytes`. Source: io_submit(2).
         """
+        memory = _tensor.destination(tensor)
         return self._core.start(
-            Kind.READ, _tensor.destination(tensor), file, _checked_offset(file_offset)
+            Kind.READ, memory, file, _checked_offset(file_offset, memory.nbytes)
         )
 
     def async_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
@@ -128,8 +129,9 @@ class AioHandle:
         how many bytes got through. The span's contents in the file are then unknown, and a file
         that was to grow may already have its new size.
         """
+        memory = _tensor.source(tensor)
         return self._core.start(
-            Kind.WRITE, _tensor.source(tensor), file, _checked_offset(file_offset)
+            Kind.WRITE, memory, file, _checked_offset(file_offset, memory.nbytes)
         )
 
     def sync_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
@@ -183,7 +185,7 @@ class AioHandle:
         file_offset: int,
     ) -> Operation | int:
         memory = _tensor.destination(tensor) if kind is Kind.READ else _tensor.source(tensor)
-        offset = _checked_offset(file_offset)
+        offset = _checked_offset(file_offset, memory.nbytes)
         check = None
         if validate:
             check = _validate.comparison(memory, file, offset)
@@ -415,9 +417,12 @@ def _sync_kind(data_only: bool) -> Kind:
     return Kind.FDATASYNC if data_only else Kind.FSYNC
 
 
-def _checked_offset(file_offset: int) -> int:
-    if not isinstance(file_offset, int):
+def _checked_offset(file_offset: int, nbytes: int) -> int:
+    if not isinstance(file_offset, int) or isinstance(file_offset, bool):
         raise TypeError(f"file_offset must be an int, not {file_offset!r}")
-    if not 0 <= file_offset <= _OFFSET_MAX:
-        raise ValueError(f"file_offset must lie between 0 and 2**63 - 1, not {file_offset}")
+    if not 0 <= file_offset <= _OFFSET_MAX - nbytes:
+        raise ValueError(
+            f"file_offset must lie between 0 and 2**63 - 1 - {nbytes} (the tensor's bytes), "
+            f"not {file_offset}"
+        )
     return file_offset

@@ -90,7 +90,7 @@ class Operation(Coroutine[Any, Any, int]):
         self._ticket: Ticket | None = None
         self._home: Port | None = None
         self._state = "pending"
-        self._claimed = False
+        self._claimed = 0  # the thread that concludes it, or HANDED_ON
         self._check: Callable[[], None] | None = None
         self._error: BaseException | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None

@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One planned transfer, as numbers (in the order of the shim's nv_submit).
+    """One planned transfer, as numbers (in the order of the shim's nv_prepare).
 
     Memory and descriptors are the caller's to keep alive until the ticket is done.
     """
@@ -71,6 +71,11 @@ class Counters(NamedTuple):
     cancelled: int = 0
     in_flight: int = 0
 
+    def since(self, earlier: Counters) -> Counters:
+        """What was counted after `earlier` was read; `in_flight` stays as it is now."""
+        pairs = zip(self, earlier, strict=True)
+        return Counters(*(now - then for now, then in pairs))._replace(in_flight=self.in_flight)
+
 
 class Outcome(NamedTuple):
     """How a transfer ended.
@@ -87,7 +92,17 @@ class Outcome(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A transfer in an engine's hands."""
+    """A transfer in an engine's hands.
+
+    Made first and started then, so that whoever keeps memory alive for it can note it down in
+    between: an interrupt (Ctrl-C) may come after any step.
+    """
+
+    def start(self) -> None:
+        """Begin; never blocks. The token is reported once, at the port."""
+
+    def started(self) -> bool:
+        """Whether `start` was called."""
 
     def cancel(self) -> None:
         """Issue no further block. Those in the kernel finish before the ticket is done."""
@@ -139,8 +154,8 @@ class Engine(Protocol):
     def open_port(self) -> Port:
         """A new port."""
 
-    def submit(self, port: Port, token: int, transfer: Transfer) -> Ticket:
-        """Begin a transfer; never blocks. Its token is reported once, at `port`."""
+    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """A transfer that is ready to start; its token will be reported at `port`."""
 
     def counters(self) -> Counters:
         """What was done so far."""

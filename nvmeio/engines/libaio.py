@@ -70,10 +70,10 @@ class LibaioEngine:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: no eventfd (ulimit -n)")
         return _Port(ffi.gc(port, lib.nv_port_free))
 
-    def submit(self, port: Port, token: int, transfer: Transfer) -> Ticket:
-        """Hand a transfer to a lane."""
+    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """A request for one of the lanes."""
         assert isinstance(port, _Port)
-        request = lib.nv_submit(self._engine, port.raw, token, *transfer)
+        request = lib.nv_prepare(self._engine, port.raw, token, *transfer)
         if request == ffi.NULL:
             raise MemoryError("the native shim could not allocate a request")
         return _Ticket(ffi.gc(request, lib.nv_request_free))
@@ -103,6 +103,12 @@ class _Ticket:
 
     def __init__(self, request: Any) -> None:
         self._request = request
+
+    def start(self) -> None:
+        lib.nv_start(self._request)
+
+    def started(self) -> bool:
+        return bool(lib.nv_is_started(self._request))
 
     def cancel(self) -> None:
         lib.nv_cancel(self._request)

@@ -25,10 +25,13 @@ def start(engine: str | Engine, options: Options) -> Engine:
     a reason to run slower.
 
     Raises:
+        TypeError: Neither a name nor an engine.
         ValueError: No engine has this name.
         BackendUnavailableError: It cannot work here, and why.
     """
     if not isinstance(engine, str):
+        if isinstance(engine, type) or not hasattr(engine, "prepare"):
+            raise TypeError(f"engine must be a name or an engine object, not {engine!r}")
         engine.start(options)
         return engine
     if engine != "auto" and engine not in ENGINES:

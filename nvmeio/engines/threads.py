@@ -46,6 +46,7 @@ class Request:
     next: int
     end: int
     blocks_out: int = 0
+    begun: bool = False
     issued: bool = False
     stop: bool = False
     cancelled: bool = False
@@ -55,6 +56,12 @@ class Request:
     )
     linked: bool = False
     finished: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self.engine.enqueue(self)
+
+    def started(self) -> bool:
+        return self.begun
 
     def cancel(self) -> None:
         self.cancelled = self.stop = True
@@ -172,15 +179,18 @@ class ThreadsEngine:
         """A list with an eventfd."""
         return ThreadsPort(self)
 
-    def submit(self, port: Port, token: int, transfer: Transfer) -> Ticket:
-        """Queue a request behind the others."""
+    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """A request that `start` puts behind the others."""
         assert isinstance(port, ThreadsPort)
-        request = Request(self, token, transfer, port, transfer.span_start, transfer.span_end)
+        return Request(self, token, transfer, port, transfer.span_start, transfer.span_end)
+
+    def enqueue(self, request: Request) -> None:
+        """For `Request.start`."""
         with self.condition:
+            request.begun = True
             self._in_flight += 1
             self._ring.append(request)
             self.condition.notify()
-        return request
 
     def counters(self) -> Counters:
         """Counted as requests finish."""

@@ -1,0 +1,182 @@
+"""Fixtures for all tests: engines, handles, loops, files; and what every test must give back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
+
+import nvmeio
+from nvmeio import _shim, files
+from nvmeio.engines import libaio
+from nvmeio.engines.base import Engine
+from nvmeio.engines.libaio import LibaioEngine
+from nvmeio.testing import FakeEngine
+
+# A busy machine is not a failure, and our fixtures may well live longer than one example.
+settings.register_profile(
+    "nvmeio", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("nvmeio")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_process() -> None:
+    """What is there for good before the first test, so that it is nobody's leak."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
+    gc.collect()
+    gc.freeze()  # torch's objects are many: without them a collection takes 1 ms, not 150
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Tell fixtures how their test ended."""
+    if call.excinfo is not None:
+        item.stash[_failed] = True
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test gives back its descriptors and ends the threads that nvmeio started for it."""
+    descriptors, threads = open_descriptors(), nvmeio_threads()
+    yield
+    if request.node.stash.get(_failed, False):
+        return  # its traceback holds on to everything
+    request.node.funcargs.clear()  # what only pytest still names is garbage by now
+    patience = time.monotonic() + 5.0
+    while True:
+        left = {fd: t for fd, t in open_descriptors().items() if descriptors.get(fd) != t}
+        running = nvmeio_threads() - threads
+        if not left and not running:
+            return
+        gc.collect()
+        if time.monotonic() > patience:
+            raise AssertionError(f"left open: {left}; still running: {running}")
+        time.sleep(0.001)
+
+
+# Engines and handles
+
+
+def _needs_kernel_aio() -> None:
+    error, reason = libaio.probe()
+    if error:
+        pytest.skip(f"no Linux AIO here: {reason}")
+
+
+def _new_libaio() -> str:
+    _needs_kernel_aio()
+    if _shim.kernel_aio().source != "libaio":
+        pytest.skip(f"libaio is not installed: {_shim.kernel_aio().reason}")
+    return "libaio"
+
+
+def _new_syscalls() -> Engine:
+    _needs_kernel_aio()
+    return LibaioEngine(table=_shim.lib.nv_kaio_open(_shim.ffi.NULL))
+
+
+ENGINES: dict[str, Callable[[], str | Engine]] = {
+    "libaio": _new_libaio,
+    "syscalls": _new_syscalls,
+    "threads": lambda: "threads",
+    "fake": lambda: FakeEngine(reorder=True, short=0.5, seed=1),
+}
+
+
+@pytest.fixture(params=list(ENGINES))
+def new_engine(request: pytest.FixtureRequest) -> Callable[[], str | Engine]:
+    """Makes what `AioHandle(engine=…)` takes; each test runs once for every engine."""
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def new_handle() -> Iterator[Callable[..., nvmeio.AioHandle]]:
+    """Makes handles (small blocks, short queues) that are closed after the test."""
+    made: list[nvmeio.AioHandle] = []
+
+    def make(engine: str | Engine, **options: Any) -> nvmeio.AioHandle:
+        chosen = {"block_size": 16384, "queue_depth": 8, **options}
+        made.append(nvmeio.AioHandle(**chosen, engine=engine))
+        return made[-1]
+
+    yield make
+    for handle in made:
+        handle.close()
+
+
+@pytest.fixture
+def make_handle(
+    new_engine: Callable[[], str | Engine], new_handle: Callable[..., nvmeio.AioHandle]
+) -> Callable[..., nvmeio.AioHandle]:
+    """`new_handle` on each engine in turn; takes the other parameters of `AioHandle`."""
+    return lambda **options: new_handle(new_engine(), **options)
+
+
+@pytest.fixture
+def handle(make_handle: Callable[..., nvmeio.AioHandle]) -> nvmeio.AioHandle:
+    """An open handle, on each engine in turn."""
+    return make_handle()
+
+
+@pytest.fixture
+def engine_held(new_handle: Callable[..., nvmeio.AioHandle]) -> Iterator[HeldEngine]:
+    """An engine that moves nothing before its gate is opened, as it is after the test."""
+    engine = HeldEngine()
+    yield engine
+    engine.gate.set()
+
+
+@pytest.fixture
+def handle_held(
+    engine_held: HeldEngine, new_handle: Callable[..., nvmeio.AioHandle]
+) -> nvmeio.AioHandle:
+    """An open handle on `engine_held`: whatever is started stays in flight until the gate opens."""
+    return new_handle(engine_held)
+
+
+@pytest.fixture(params=LOOPS)
+def loop_kind(request: pytest.FixtureRequest) -> str:
+    """Which event loop a test runs on; see `support.on_every_loop`."""
+    return str(request.param)
+
+
+# Files
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The name of a file that does not exist yet."""
+    return tmp_path / "tensors.bin"
+
+
+@pytest.fixture
+def direct_path(tmp_path: Path) -> Path:
+    """A file name where direct I/O works."""
+    support = files.probe_direct(tmp_path)
+    if not support.supported:
+        pytest.skip(f"{tmp_path}: {support.reason} (choose another place with --basetemp)")
+    return tmp_path / "direct.bin"
+
+
+@pytest.fixture(autouse=True)
+def grad_mode_stays() -> Iterator[None]:
+    """No test leaves autograd switched off for the others."""
+    before = torch.is_grad_enabled()
+    yield
+    assert torch.is_grad_enabled() == before

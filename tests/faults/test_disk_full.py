@@ -1,0 +1,152 @@
+"""A full file system in the middle of a write: ENOSPC, what got through, and nobody else hurt.
+
+RLIMIT_FSIZE, which needs no root, is in test_limits.py.
+"""
+
+import errno
+import os
+from contextlib import contextmanager
+
+import pytest
+from faults._support import (
+    MIB,
+    aligned,
+    bytes_of,
+    formatted,
+    make_file,
+    misaligned,
+    mounted,
+    noise,
+)
+
+import nvmeio
+
+BLOCK = 256 << 10
+
+
+@contextmanager
+def _small(kind):
+    if kind == "tmpfs":
+        with mounted("tmpfs", "none", "size=48m") as folder:
+            yield folder
+    else:
+        with formatted(kind) as folder:
+            yield folder
+
+
+@pytest.fixture(params=["tmpfs", "ext4", "xfs"])
+def small(request):
+    """A file system with room for little, most of it taken."""
+    with _small(request.param) as folder:
+        room = os.statvfs(folder)
+        free = room.f_bavail * room.f_frsize
+        filler = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(filler, 0, free - 20 * MIB)
+        finally:
+            os.close(filler)
+        yield folder
+
+
+def _free(folder):
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize
+
+
+@pytest.mark.parametrize("engine", ["libaio", "threads"])
+@pytest.mark.parametrize("allocate", [aligned, misaligned])
+def test_disk_full_in_mid_write(small, tmp_path, engine, allocate):
+    content = noise(64 * MIB, seed=1)
+    old = make_file(small / "old", content[: 2 * MIB])
+    elsewhere = make_file(tmp_path / "elsewhere", content[: 4 * MIB])
+    path = small / "new"
+    with nvmeio.AioHandle(block_size=BLOCK, queue_depth=16, engine=engine) as handle:
+        tensors = [misaligned(2 * MIB), misaligned(4 * MIB)]
+        running = [
+            handle.async_pread(tensors[0], old),
+            handle.async_pread(tensors[1], elsewhere),
+            handle.async_pwrite(content[: 8 * MIB], tmp_path / "copy", 77),
+        ]
+        before = _free(small)
+        failing = handle.async_pwrite(allocate(64 * MIB).copy_(content), path)
+        running.append(handle.async_pread(misaligned(100), old, 5))
+        failed = failing.exception(60)
+        assert isinstance(failed, nvmeio.TransferError)
+        assert failed.errno == errno.ENOSPC, failed
+        assert (failed.operation, failed.path, failed.nbytes) == ("pwrite", str(path), 64 * MIB)
+        assert "df -h" in str(failed)
+        # All that was free got through, but for metadata and blocks that were refused as a whole.
+        assert 0 < failed.transferred <= before
+        assert failed.transferred >= before - 12 * MIB, (failed.transferred, before)
+        assert failed.transferred <= path.stat().st_blocks * 512
+        assert [operation.result(60) for operation in running] == [2 * MIB, 4 * MIB, 8 * MIB, 100]
+        assert bytes_of(tensors[0]) == old.read_bytes() == bytes_of(content[: 2 * MIB])
+        assert bytes_of(tensors[1]) == bytes_of(content[: 4 * MIB])
+        assert (tmp_path / "copy").read_bytes()[77:] == bytes_of(content[: 8 * MIB])
+        stats = handle.stats
+        assert (stats.errors, stats.in_flight) == (1, 0)
+        assert stats.bytes_written == failed.transferred + 8 * MIB
+
+        # With room made, the same handle writes the same file.
+        os.truncate(small / "filler", 0)
+        os.truncate(path, 0)
+        assert handle.async_pwrite(content[: 16 * MIB], path).result(60) == 16 * MIB
+        handle.sync_fsync(path)
+    assert path.read_bytes() == bytes_of(content[: 16 * MIB])
+
+
+@pytest.mark.parametrize("small", ["tmpfs", "ext4"], indirect=True)
+async def test_disk_full_among_awaited_writes(small):
+    """Several writers compete for the last megabytes: each is told of its own bytes alone."""
+    import asyncio
+
+    content = noise(8 * MIB, seed=2)
+    async with nvmeio.AioHandle(block_size=BLOCK, queue_depth=8, intra_op_parallelism=2) as handle:
+        before = _free(small)
+        paths = [small / f"new-{index}" for index in range(6)]
+        results = await asyncio.wait_for(
+            asyncio.gather(
+                *(handle.async_pwrite(content, path, 100) for path in paths),
+                return_exceptions=True,
+            ),
+            60,
+        )
+        failures = [r for r in results if r != 8 * MIB]
+        assert failures and all(isinstance(f, nvmeio.TransferError) for f in failures)
+        assert {f.errno for f in failures} == {errno.ENOSPC}
+        for result, path in zip(results, paths, strict=True):
+            if result == 8 * MIB:
+                assert path.read_bytes()[100:] == bytes_of(content)
+        got_through = sum(r if isinstance(r, int) else r.transferred for r in results)
+        assert before - 12 * MIB <= got_through <= before
+        assert handle.stats.in_flight == 0
+        for path in paths:
+            path.unlink()
+        assert await handle.async_pwrite(content, paths[0]) == 8 * MIB
+    assert paths[0].read_bytes() == bytes_of(content)
+
+
+def test_unaligned_edges_meet_the_end_of_the_disk_too():
+    """Head and tail go through the page cache, where space is found missing at another place."""
+    with mounted("tmpfs", "none", "size=4m") as folder:
+        content = noise(6 * MIB, seed=3)
+        with nvmeio.AioHandle(block_size=BLOCK) as handle:
+            failed = handle.async_pwrite(content, folder / "new", 1).exception(30)
+            assert isinstance(failed, nvmeio.TransferError)
+            assert failed.errno == errno.ENOSPC
+            assert 3 * MIB < failed.transferred < 4 * MIB
+            start = (folder / "new").read_bytes()[1 : 1 + failed.transferred]
+            assert start == bytes_of(content[: failed.transferred])
+
+
+def test_drive_without_room_for_an_inode():
+    """The open fails, not the write."""
+    with mounted("tmpfs", "none", "nr_inodes=3") as folder, nvmeio.AioHandle() as handle:
+        made, refused = [], []
+        for index in range(4):
+            operation = handle.async_pwrite(misaligned(5000), folder / f"new-{index}")
+            failed = operation.exception(10)
+            (made if failed is None else refused).append(failed)
+        assert made and refused
+        assert {f.errno for f in refused} == {errno.ENOSPC}
+        assert {f.operation for f in refused} == {"open"}

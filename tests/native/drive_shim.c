@@ -1,0 +1,675 @@
+/* Drives the native shim without Python, so that sanitizers and valgrind can watch it.
+ *
+ *     drive_shim DIRECTORY [ROUNDS [SEED [LIBAIO [SWITCH=NUMBER ...]]]]
+ *
+ * Linked with native_shim's own files. Every scenario checks what it moved byte by byte; 0 is
+ * returned if all went well, and whatever hangs is ended by SIGALRM. LIBAIO is a library to load:
+ * libaio.so.1, or the one of tests/fakes/faulty_libaio.c, whose switches may follow. Without one the
+ * system calls are made directly. */
+#include "internal.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(what)                                                                    \
+  do {                                                                                 \
+    if (!(what)) {                                                                     \
+      fprintf(stderr, "%s:%d: not true: %s (errno %d)\n", __func__, __LINE__, #what, errno); \
+      abort();                                                                         \
+    }                                                                                  \
+  } while (0)
+
+enum { FILE_BYTES = 6 << 20, TAIL = 777, PAGE = 4096, MAX_LANES = 4 };
+
+static nv_request *nv_submit(nv_engine *engine, nv_port *port, uint64_t token, int kind,
+                             int direct_fd, int buffered_fd, uint64_t address, uint64_t nbytes,
+                             uint64_t file_offset, uint64_t span_start, uint64_t span_end,
+                             uint32_t offset_alignment, uint32_t memory_alignment, int bounce,
+                             int preallocate) {
+  nv_request *request = nv_prepare(engine, port, token, kind, direct_fd, buffered_fd, address,
+                                   nbytes, file_offset, span_start, span_end, offset_alignment,
+                                   memory_alignment, bounce, preallocate);
+  if (request) nv_start(request);
+  return request;
+}
+
+static const char *directory;
+static unsigned rounds = 1;
+static nv_kaio *kaio;
+static uint32_t alignment = 512; /* of direct I/O on the file, 0 without */
+
+/* --- helpers ----------------------------------------------------------------------------- */
+
+static __thread uint64_t state = 88172645463325252u;
+
+static uint64_t chance(uint64_t below) {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return below ? state % below : 0;
+}
+
+static void nap(long us) {
+  struct timespec t = {0, us * 1000};
+  nanosleep(&t, NULL);
+}
+
+static unsigned char content(uint64_t offset, unsigned salt) {
+  uint64_t x = (offset + 1) * 0x9e3779b97f4a7c15u + salt * 0x632be59bd9b4e019u;
+  return (unsigned char)(x >> 56);
+}
+
+static void fill_with(char *memory, uint64_t offset, uint64_t nbytes, unsigned salt) {
+  for (uint64_t i = 0; i < nbytes; i++) memory[i] = (char)content(offset + i, salt);
+}
+
+static int holds(const char *memory, uint64_t offset, uint64_t nbytes, unsigned salt) {
+  for (uint64_t i = 0; i < nbytes; i++)
+    if ((unsigned char)memory[i] != content(offset + i, salt)) return 0;
+  return 1;
+}
+
+typedef struct {
+  int direct, buffered;
+} fds;
+
+static fds open_file(const char *name, int make) {
+  char path[4096];
+  snprintf(path, sizeof path, "%s/%s", directory, name);
+  fds f;
+  f.buffered = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  CHECK(f.buffered >= 0);
+  if (make) {
+    uint64_t nbytes = FILE_BYTES + TAIL;
+    char *memory = malloc(nbytes);
+    CHECK(memory);
+    fill_with(memory, 0, nbytes, 0);
+    CHECK(pwrite(f.buffered, memory, nbytes, 0) == (ssize_t)nbytes);
+    CHECK(fsync(f.buffered) == 0);
+    free(memory);
+  }
+  f.direct = open(path, O_RDWR | O_DIRECT | O_CLOEXEC);
+  nv_facts facts;
+  CHECK(nv_file_facts(f.buffered, &facts) == 0);
+  CHECK(S_ISREG(facts.mode));
+  if (f.direct >= 0 && facts.has_dio) alignment = facts.offset_alignment;
+  if (f.direct >= 0 && !alignment) {
+    close(f.direct);
+    f.direct = -1;
+  }
+  return f;
+}
+
+static void close_file(fds f) {
+  if (f.direct >= 0) close(f.direct);
+  close(f.buffered);
+}
+
+struct lane_start {
+  nv_engine *engine;
+  uint32_t index;
+};
+
+typedef struct {
+  nv_engine *engine;
+  pthread_t lanes[MAX_LANES];
+  struct lane_start starts[MAX_LANES];
+  uint32_t count;
+} running;
+
+static void *run_lane(void *argument) {
+  struct lane_start *start = argument;
+  CHECK(nv_lane_run(start->engine, start->index) == 0);
+  return NULL;
+}
+
+static void start_engine(running *r, nv_options options) {
+  int error = -1;
+  r->engine = nv_engine_new(kaio, &options, &error);
+  CHECK(r->engine && error == 0);
+  r->count = options.lanes;
+  for (uint32_t i = 0; i < options.lanes; i++) {
+    r->starts[i] = (struct lane_start){r->engine, i};
+    CHECK(pthread_create(&r->lanes[i], NULL, run_lane, &r->starts[i]) == 0);
+  }
+}
+
+static void join_lanes(running *r) {
+  nv_engine_stop(r->engine);
+  for (uint32_t i = 0; i < r->count; i++) CHECK(pthread_join(r->lanes[i], NULL) == 0);
+}
+
+static nv_options some_options(void) {
+  uint32_t depth = (uint32_t)(1 + chance(16));
+  nv_options options = {
+      .block_size = (uint64_t)PAGE << chance(5),
+      .queue_depth = depth,
+      .lanes = (uint32_t)(1 + chance(MAX_LANES)),
+      .bounce_blocks = (uint32_t)(1 + chance(depth)),
+      .single_submit = (int)chance(2),
+      .overlap_events = chance(4) != 0,
+  };
+  return options;
+}
+
+/* Submits as nvmeio's plan does: reads fetch the enclosing aligned span, writes send the enclosed
+ * whole pages direct and the edges buffered. */
+static nv_request *start(nv_engine *engine, nv_port *port, uint64_t token, int kind, fds f,
+                         char *memory, uint64_t nbytes, uint64_t offset, int bounce) {
+  uint64_t end = offset + nbytes, from = offset, to = end;
+  int direct = f.direct;
+  if (!nbytes || kind >= NV_FSYNC) direct = -1;
+  if (direct >= 0 && kind == NV_READ) {
+    from = offset / alignment * alignment;
+    to = (end + alignment - 1) / alignment * alignment;
+  } else if (direct >= 0) {
+    from = (offset + PAGE - 1) / PAGE * PAGE;
+    to = end / PAGE * PAGE;
+    if (from >= to) {
+      from = to = end;
+      direct = -1;
+    }
+  }
+  nv_request *request =
+      nv_submit(engine, port, token, kind, direct, f.buffered, (uint64_t)(uintptr_t)memory, nbytes,
+                offset, from, to, alignment ? alignment : 1, alignment ? alignment : 1, bounce,
+                kind == NV_WRITE);
+  CHECK(request);
+  return request;
+}
+
+/* Memory at a chosen alignment, with a canary on both sides. */
+enum { CANARY = 64 };
+
+static char *take(uint64_t nbytes, int aligned, char **block) {
+  size_t room = (nbytes + 2 * PAGE + PAGE - 1) / PAGE * PAGE;
+  *block = aligned_alloc(PAGE, room);
+  CHECK(*block);
+  memset(*block, 0xA5, room);
+  return *block + PAGE + (aligned ? 0 : 1);
+}
+
+static int canaries(const char *block, const char *memory, uint64_t nbytes) {
+  (void)block;
+  for (int i = 1; i <= CANARY; i++)
+    if ((unsigned char)memory[-i] != 0xA5 || (unsigned char)memory[nbytes + (uint64_t)i - 1] != 0xA5)
+      return 0;
+  return 1;
+}
+
+static void wait_for(nv_request *request) {
+  while (!nv_wait(request, 0.05)) {
+  }
+  CHECK(nv_is_done(request));
+}
+
+/* --- scenarios --------------------------------------------------------------------------- */
+
+static void one_after_another(fds f) {
+  fds copy = open_file("copy", 0);
+  running r;
+  start_engine(&r, some_options());
+  nv_port *port = nv_port_new(r.engine);
+  CHECK(port);
+  uint64_t bytes = 0;
+  unsigned count = 40;
+  for (unsigned i = 0; i < count; i++) {
+    uint64_t nbytes = chance(3) ? chance(600000) : chance(3) * PAGE;
+    uint64_t offset = chance(FILE_BYTES - nbytes);
+    if (chance(2)) offset = offset / PAGE * PAGE;
+    char *block, *memory = take(nbytes, (int)chance(2), &block);
+    int kind = (int)chance(2);
+    unsigned salt = kind == NV_WRITE ? i + 1 : 0;
+    if (kind == NV_WRITE) fill_with(memory, offset, nbytes, salt);
+    nv_request *request = start(r.engine, port, i, kind, kind == NV_READ ? f : copy, memory, nbytes,
+                                offset, (int)chance(2));
+    wait_for(request);
+    const nv_result *result = nv_request_result(request);
+    CHECK(result->error == 0 && result->transferred == nbytes);
+    CHECK(nv_moved(request) == (int64_t)nbytes);
+    CHECK(result->direct_bytes + result->bounced_bytes + result->buffered_bytes == nbytes);
+    CHECK(holds(memory, offset, nbytes, salt));
+    CHECK(canaries(block, memory, nbytes));
+    if (kind == NV_WRITE) {
+      char *back = malloc(nbytes + 1);
+      CHECK(back && pread(copy.buffered, back, nbytes, (off_t)offset) == (ssize_t)nbytes);
+      CHECK(holds(back, offset, nbytes, salt));
+      free(back);
+    }
+    bytes += nbytes;
+    nv_request_free(request);
+    free(block);
+  }
+  nv_request *sync = start(r.engine, port, 99, NV_FSYNC, copy, NULL, 0, 0, 0);
+  wait_for(sync);
+  CHECK(nv_moved(sync) == 0);
+  nv_request_free(sync);
+  nv_counters counted;
+  nv_engine_counters(r.engine, &counted);
+  CHECK(counted.operations == count + 1 && counted.errors == 0 && counted.in_flight == 0);
+  CHECK(counted.bytes_read + counted.bytes_written == bytes);
+  nv_port_free(port);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+  close_file(copy);
+}
+
+static void past_the_end(fds f) {
+  running r;
+  start_engine(&r, some_options());
+  nv_port *port = nv_port_new(r.engine);
+  uint64_t size = FILE_BYTES + TAIL;
+  for (unsigned i = 0; i < 12; i++) {
+    uint64_t offset = size - chance(200000) + (i % 4 == 0 ? 300000 : 0);
+    uint64_t nbytes = 210000 + chance(400000);
+    char *block, *memory = take(nbytes, (int)chance(2), &block);
+    nv_request *request = start(r.engine, port, i, NV_READ, f, memory, nbytes, offset, 0);
+    wait_for(request);
+    const nv_result *result = nv_request_result(request);
+    uint64_t there = offset < size ? size - offset : 0;
+    CHECK(result->error == 0);
+    CHECK(result->transferred == there);
+    CHECK(holds(memory, offset, there, 0) && canaries(block, memory, nbytes));
+    nv_request_free(request);
+    free(block);
+  }
+  nv_port_free(port);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+}
+
+/* A descriptor that does not allow it: the error comes from io_submit, which then is asked for the
+ * blocks behind. */
+static void refused(fds f) {
+  char path[4096];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", f.buffered);
+  fds readable = {-1, open(path, O_RDONLY | O_CLOEXEC)};
+  CHECK(readable.buffered >= 0);
+  running r;
+  start_engine(&r, some_options());
+  nv_port *port = nv_port_new(r.engine);
+  char *block, *memory = take(300000, 1, &block);
+  nv_request *bad = start(r.engine, port, 1, NV_WRITE, readable, memory, 300000, 0, 0);
+  nv_request *good = start(r.engine, port, 2, NV_READ, f, memory, 300000, 0, 0);
+  wait_for(bad);
+  wait_for(good);
+  CHECK(nv_moved(bad) == -EBADF);
+  CHECK(nv_moved(good) == 300000 && holds(memory, 0, 300000, 0));
+  nv_request_free(bad);
+  nv_request_free(good);
+  free(block);
+  nv_port_free(port);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+  close(readable.buffered);
+}
+
+/* Threads that submit, cancel and wait, each with a port of its own whose tokens must all come, and
+ * come once. */
+typedef struct {
+  nv_engine *engine;
+  fds f;
+  uint64_t seed;
+  unsigned count;
+  int cancels;
+} submitter;
+
+static void *submit_and_reap(void *argument) {
+  submitter *s = argument;
+  state = s->seed * 2654435761u + 12345;
+  enum { MANY = 16 };
+  nv_port *port = nv_port_new(s->engine);
+  CHECK(port);
+  for (unsigned done = 0; done < s->count; done += MANY) {
+    nv_request *requests[MANY];
+    char *blocks[MANY], *memories[MANY];
+    uint64_t offsets[MANY], lengths[MANY];
+    int seen[MANY] = {0};
+    for (int i = 0; i < MANY; i++) {
+      lengths[i] = chance(2) ? chance(200000) : PAGE;
+      offsets[i] = chance(FILE_BYTES - lengths[i]);
+      memories[i] = take(lengths[i], (int)chance(2), &blocks[i]);
+      requests[i] = start(s->engine, port, (uint64_t)i, NV_READ, s->f, memories[i], lengths[i],
+                          offsets[i], (int)chance(2));
+      if (s->cancels && chance(2)) {
+        if (chance(2)) nap((long)chance(300));
+        nv_cancel(requests[i]);
+      }
+    }
+    for (int left = MANY; left;) {
+      struct pollfd pollfd = {.fd = nv_port_fd(port), .events = POLLIN};
+      CHECK(poll(&pollfd, 1, 60000) == 1);
+      uint64_t tokens[5];
+      int n = nv_port_reap(port, tokens, 5);
+      for (int i = 0; i < n; i++) {
+        CHECK(tokens[i] < MANY && !seen[tokens[i]]);
+        seen[tokens[i]] = 1;
+      }
+      left -= n;
+    }
+    for (int i = 0; i < MANY; i++) {
+      const nv_result *result = nv_request_result(requests[i]);
+      if (result->error == 0) {
+        CHECK(result->transferred == lengths[i]);
+        CHECK(holds(memories[i], offsets[i], lengths[i], 0));
+      } else {
+        CHECK(s->cancels && result->error == ECANCELED);
+      }
+      CHECK(canaries(blocks[i], memories[i], lengths[i]));
+      /* From here on the memory is ours: whoever still writes to it is caught. */
+      memset(memories[i], 0x5A, lengths[i]);
+      nv_request_free(requests[i]);
+      for (uint64_t at = 0; at < lengths[i]; at++) CHECK(memories[i][at] == 0x5A);
+      free(blocks[i]);
+    }
+  }
+  nv_port_free(port);
+  return NULL;
+}
+
+static void many_threads(fds f, int cancels) {
+  enum { THREADS = 4 };
+  running r;
+  start_engine(&r, some_options());
+  pthread_t threads[THREADS];
+  submitter what[THREADS];
+  for (int i = 0; i < THREADS; i++) {
+    what[i] = (submitter){r.engine, f, chance(1u << 30), 64, cancels};
+    CHECK(pthread_create(&threads[i], NULL, submit_and_reap, &what[i]) == 0);
+  }
+  for (int i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  nv_counters counted;
+  nv_engine_counters(r.engine, &counted);
+  CHECK(counted.in_flight == 0 && counted.operations == THREADS * 64 && counted.errors == 0);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+}
+
+/* Requests wander between ports while they complete: each is reported at one of them, once. */
+typedef struct {
+  nv_request **requests;
+  nv_port **ports;
+  unsigned nrequests, nports;
+  uint64_t seed;
+  atomic_int *stop;
+} mover;
+
+static void *move_about(void *argument) {
+  mover *m = argument;
+  state = m->seed * 2654435761u + 99;
+  while (!*m->stop) nv_move(m->requests[chance(m->nrequests)], m->ports[chance(m->nports)]);
+  return NULL;
+}
+
+static void moved_while_completing(fds f) {
+  enum { MANY = 48, PORTS = 3, MOVERS = 2 };
+  running r;
+  start_engine(&r, some_options());
+  nv_port *ports[PORTS];
+  for (int i = 0; i < PORTS; i++) CHECK((ports[i] = nv_port_new(r.engine)));
+  nv_request *requests[MANY];
+  char *blocks[MANY], *memories[MANY];
+  int seen[MANY] = {0};
+  for (int i = 0; i < MANY; i++) {
+    memories[i] = take(50000, i % 2, &blocks[i]);
+    requests[i] = start(r.engine, ports[chance(PORTS)], (uint64_t)i, NV_READ, f, memories[i], 50000,
+                        (uint64_t)i * 50001, 0);
+  }
+  atomic_int stop = 0;
+  pthread_t threads[MOVERS];
+  mover what[MOVERS];
+  for (int i = 0; i < MOVERS; i++) {
+    what[i] = (mover){requests, ports, MANY, PORTS, chance(1u << 30), &stop};
+    CHECK(pthread_create(&threads[i], NULL, move_about, &what[i]) == 0);
+  }
+  int left = MANY;
+  for (int turn = 0; left; turn++) {
+    /* Without poll: what was signalled at one port may have moved to another. */
+    uint64_t tokens[4];
+    int n = nv_port_reap(ports[turn % PORTS], tokens, 4);
+    for (int i = 0; i < n; i++) {
+      CHECK(tokens[i] < MANY && !seen[tokens[i]]++);
+      left--;
+    }
+    if (!n) nap(50);
+  }
+  stop = 1;
+  for (int i = 0; i < MOVERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  for (int i = 0; i < PORTS; i++) {
+    uint64_t token;
+    CHECK(nv_port_reap(ports[i], &token, 1) == 0);
+  }
+  for (int i = 0; i < MANY; i++) {
+    CHECK(nv_is_done(requests[i]) && holds(memories[i], (uint64_t)i * 50001, 50000, 0));
+    nv_request_free(requests[i]);
+    free(blocks[i]);
+  }
+  for (int i = 0; i < PORTS; i++) nv_port_free(ports[i]);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+}
+
+/* A moved request that was done before is signalled at its new port. */
+static void moved_when_done(fds f) {
+  running r;
+  start_engine(&r, some_options());
+  nv_port *first = nv_port_new(r.engine), *second = nv_port_new(r.engine);
+  char *block, *memory = take(50000, 1, &block);
+  nv_request *request = start(r.engine, first, 7, NV_READ, f, memory, 50000, 0, 0);
+  wait_for(request);
+  nv_move(request, second);
+  struct pollfd pollfd = {.fd = nv_port_fd(second), .events = POLLIN};
+  CHECK(poll(&pollfd, 1, 10000) == 1);
+  uint64_t token = 0;
+  CHECK(nv_port_reap(first, &token, 1) == 0);
+  CHECK(nv_port_reap(second, &token, 1) == 1 && token == 7);
+  nv_move(request, first); /* reaped: told nowhere again */
+  CHECK(nv_port_reap(first, &token, 1) == 0);
+  nv_port_free(first);
+  nv_port_free(second);
+  nv_request_free(request);
+  free(block);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+}
+
+static void ports_closed_early(fds f) {
+  enum { MANY = 24 };
+  running r;
+  start_engine(&r, some_options());
+  nv_request *requests[MANY];
+  char *blocks[MANY], *memories[MANY];
+  nv_port *spare = nv_port_new(r.engine);
+  for (int i = 0; i < MANY; i++) {
+    nv_port *port = nv_port_new(r.engine);
+    CHECK(port);
+    memories[i] = take(100000, i % 2, &blocks[i]);
+    requests[i] = start(r.engine, port, (uint64_t)i, NV_READ, f, memories[i], 100000, 0, 0);
+    if (chance(2)) nap((long)chance(500));
+    if (i % 3 == 0) nv_move(requests[i], spare);
+    nv_port_free(port);
+  }
+  for (int i = 0; i < MANY; i++) {
+    wait_for(requests[i]);
+    CHECK(nv_moved(requests[i]) == 100000 && holds(memories[i], 0, 100000, 0));
+    if (i % 2) nv_move(requests[i], spare);
+    nv_request_free(requests[i]);
+    free(blocks[i]);
+  }
+  nv_port_free(spare);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+}
+
+/* Freed in flight, as at interpreter exit: the lanes free what the kernel has let go of. */
+static void orphans(fds f) {
+  enum { MANY = 32 };
+  running r;
+  start_engine(&r, some_options());
+  nv_port *port = nv_port_new(r.engine);
+  char *blocks[MANY];
+  for (int i = 0; i < MANY; i++) {
+    char *memory = take(200000, i % 2, &blocks[i]);
+    nv_request *request =
+        start(r.engine, port, (uint64_t)i, NV_READ, f, memory, 200000, (uint64_t)i * PAGE, 0);
+    if (i % 4 == 0) nv_cancel(request);
+    if (i % 5 == 0) nap((long)chance(500));
+    nv_request_free(request);
+  }
+  if (chance(2)) {
+    nv_port_free(port);
+    port = NULL;
+  }
+  join_lanes(&r); /* stop means: when nothing is in flight */
+  nv_counters counted;
+  nv_engine_counters(r.engine, &counted);
+  CHECK(counted.in_flight == 0 && counted.operations == MANY);
+  if (port) nv_port_free(port);
+  nv_engine_free(r.engine);
+  for (int i = 0; i < MANY; i++) free(blocks[i]);
+}
+
+/* Whoever lets go last frees: the engine's owner first, then ports, then requests. */
+static void engine_freed_first(fds f) {
+  running r;
+  start_engine(&r, some_options());
+  nv_port *port = nv_port_new(r.engine);
+  char *block, *memory = take(300000, 0, &block);
+  nv_request *request = start(r.engine, port, 5, NV_READ, f, memory, 300000, 11, 0);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+  CHECK(nv_is_done(request) && holds(memory, 11, 300000, 0));
+  uint64_t token = 0;
+  CHECK(nv_port_reap(port, &token, 1) == 1 && token == 5);
+  nv_port_free(port);
+  nv_cancel(request);
+  nv_request_free(request);
+  free(block);
+}
+
+static void never_run(fds f) {
+  nv_options options = some_options();
+  int error;
+  nv_engine *engine = nv_engine_new(kaio, &options, &error);
+  CHECK(engine);
+  nv_port *port = nv_port_new(engine);
+  CHECK(port);
+  nv_engine_stop(engine);
+  nv_port_free(port);
+  nv_engine_free(engine);
+  /* More events than there can be: no lane. Half of the limit and one more: one lane, not two. */
+  options = (nv_options){.block_size = PAGE, .queue_depth = 1u << 24, .lanes = 3};
+  CHECK(!nv_engine_new(kaio, &options, &error) && error == EINVAL);
+  unsigned limit = 0;
+  FILE *file = fopen("/proc/sys/fs/aio-max-nr", "re");
+  CHECK(file && fscanf(file, "%u", &limit) == 1);
+  fclose(file);
+  if (limit <= 1u << 20) {
+    options = (nv_options){.block_size = PAGE, .queue_depth = limit / 2 + 1, .lanes = 2};
+    CHECK(!nv_engine_new(kaio, &options, &error) && error == EAGAIN);
+  }
+  CHECK(!nv_kaio_open("/nonexistent/libaio.so.1") && *nv_kaio_error());
+  nv_facts facts;
+  CHECK(nv_file_facts(-1, &facts) == -EBADF);
+  (void)f;
+}
+
+/* The child touches nothing; the parent does not notice. */
+static void forked(fds f) {
+  running r;
+  start_engine(&r, some_options());
+  nv_port *port = nv_port_new(r.engine);
+  enum { MANY = 16 };
+  nv_request *requests[MANY];
+  char *blocks[MANY], *memories[MANY];
+  for (int i = 0; i < MANY; i++) {
+    memories[i] = take(300000, i % 2, &blocks[i]);
+    requests[i] =
+        start(r.engine, port, (uint64_t)i, NV_READ, f, memories[i], 300000, (uint64_t)i * 999, 0);
+  }
+  pid_t child = fork();
+  CHECK(child >= 0);
+  if (!child) {
+    alarm(20);
+    uint64_t token;
+    int wrong = nv_submit(r.engine, port, 1, NV_READ, -1, f.buffered, 0, 0, 0, 0, 0, 1, 1, 0, 0) ||
+                nv_port_new(r.engine) || nv_port_reap(port, &token, 1) || nv_wait(requests[0], 5) ||
+                nv_is_done(requests[0]);
+    nv_cancel(requests[0]);
+    nv_move(requests[1], port);
+    nv_request_free(requests[0]);
+    nv_port_free(port);
+    nv_engine_stop(r.engine);
+    nv_engine_free(r.engine);
+    _exit(wrong);
+  }
+  for (int i = 0; i < MANY; i++) {
+    wait_for(requests[i]);
+    CHECK(nv_moved(requests[i]) == 300000);
+    CHECK(holds(memories[i], (uint64_t)i * 999, 300000, 0));
+    nv_request_free(requests[i]);
+    free(blocks[i]);
+  }
+  int status;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+  nv_port_free(port);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+}
+
+static void set_switch(const char *library, char *assignment) {
+  void *loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+  char *number = strchr(assignment, '=');
+  CHECK(loaded && number);
+  *number = 0;
+  atomic_int *variable = dlsym(loaded, assignment);
+  CHECK(variable);
+  *variable = atoi(number + 1);
+  dlclose(loaded);
+}
+
+int main(int argc, char **argv) {
+  if (argc < 2) {
+    fprintf(stderr, "usage: %s DIRECTORY [ROUNDS [SEED [LIBAIO [SWITCH=NUMBER ...]]]]\n", argv[0]);
+    return 2;
+  }
+  directory = argv[1];
+  if (argc > 2) rounds = (unsigned)atoi(argv[2]);
+  uint64_t seed = argc > 3 ? (uint64_t)atoll(argv[3]) : 1;
+  alarm(60 + 30 * rounds);
+  kaio = nv_kaio_open(argc > 4 ? argv[4] : NULL);
+  if (!kaio) {
+    fprintf(stderr, "%s\n", nv_kaio_error());
+    return 2;
+  }
+  for (int i = 5; i < argc; i++) set_switch(argv[4], argv[i]);
+  fds f = open_file("file", 1);
+  for (unsigned round = 0; round < rounds; round++) {
+    state = 88172645463325252u + (seed + round) * 0x9e3779b97f4a7c15u;
+    for (int i = 0; i < 10; i++) chance(2);
+    one_after_another(f);
+    past_the_end(f);
+    refused(f);
+    many_threads(f, 0);
+    many_threads(f, 1);
+    moved_while_completing(f);
+    moved_when_done(f);
+    ports_closed_early(f);
+    orphans(f);
+    engine_freed_first(f);
+    never_run(f);
+    forked(f);
+  }
+  close_file(f);
+  free(kaio); /* in nvmeio tables are never freed */
+  printf("%u rounds, direct I/O %s\n", rounds, f.direct >= 0 ? "yes" : "no");
+  return 0;
+}

@@ -1,0 +1,72 @@
+#!/bin/sh
+# The native shim under sanitizers and valgrind: builds drive_shim.c with the shim's own files and
+# runs it, over the system calls and over a libaio that misbehaves.
+#
+#     tests/native/run.sh [plain|asan|tsan|valgrind] ...      all but plain if none is named
+#
+# ROUNDS and SEED go to the driver; CC is the compiler; files go to a directory in $TMPDIR.
+# Exit status: 0 all went well, 77 something that is needed is missing (it says what), else failed.
+set -eu
+
+here=$(cd "$(dirname "$0")" && pwd)
+shim=$here/../../native_shim
+cc=${CC:-cc}
+rounds=${ROUNDS:-2}
+seed=${SEED:-1}
+work=$(mktemp -d "${TMPDIR:-/tmp}/nvmeio-native-XXXXXX")
+trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM
+
+command -v "$cc" >/dev/null || { echo "no C compiler: $cc" >&2; exit 77; }
+
+build() { # name, flags ...
+    name=$1
+    shift
+    echo 'int main(void) { return 0; }' >"$work/try.c"
+    if ! "$cc" "$@" -o "$work/try" "$work/try.c" 2>"$work/why" || ! "$work/try" 2>>"$work/why"; then
+        echo "$name: $cc $* does not work here: $(tail -n 1 "$work/why")" >&2
+        exit 77
+    fi
+    "$cc" -std=c11 -D_GNU_SOURCE -g -O1 -fno-omit-frame-pointer -Wall -Wextra \
+        -Wno-unused-parameter "$@" -I"$shim" -o "$work/$name" "$here/drive_shim.c" \
+        "$shim/kaio.c" "$shim/file_facts.c" "$shim/engine.c" "$shim/lane.c" -ldl -lpthread
+    "$cc" -std=c11 -O1 -shared -fPIC -o "$work/faulty.so" "$here/../fakes/faulty_libaio.c" -lpthread
+}
+
+drive() { # command ...
+    "$@" "$work" "$rounds" "$seed"
+    "$@" "$work" "$rounds" "$seed" "$work/faulty.so" \
+        submit_error=11 submit_error_every=3 short_nbytes=8192 event_every=5 event_error=4
+    "$@" "$work" "$rounds" "$seed" "$work/faulty.so" \
+        submit_at_most=2 reverse=1 hold_every=3 getevents_error=4 getevents_error_every=2
+}
+
+[ $# -gt 0 ] || set -- asan tsan valgrind
+for variant; do
+    echo "== $variant"
+    case $variant in
+    plain)
+        build plain
+        drive "$work/plain"
+        ;;
+    asan)
+        build asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
+        ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 drive "$work/asan"
+        ;;
+    tsan) # GCC warns that it does not know fences; the shim has none
+        build tsan -fsanitize=thread
+        TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:allocator_may_return_null=1 drive "$work/tsan"
+        ;;
+    valgrind)
+        command -v valgrind >/dev/null || { echo "valgrind is not installed" >&2; exit 77; }
+        build plain
+        drive valgrind --quiet --error-exitcode=99 --fair-sched=yes --leak-check=full \
+            --show-leak-kinds=definite,indirect --errors-for-leak-kinds=definite,indirect \
+            "$work/plain"
+        ;;
+    *)
+        echo "not one of plain, asan, tsan, valgrind: $variant" >&2
+        exit 2
+        ;;
+    esac
+done

@@ -1,0 +1,240 @@
+"""What the tests share: event loops of every kind, a gate before the engine, bytes of tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import gc
+import inspect
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvmeio
+from nvmeio.engines.threads import Block
+from nvmeio.testing import FakeEngine
+
+LOOPS = ("asyncio", "debug", "uvloop", "eager")
+
+# Where a test may wait for something that never comes; far above what a busy machine needs.
+PATIENCE_S = 20.0
+
+
+# For a test that fails for a fault in nvmeio that is known and not mended yet; its docstring says
+# which. Strict, so the mending has to take the mark away.
+known_bug = pytest.mark.xfail(strict=True, reason="a known fault of nvmeio")
+
+
+# Loops
+
+
+def new_loop(kind: str) -> asyncio.AbstractEventLoop:
+    """A loop of this kind; skips the test where there is none."""
+    if kind == "uvloop":
+        uvloop = pytest.importorskip("uvloop")
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        return loop
+    if kind == "eager" and sys.version_info < (3, 12):
+        pytest.skip("asyncio has eager tasks from Python 3.12 on")
+    loop = asyncio.new_event_loop()
+    if kind == "debug":
+        loop.set_debug(True)
+    if kind == "eager":
+        loop.set_task_factory(asyncio.eager_task_factory)
+    return loop
+
+
+def run_on(kind: str, main: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine on a loop of this kind; errors that nobody retrieved fail the test."""
+    try:
+        loop = new_loop(kind)
+    except BaseException:
+        main.close()
+        raise
+    unhandled: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: unhandled.append(context))
+    try:
+        value = loop.run_until_complete(main)
+        left = [task for task in asyncio.all_tasks(loop) if not task.done()]
+        assert not left, f"tasks were left behind: {left}"
+        return value
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        gc.collect()
+        loop.close()
+        if sys.exc_info()[0] is None:
+            assert not unhandled, unhandled
+
+
+def on_every_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on each kind of loop, as `test[…-uvloop]` and so on."""
+
+    @functools.wraps(test)
+    def run(*, loop_kind: str, **fixtures: Any) -> None:
+        run_on(loop_kind, test(**fixtures))
+
+    signature = inspect.signature(test)
+    kind = inspect.Parameter("loop_kind", inspect.Parameter.KEYWORD_ONLY)
+    wanted = [p.replace(kind=kind.kind) for p in signature.parameters.values()]
+    run.__signature__ = signature.replace(parameters=[*wanted, kind])  # type: ignore[attr-defined]
+    # pytest-asyncio would take what it finds to be a coroutine function for its own.
+    del run.__wrapped__  # type: ignore[attr-defined]
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others run until it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.0005)
+
+
+def spin_until(condition: Callable[[], bool]) -> None:
+    """`until` for code without a loop."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.0005)
+
+
+@contextmanager
+def thread(target: Callable[..., Any], *arguments: Any) -> Iterator[list[Any]]:
+    """Run a function in a thread beside the body; its value is in the list afterwards."""
+    values: list[Any] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            values.append(target(*arguments))
+        except BaseException as failed:
+            failures.append(failed)
+
+    runner = threading.Thread(target=run, name="beside", daemon=True)
+    runner.start()
+    try:
+        yield values
+    finally:
+        runner.join(PATIENCE_S)
+        assert not runner.is_alive(), "the thread beside hangs"
+    if failures:
+        raise failures[0]
+
+
+# Engines
+
+
+class HeldEngine(FakeEngine):
+    """Nothing moves until `gate` is set; `begun` counts the blocks that wait at it, or passed."""
+
+    def __init__(self, **faults: Any) -> None:
+        self.gate = threading.Event()
+        self.begun = 0
+        super().__init__(hold=self.gate, **faults)
+
+    def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
+        with self.condition:
+            self.begun += 1
+        return super()._move(block, fd, memory, offset)
+
+    def wait_until_begun(self, blocks: int = 1) -> None:
+        spin_until(lambda: self.begun >= blocks)
+
+
+# Tensors
+
+ALL_DTYPES: list[torch.dtype] = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
+QUANTISED = [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4]
+# int1 to uint7: torch has them in name only, and no copy_ for them.
+SUB_BYTE = [d for d in ALL_DTYPES if str(d)[6:].strip("uint") in tuple("1234567")]
+PLAIN_DTYPES = [d for d in ALL_DTYPES if d not in QUANTISED]
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(f"{nbytes} {seed}").randbytes(nbytes)
+
+
+def bytes_tensor(data: bytes) -> torch.Tensor:
+    """A uint8 tensor of its own memory."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+
+
+def misaligned(nbytes: int, shift: int, fill: int = 0xA5) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor `shift` bytes behind a page's start, and the larger one that it lies in."""
+    room = nvmeio.empty_aligned(nbytes + shift + 64, dtype=torch.uint8).fill_(fill)
+    return room[shift : shift + nbytes], room
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor's own memory."""
+    assert tensor.is_contiguous()
+    nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+    return ctypes.string_at(tensor.data_ptr(), nbytes) if nbytes else b""
+
+
+def make_tensor(dtype: torch.dtype, data: bytes) -> torch.Tensor:
+    """A contiguous tensor of any dtype, quantised ones included, with these bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates quantised and experimental dtypes
+        if dtype not in QUANTISED:
+            return bytes_tensor(data).view(dtype)
+        per_byte = {torch.quint4x2: 2, torch.quint2x4: 4}.get(dtype, 1)
+        numel = len(data) // (4 if dtype is torch.qint32 else 1) * per_byte
+        tensor = torch._empty_affine_quantized([numel], scale=0.5, zero_point=1, dtype=dtype)
+        assert tensor.untyped_storage().nbytes() == len(data)
+        ctypes.memmove(tensor.data_ptr(), data, len(data))
+        return tensor
+
+
+# The process
+
+
+def open_descriptors() -> dict[int, str]:
+    """Open descriptors and what they are."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the descriptor of the listing itself
+    return found
+
+
+def nvmeio_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("nvmeio")}
+
+
+def run_python(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own."""
+    root = str(Path(nvmeio.__file__).parent.parent)
+    return subprocess.run(
+        [sys.executable, *flags, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": root, **environment},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )

@@ -1,0 +1,109 @@
+"""The examples run, verify what they did, and leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def command(example: str, folder: Path, *arguments: str) -> list[str]:
+    """Warnings are errors there too; one in a destructor still shows on stderr."""
+    return [sys.executable, "-W", "error", EXAMPLES / example, "--dir", folder, *arguments]
+
+
+def run(example: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(example, folder, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+
+
+# Arguments, and a part of what each prints at 80 columns.
+RUNS = {
+    "01_await_beside_compute.py": (["--size", "64M"], "layers read for training, both ways"),
+    "02_coroutines.py": ([], "ShortTransferError: [Errno 61] ENODATA"),
+    "03_futures.py": ([], "9 operations finished"),
+    "04_offload_pipeline.py": (["--size", "48M"], "buffer 2"),
+    "05_offsets.py": ([], "layer393.weight in place"),
+    "06_page_locked.py": ([], "16 readers"),
+}
+
+
+@pytest.mark.parametrize("example", RUNS)
+def test_example_verifies_its_work(example: str, tmp_path: Path) -> None:
+    arguments, telling = RUNS[example]
+    ran = run(example, tmp_path, *arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    assert telling in ran.stdout
+    assert "Verified" in ran.stdout
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_example_is_run_here() -> None:
+    assert RUNS.keys() == {path.name for path in EXAMPLES.glob("[0-9]*.py")}
+
+
+def test_demo_prints_nothing_but_json_and_keeps_its_files_when_asked(tmp_path: Path) -> None:
+    ran = run("01_await_beside_compute.py", tmp_path, "--size=8M", "--layers=3", "--json", "--keep")
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout)
+    assert result["layers"] == 3
+    assert result["nvmeio_stats"]["in_flight"] == 0
+    assert result["nvmeio"]["loss"] == pytest.approx(result["in_memory"]["loss"])
+    files = {path.name: path.stat().st_size for path in tmp_path.glob("nvmeio-demo-*/*")}
+    assert files.keys() == {"nvmeio.weights", "python.weights"}
+    assert min(files.values()) >= 8 << 20
+
+
+def test_demo_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    ran = run("01_await_beside_compute.py", tmp_path, "--size", "1000000T")
+    assert ran.returncode == 1
+    assert "GB free" in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_code_in_the_readme_runs(tmp_path: Path) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    code = readme.split("```python\n")[1].split("```")[0]
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["layer.bin"]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_demo_removes_its_files(kind: signal.Signals, tmp_path: Path) -> None:
+    started = subprocess.Popen(
+        command("01_await_beside_compute.py", tmp_path, "--size", "1G"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not list(tmp_path.glob("nvmeio-demo-*/python.weights")):
+            assert started.poll() is None, started.communicate()
+            time.sleep(0.01)  # polled: nothing else tells that transfers are under way
+        started.send_signal(kind)
+        _, errors = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 130
+    assert errors == "Interrupted; the files are removed.\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,384 @@
+"""Open files: modes, descriptors, alignment, and who closes what."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support import HeldEngine, bytes_tensor, open_descriptors, random_bytes, raw
+
+import nvmeio
+from nvmeio import files
+from nvmeio._plan import Alignment
+from nvmeio.files import Descriptors, probe_direct
+
+pytestmark = pytest.mark.timeout(30)
+
+DATA = random_bytes(10_000)
+
+
+@pytest.fixture
+def file(path: Path) -> Path:
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def handle(new_handle: object) -> nvmeio.AioHandle:
+    assert callable(new_handle)
+    made = new_handle("threads")
+    assert isinstance(made, nvmeio.AioHandle)
+    return made
+
+
+def opened_on(path: Path) -> int:
+    return sum(target == str(path) for target in open_descriptors().values())
+
+
+# Modes
+
+
+def test_r_reads_and_does_not_create(handle: nvmeio.AioHandle, file: Path) -> None:
+    with nvmeio.open(file) as opened:
+        assert (opened.mode, opened.path) == ("r", str(file))
+        got = torch.zeros(len(DATA), dtype=torch.uint8)
+        assert handle.sync_pread(got, opened) == len(DATA)
+        assert raw(got) == DATA
+    with pytest.raises(FileNotFoundError):
+        nvmeio.open(file.with_name("other"))
+    assert not file.with_name("other").exists()
+
+
+def test_r_plus_writes_what_exists(handle: nvmeio.AioHandle, file: Path) -> None:
+    with nvmeio.open(file, "r+") as opened:
+        assert opened.size() == len(DATA)
+        handle.sync_pwrite(bytes_tensor(b"new"), opened, 1)
+        got = torch.zeros(5, dtype=torch.uint8)
+        handle.sync_pread(got, opened)
+    assert raw(got) == DATA[:1] + b"new" + DATA[4:5]
+    with pytest.raises(FileNotFoundError):
+        nvmeio.open(file.with_name("other"), "r+")
+
+
+def test_rw_creates_and_keeps(handle: nvmeio.AioHandle, file: Path) -> None:
+    with nvmeio.open(file, "rw") as opened:
+        assert opened.size() == len(DATA)
+        handle.sync_pwrite(bytes_tensor(b"new"), opened)
+    assert file.read_bytes() == b"new" + DATA[3:]
+    with nvmeio.open(file.with_name("other"), "rw") as opened:
+        assert opened.size() == 0
+
+
+def test_w_empties(handle: nvmeio.AioHandle, file: Path) -> None:
+    with nvmeio.open(file, "w") as opened:
+        assert opened.size() == 0
+        # An unaligned write opens a second descriptor, which must not empty it again.
+        handle.sync_pwrite(torch.ones(9000, dtype=torch.uint8), opened)
+        handle.sync_pwrite(torch.ones(9000, dtype=torch.uint8), opened, 9001)
+        assert opened.size() == 18_001
+    assert file.read_bytes() == b"\1" * 9000 + b"\0" + b"\1" * 9000
+
+
+def test_x_creates_or_fails(handle: nvmeio.AioHandle, file: Path) -> None:
+    with pytest.raises(FileExistsError) as caught:
+        nvmeio.open(file, "x")
+    assert isinstance(caught.value, nvmeio.TransferError)
+    assert file.read_bytes() == DATA
+    with nvmeio.open(file.with_name("other"), "x") as opened:
+        assert handle.sync_pwrite(torch.ones(9000, dtype=torch.uint8), opened, 1) == 9000
+    assert file.with_name("other").stat().st_size == 9001
+
+
+@pytest.mark.parametrize("mode", ["rb", "r+b", "rb+", "wb", "xb", "brw"])
+def test_a_b_means_nothing(file: Path, mode: str) -> None:
+    named = file if mode != "xb" else file.with_name("other")
+    with nvmeio.open(named, mode) as opened:
+        assert opened.mode == mode
+
+
+@pytest.fixture
+def ramfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system that refuses O_DIRECT when a file is opened."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    made = tmp_path / "ramfs"
+    made.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "ramfs", "ramfs", made], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a ramfs: {mounted.stderr.strip()}")
+    yield made
+    subprocess.run(["umount", made], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("mode", ["rw", "w", "x"])
+def test_files_are_created_where_o_direct_is_refused(
+    handle: nvmeio.AioHandle, ramfs: Path, mode: str
+) -> None:
+    """The kernel creates the file and only then refuses: a second O_EXCL found it there."""
+    with nvmeio.open(ramfs / "new", mode) as opened:
+        assert opened.alignment == 0
+        assert handle.sync_pwrite(bytes_tensor(DATA), opened, 3) == len(DATA)
+        got = torch.zeros(len(DATA), dtype=torch.uint8)
+        assert handle.sync_pread(got, opened, 3) == len(DATA)
+    assert raw(got) == DATA
+    assert handle.stats.buffered_bytes == 2 * len(DATA)
+    with pytest.raises(FileExistsError):
+        nvmeio.open(ramfs / "new", "x")
+
+
+# The life of a File
+
+
+def test_a_file_closes_its_descriptors(handle: nvmeio.AioHandle, file: Path) -> None:
+    assert opened_on(file) == 0
+    opened = nvmeio.open(file, "r+")
+    assert opened_on(file) == 1
+    handle.sync_pwrite(torch.ones(9000, dtype=torch.uint8), opened, 1)
+    assert opened_on(file) in (1, 2)  # direct, and buffered for the edges
+    opened.close()
+    assert opened_on(file) == 0
+    assert opened.closed
+    opened.close()
+    assert opened_on(file) == 0
+
+
+def test_with_closes_a_file(file: Path) -> None:
+    with nvmeio.open(file) as opened:
+        assert not opened.closed
+    assert opened.closed
+    assert opened_on(file) == 0
+    with pytest.raises(nvmeio.ClosedError, match="is closed; open it again"):
+        opened.size()
+
+
+def test_a_dropped_file_closes(file: Path) -> None:
+    opened = nvmeio.open(file)
+    assert opened_on(file) == 1
+    del opened
+    gc.collect()
+    assert opened_on(file) == 0
+
+
+def test_descriptors_stay_until_the_last_transfer_is_done(file: Path) -> None:
+    engine = HeldEngine()
+    with nvmeio.AioHandle(engine=engine) as handle:
+        opened = nvmeio.open(file)
+        operations = [handle.async_pread(torch.zeros(100), opened) for _ in range(3)]
+        assert repr(opened) == f"<nvmeio.File {str(file)!r} mode='r' open, 3 in flight>"
+        opened.close()
+        assert repr(opened) == f"<nvmeio.File {str(file)!r} mode='r' closed, 3 in flight>"
+        assert opened_on(file) == 1
+        engine.gate.set()
+        assert [operation.result(20) for operation in operations] == [400] * 3
+    assert opened_on(file) == 0
+    assert repr(opened) == f"<nvmeio.File {str(file)!r} mode='r' closed, 0 in flight>"
+
+
+def test_a_path_is_open_for_its_transfer_only(file: Path) -> None:
+    engine = HeldEngine()
+    with nvmeio.AioHandle(engine=engine) as handle:
+        operation = handle.async_pread(torch.zeros(100), file)
+        assert opened_on(file) == 1
+        engine.gate.set()
+        assert operation.result(20) == 400
+        assert opened_on(file) == 0
+
+
+def test_descriptors_are_not_inherited(file: Path) -> None:
+    engine = HeldEngine()
+    with nvmeio.AioHandle(engine=engine) as handle, nvmeio.open(file, "r+") as opened:
+        handle.async_pwrite(torch.ones(9000, dtype=torch.uint8), opened, 1)
+        with open(file, "rb") as mine:
+            handle.async_pread(torch.zeros(10), mine.fileno())
+        ours = [fd for fd, target in open_descriptors().items() if target == str(file)]
+        assert len(ours) >= 2
+        assert not any(os.get_inheritable(fd) for fd in ours)
+        engine.gate.set()
+
+
+def test_one_file_for_several_handles_and_threads(file: Path) -> None:
+    with (
+        nvmeio.open(file) as opened,
+        nvmeio.AioHandle(engine="threads") as first,
+        nvmeio.AioHandle(engine="threads") as second,
+        ThreadPoolExecutor(4) as pool,
+    ):
+
+        def read(n: int) -> bytes:
+            got = torch.zeros(1000, dtype=torch.uint8)
+            (first if n % 2 else second).sync_pread(got, opened, n)
+            return raw(got)
+
+        assert list(pool.map(read, range(200))) == [DATA[n : n + 1000] for n in range(200)]
+
+
+def test_a_file_renamed_or_removed_stays_the_same(handle: nvmeio.AioHandle, file: Path) -> None:
+    with nvmeio.open(file, "r+") as opened:
+        file.rename(file.with_name("renamed"))
+        file.write_bytes(b"another")
+        # The second descriptor is opened now, by way of the first and not of the name.
+        assert handle.sync_pwrite(bytes_tensor(b"new"), opened, 1) == 3
+        assert file.read_bytes() == b"another"
+        assert file.with_name("renamed").read_bytes() == DATA[:1] + b"new" + DATA[4:]
+        file.with_name("renamed").unlink()
+        got = torch.zeros(4, dtype=torch.uint8)
+        assert handle.sync_pread(got, opened) == 4
+    assert raw(got) == DATA[:1] + b"new"
+
+
+def test_size_follows_the_file(handle: nvmeio.AioHandle, path: Path) -> None:
+    with nvmeio.open(path, "rw") as opened:
+        assert opened.size() == 0
+        handle.sync_pwrite(torch.zeros(100, dtype=torch.uint8), opened, 5000)
+        assert opened.size() == 5100 == path.stat().st_size
+
+
+# Direct I/O
+
+
+def test_alignment_is_what_the_kernel_asks_for(direct_path: Path) -> None:
+    """Checked by doing it: one unit goes, half a unit does not."""
+    direct_path.write_bytes(bytes(1 << 16))
+    with nvmeio.open(direct_path) as opened:
+        unit = opened.alignment
+    assert unit in (512, 1024, 2048, 4096, 65536)
+    memory = nvmeio.empty_aligned(1 << 16, dtype=torch.uint8).numpy()
+    fd = os.open(direct_path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        assert os.preadv(fd, [memory[:unit]], unit) == unit
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.preadv(fd, [memory[:unit]], unit // 2)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_without_direct_io_says_so() -> None:
+    with nvmeio.open("/proc/self/status") as opened:
+        assert opened.alignment == 0
+    if os.path.ismount("/dev/shm"):
+        assert not probe_direct("/dev/shm").supported
+        assert "memory" in probe_direct("/dev/shm").reason
+
+
+def test_probing_leaves_nothing_behind(tmp_path: Path) -> None:
+    support = probe_direct(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert support.supported == bool(support.offset_alignment)
+    assert support.supported == (support.reason == "")
+    with pytest.raises(FileNotFoundError):
+        probe_direct(tmp_path / "missing")
+
+
+def test_a_refused_direct_transfer_is_repeated_through_the_page_cache(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system may announce direct I/O and refuse it all the same (EINVAL)."""
+
+    def refuse(kind: str, file_offset: int, nbytes: int) -> int:
+        return errno.EINVAL if nbytes % 4096 == 0 and nbytes else 0
+
+    got = torch.zeros(8000, dtype=torch.uint8)
+    with (
+        nvmeio.AioHandle(engine=nvmeio_fake(refuse)) as handle,
+        nvmeio.open(file, "r+") as opened,
+    ):
+        if not opened.alignment:
+            pytest.skip("no direct I/O here to be refused")
+        assert handle.sync_pread(got, opened) == 8000
+        assert opened.alignment == 0  # from now on buffered
+        assert raw(got) == DATA[:8000]
+        assert handle.sync_pread(got, opened, 1000) == 8000
+        assert raw(got) == DATA[1000:9000]
+        stats = handle.stats
+    assert (stats.operations, stats.errors, stats.buffered_bytes) == (2, 0, 16_000)
+    assert (stats.direct_bytes, stats.bounced_bytes, stats.bytes_read) == (0, 0, 16_000)
+    assert [r.getMessage() for r in caplog.records if r.name == "nvmeio"] == [
+        f"{file} refused direct I/O (EINVAL): buffered instead"
+    ]
+
+
+def nvmeio_fake(fail: object) -> object:
+    from nvmeio.testing import FakeEngine
+
+    return FakeEngine(fail=fail)  # type: ignore[arg-type]
+
+
+# Descriptors
+
+
+def test_users_are_counted(file: Path) -> None:
+    opened = Descriptors.open(str(file), os.O_RDONLY)
+    assert opened.users == 1
+    assert opened.retain() is opened
+    assert opened.users == 2
+    opened.release()
+    assert opened_on(file) == 1
+    opened.release()
+    assert opened_on(file) == 0
+    assert opened.direct_fd == -1
+    with pytest.raises(nvmeio.ClosedError):
+        opened.retain()
+
+
+def test_the_inode_is_the_files_whatever_it_is_called(file: Path) -> None:
+    link = file.with_name("link")
+    link.symlink_to(file)
+    there = os.stat(file)
+    with open(file, "rb") as mine:
+        for named in (str(file), link, mine.fileno()):
+            opened = files.acquire(named, None)
+            assert opened.inode == (there.st_dev, there.st_ino)
+            opened.release()
+
+
+def test_the_buffered_descriptor_is_opened_when_it_is_needed(direct_path: Path) -> None:
+    direct_path.write_bytes(DATA)
+    opened = Descriptors.open(str(direct_path), os.O_RDWR)
+    assert opened_on(direct_path) == 1
+    assert fcntl.fcntl(opened.direct_fd, fcntl.F_GETFL) & os.O_DIRECT
+    fd = opened.buffered_fd()
+    assert opened_on(direct_path) == 2
+    assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+    assert opened.buffered_fd() == fd
+    opened.demote()
+    assert opened.alignment == Alignment(0, 0)
+    opened.release()
+    assert opened_on(direct_path) == 0
+
+
+def test_a_borrowed_descriptor_stays_the_callers(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    opened = files.acquire(fd, False)
+    assert opened.path == f"{file} (descriptor {fd})"
+    assert fd not in (opened.direct_fd, opened.any_fd())
+    opened.release()
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) == flags
+    os.close(fd)
+
+
+def test_a_borrowed_descriptor_may_be_closed_at_once(file: Path) -> None:
+    """The operation has descriptors of its own by then; the number may mean another file."""
+    engine = HeldEngine()
+    got = torch.zeros(len(DATA), dtype=torch.uint8)
+    with nvmeio.AioHandle(engine=engine) as handle:
+        fd = os.open(file, os.O_RDONLY)
+        operation = handle.async_pread(got, fd)
+        os.close(fd)
+        other = os.open(os.devnull, os.O_RDONLY)
+        assert other == fd
+        engine.gate.set()
+        assert operation.result(20) == len(DATA)
+        os.close(other)
+    assert raw(got) == DATA

@@ -1,0 +1,313 @@
+"""The tree is the architecture: imports point downward, and `import nvmeio` stays light."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import run_python
+
+import nvmeio
+from nvmeio.testing import FakeEngine
+
+ROOT = Path(nvmeio.__file__).parent
+
+# Module or package (without "nvmeio.") → its layer. The longest name that fits counts.
+LAYERS = {
+    "errors": 0,
+    "_plan": 0,
+    "_shim": 1,
+    "buffers": 2,
+    "_memory": 2,
+    "pool": 2,
+    "_tensor": 2,
+    "files": 2,
+    "engines": 3,
+    "_ports": 4,
+    "_transfer": 4,
+    "_validate": 4,
+    "operation": 4,
+    "_core": 4,
+    "handle": 4,
+    "testing": 5,
+    "compat": 5,
+    "checkpoint": 6,
+    "inference": 6,
+    "offload": 6,
+    "integrations": 7,
+    "cli": 8,
+}
+SYSTEMS = ("checkpoint", "inference", "offload")  # each on layer 4 alone, none on another
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its full name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("nvmeio", *path.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+INSIDE = [name for name in MODULES if name != "nvmeio"]
+
+
+def layer_of(module: str) -> int:
+    parts = module.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in LAYERS:
+            return LAYERS[".".join(parts[:length])]
+    raise LookupError(f"{module} has no layer: give it one in LAYERS, and in DESIGN's list")
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk(node: ast.AST, for_types: bool, at_top: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Nodes below; whether they are for type checkers only, and run when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        typed = for_types or (isinstance(node, ast.If) and is_type_checking(node.test))
+        top = at_top and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        yield child, typed, top
+        yield from walk(child, typed, top)
+
+
+@functools.cache
+def imports_of(module: str) -> tuple[tuple[str, bool, bool], ...]:
+    """Imported modules: full name, for type checkers only, at import time."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    found = []
+    for node, typed, top in walk(tree, False, True):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:  # `from nvmeio import files` means nvmeio.files
+                inner = f"{base}.{alias.name}"
+                names.append(inner if inner in MODULES or inner == "nvmeio._native" else base)
+        found += [(name, typed, top) for name in names]
+    return tuple(found)
+
+
+def inner_imports(module: str, for_types: bool = True) -> set[str]:
+    """Modules of nvmeio that a module imports."""
+    return {
+        name
+        for name, typed, _ in imports_of(module)
+        if (name == "nvmeio" or name.startswith("nvmeio.")) and (for_types or not typed)
+    }
+
+
+# Layers
+
+
+def test_every_module_has_a_layer() -> None:
+    assert INSIDE
+    assert {module: layer_of(module) for module in INSIDE}.keys() == set(INSIDE)
+
+
+def test_every_layer_has_its_modules() -> None:
+    """A name in the list that no longer exists is a mistake in the list; later ones may come."""
+    later = {"compat", "checkpoint", "inference", "offload", "integrations"}
+    assert {name for name in LAYERS if f"nvmeio.{name}" not in MODULES} <= later
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_imports_point_downward(module: str) -> None:
+    """Types count too: what a module is about, it must know from below."""
+    upward = {
+        name
+        for name in inner_imports(module)
+        if name not in ("nvmeio", "nvmeio._native") and layer_of(name) > layer_of(module)
+    }
+    assert not upward
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_only_the_outermost_layers_import_the_whole_package(module: str) -> None:
+    """`import nvmeio` runs everything below: from within, that is a circle."""
+    if layer_of(module) < 5:
+        assert "nvmeio" not in inner_imports(module)
+
+
+def test_only_the_shims_module_imports_the_shim() -> None:
+    importers = {module for module in MODULES if "nvmeio._native" in inner_imports(module)}
+    assert importers == {"nvmeio._shim"}
+
+
+def test_cffi_is_used_through_the_shim_only() -> None:
+    users = {
+        module
+        for module in MODULES
+        if any(name.split(".")[0] in ("cffi", "_cffi_backend") for name, *_ in imports_of(module))
+    }
+    assert users == set()  # the compiled module brings its own ffi
+
+
+def test_none_of_the_systems_imports_another() -> None:
+    for module in INSIDE:
+        mine = [system for system in SYSTEMS if module.startswith(f"nvmeio.{system}")]
+        for system, name in itertools.product(mine, inner_imports(module)):
+            others = [o for o in SYSTEMS if o != system and name.startswith(f"nvmeio.{o}")]
+            assert not others
+
+
+def test_there_are_no_circles() -> None:
+    """At run time; a type may know its user."""
+    graph = {module: inner_imports(module, for_types=False) & set(INSIDE) for module in INSIDE}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join([*path, module])
+        if module not in done:
+            for name in graph[module]:
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_modules_are_about_one_thing() -> None:
+    """Past 600 lines a module wants splitting (STYLE)."""
+    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert {name: lines for name, lines in lengths.items() if lines > 600} == {}
+
+
+def test_the_walk_sees_what_it_is_to_see() -> None:
+    """Facts about today's modules: were the walk blind, every test above would pass."""
+    assert {"nvmeio.errors"} <= inner_imports("nvmeio.files")
+    assert "nvmeio._native" in inner_imports("nvmeio._shim")
+    assert "nvmeio._core" in inner_imports("nvmeio.operation")
+    assert "nvmeio._core" not in inner_imports("nvmeio.operation", for_types=False)
+    assert "nvmeio.engines.libaio" in inner_imports("nvmeio.engines.select")
+    assert ("typer", False, True) in imports_of("nvmeio.cli")
+
+
+# import nvmeio
+
+
+def test_importing_nvmeio_loads_no_more_than_it_needs() -> None:
+    """torch may load what it likes; nvmeio adds no command line, no numpy and no GPU library."""
+    done = run_python(
+        """
+        import json, re, sys
+        import torch
+        def libraries():
+            with open("/proc/self/maps") as maps:
+                return {line.split()[-1] for line in maps if ".so" in line}
+        modules, loaded = set(sys.modules), libraries()
+        import nvmeio
+        print(json.dumps([sorted(set(sys.modules) - modules), sorted(libraries() - loaded)]))
+        """
+    )
+    assert done.stderr == ""
+    modules, loaded = json.loads(done.stdout)
+    assert "nvmeio.handle" in modules
+    outside = {name.split(".")[0] for name in modules} - {"nvmeio"}
+    assert not outside & {"typer", "rich", "click", "numpy", "uvloop", "pytest", "hypothesis"}
+    assert not {name for name in modules if name.startswith(("nvmeio.cli", "nvmeio.testing"))}
+    gpu = re.compile("cuda|cufile|nvidia|nvml|cudart", re.IGNORECASE)
+    assert [name for name in loaded if gpu.search(name)] == []
+    assert any("_native" in name for name in loaded)
+
+
+def test_nothing_starts_when_nvmeio_is_imported() -> None:
+    done = run_python(
+        """
+        import os, threading
+        import torch
+        before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        import nvmeio, nvmeio.testing
+        assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+        with open("/proc/self/maps") as maps:
+            assert "[aio]" not in maps.read()
+        """
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+# Public names
+
+
+def public_names() -> set[str]:
+    return {
+        name
+        for name, value in vars(nvmeio).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+
+
+def test_public_names_are_those_of_all() -> None:
+    assert len(nvmeio.__all__) == len(set(nvmeio.__all__))
+    assert public_names() == set(nvmeio.__all__)
+
+
+def test_all_is_exported_explicitly() -> None:
+    """`X as X`, which type checkers take for a re-export (PEP 484)."""
+    tree = ast.parse(MODULES["nvmeio"].read_text())
+    exported = {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert exported == set(nvmeio.__all__)
+    assert (ROOT / "py.typed").exists()
+
+
+def public_things() -> Iterator[tuple[str, object]]:
+    for name in sorted(nvmeio.__all__):
+        thing = getattr(nvmeio, name)
+        yield name, thing
+        if inspect.isclass(thing):
+            for member, value in vars(thing).items():
+                # Fields of a NamedTuple are described by their class.
+                if not member.startswith("_") and type(value).__name__ != "_tuplegetter":
+                    yield f"{name}.{member}", value
+
+
+THINGS = {
+    name: thing
+    for name, thing in [*public_things(), ("testing.FakeEngine", FakeEngine)]
+    if callable(thing) or isinstance(thing, (property, classmethod, staticmethod))
+}
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_public_things_are_documented(name: str) -> None:
+    thing = THINGS[name]
+    if isinstance(thing, (classmethod, staticmethod)):
+        thing = thing.__func__
+    own = thing.fget.__doc__ if isinstance(thing, property) and thing.fget else thing.__doc__
+    assert own
+    assert own.strip()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_documented(module: str) -> None:
+    assert ast.get_docstring(ast.parse(MODULES[module].read_text())) is not None
+
+
+def test_public_classes_live_where_they_say() -> None:
+    """What pickles and tracebacks name can be imported again."""
+    for name in nvmeio.__all__:
+        thing = getattr(nvmeio, name)
+        assert getattr(importlib.import_module(thing.__module__), thing.__name__) is thing
