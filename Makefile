@@ -18,7 +18,7 @@ STAMP := $(VENV)/.nvmeio-installed
 BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress lint type format bench wheel-check clean
+.PHONY: help demo test stress native-check lint type format bench wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -31,6 +31,9 @@ test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
+
+native-check: ## the shim under ASan and UBSan, TSan, and valgrind
+	@sh tests/native/run.sh asan tsan valgrind
 
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .

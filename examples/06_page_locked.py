@@ -56,8 +56,7 @@ async def compare(handle: nvmeio.AioHandle, file: nvmeio.File, data: torch.Tenso
             began = time.perf_counter()
             await handle.async_pread(tensor, file)
             times_s.append(time.perf_counter() - began)
-        after = handle.stats
-        way = _common.ways(nvmeio.Counters(*(b - a for a, b in zip(before, after, strict=True))))
+        way = _common.ways(handle.stats.since(before))
         verify(torch.equal(tensor, data), f"{kind} holds what was written")
         table.add_row(
             kind,
