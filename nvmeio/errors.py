@@ -44,6 +44,9 @@ class NvmeioError(Exception):
 
     others: tuple[BaseException, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy, (type(self), self.args), self.__dict__
+
 
 class ClosedError(NvmeioError):
     """The handle, file or pool is closed, or belongs to the parent of this forked process."""
@@ -143,9 +146,9 @@ class TransferError(NvmeioError, OSError):
     def __str__(self) -> str:
         return f"[Errno {self.errno}] {self.strerror}"
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         arguments = {name: getattr(self, name) for name in _FIELDS} | {"detail": self._detail}
-        return _rebuild, (_public_class(type(self)), self.errno, arguments)
+        return _rebuild, (_public_class(type(self)), self.errno, arguments), self.__dict__
 
 
 class ShortTransferError(TransferError):
@@ -220,3 +223,8 @@ def _public_class(cls: type[TransferError]) -> type[TransferError]:
 
 def _rebuild(cls: type[TransferError], errno: int, arguments: dict[str, Any]) -> TransferError:
     return cls(errno, **arguments)
+
+
+def _copy(cls: type[NvmeioError], args: tuple[Any, ...]) -> NvmeioError:
+    # Not through __init__, whose keyword arguments are not among args: the state follows.
+    return cls.__new__(cls, *args)

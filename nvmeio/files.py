@@ -93,7 +93,8 @@ class Descriptors:
             except OSError as refused:
                 if refused.errno != errno.EINVAL:
                     raise
-                fd, direct = os.open(path, flags, 0o666), False
+                # The refusal came after the file was created: with O_EXCL it would be in the way.
+                fd, direct = os.open(path, flags & ~os.O_EXCL, 0o666), False
         except OSError as failed:
             raise _open_error(failed.errno or errno.EIO, path) from failed
         try:

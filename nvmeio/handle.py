@@ -77,7 +77,13 @@ class AioHandle:
             intra_op_parallelism,
         )
         self._options = options
-        self._core = Core(select.start(engine, options))
+        started = select.start(engine, options)
+        try:
+            self._core = Core(started)
+        except BaseException:
+            started.stop()
+            started.join()
+            raise
 
     # --- transfers ------------------------------------------------------------------------
 

@@ -311,7 +311,7 @@ class Operation(Coroutine[Any, Any, int]):
                     path=self._path,
                     file_offset=self.file_offset,
                     nbytes=self.nbytes,
-                    transferred=self.transferred,
+                    transferred=self._outcome().transferred,
                 )
         self._error = error
         waiters, callbacks = self._core.settled(self, state)
