@@ -16,7 +16,7 @@ from nvmeio.errors import BackendUnavailableError
 # See docs/architecture.md for the measurement.
 BOUNCE_BYTES = 64 << 20
 MIN_BOUNCE_BLOCKS = 4
-_REAP_MAX = 256
+_REAP_MAX = 64
 
 
 class LibaioEngine:
@@ -131,20 +131,20 @@ class _Ticket:
 
 
 class _Port:
-    __slots__ = ("_tokens", "raw")
+    __slots__ = ("raw",)
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
-        self._tokens = ffi.new("uint64_t[]", _REAP_MAX)
 
     def fileno(self) -> int:
         return int(lib.nv_port_fd(self.raw))
 
     def reap(self) -> list[int]:
+        tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may reap at once
         taken: list[int] = []
         while True:
-            n = lib.nv_port_reap(self.raw, self._tokens, _REAP_MAX)
-            taken += ffi.unpack(self._tokens, n)
+            n = lib.nv_port_reap(self.raw, tokens, _REAP_MAX)
+            taken += ffi.unpack(tokens, n)
             if n < _REAP_MAX:
                 return taken
 
