@@ -305,3 +305,72 @@ def test_the_example_in_its_documentation(file: Path) -> None:
     big = torch.zeros(2 << 20, dtype=torch.uint8)
     with pytest.raises(nvmeio.TransferError), nvmeio.AioHandle(engine=engine) as handle:
         handle.sync_pwrite(big, file)
+
+
+# What the options mean, seen from the kernel's side of the queue
+
+
+def test_no_more_blocks_in_the_kernel_than_queue_depth(new_handle: Make, file: Path) -> None:
+    taken = 0
+
+    def accept(n: int) -> int:
+        nonlocal taken
+        taken += n
+        return n
+
+    engine = HeldEngine(accept=accept)
+    handle = new_handle(engine, block_size=4096, queue_depth=3, intra_op_parallelism=2)
+    operation = handle.async_pread(target(), file)
+    try:
+        engine.wait_until_begun(6)
+        time.sleep(0.01)
+        assert taken == 6  # of 32
+    finally:
+        engine.gate.set()
+    assert operation.result(20) == len(DATA)
+    assert taken == 32
+
+
+@pytest.mark.parametrize("single_submit", [False, True])
+def test_single_submit_hands_over_one_block_a_call(
+    new_handle: Make, file: Path, single_submit: bool
+) -> None:
+    offered: list[int] = []
+    engine = FakeEngine(accept=lambda n: offered.append(n) or n)  # type: ignore[func-returns-value]
+    handle = new_handle(engine, block_size=4096, queue_depth=8, single_submit=single_submit)
+    handle.sync_pread(target(), file)
+    assert sum(offered) == 32
+    assert (max(offered) == 1) is single_submit
+
+
+@pytest.mark.parametrize("overlap_events", [False, True])
+def test_overlap_events_refills_before_the_queue_is_empty(
+    new_handle: Make, file: Path, overlap_events: bool
+) -> None:
+    left_when_filled: list[int] = []
+    in_kernel = 0
+    lock = threading.Lock()
+
+    class Counting(FakeEngine):
+        def _accept(self, blocks: list[Block]) -> int:
+            nonlocal in_kernel
+            with lock:
+                left_when_filled.append(in_kernel)
+                in_kernel += len(blocks)
+            return super()._accept(blocks)
+
+        def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
+            nonlocal in_kernel
+            moved = super()._move(block, fd, memory, offset)
+            with lock:
+                in_kernel -= 1
+            return moved
+
+    handle = new_handle(
+        Counting(delay_s=lambda kind, offset, _: 0.002 if offset % 8192 else 0.0),
+        block_size=4096,
+        queue_depth=8,
+        overlap_events=overlap_events,
+    )
+    handle.sync_pread(target(), file)
+    assert (max(left_when_filled) > 0) is overlap_events

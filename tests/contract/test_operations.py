@@ -1416,11 +1416,18 @@ def test_a_handle_may_be_collected_at_any_moment(file: Path, loop_kind: str) -> 
     """The collector runs where it likes: `__del__` met a lock that its own thread held."""
     new_loop(loop_kind).close()  # skips
 
+    collected: list[int] = []
+
     class Collecting(HeldEngine):
-        def submit(self, port: Any, token: int, transfer: Any) -> Any:
-            ticket = super().submit(port, token, transfer)
+        def prepare(self, port: Any, token: int, transfer: Any) -> Any:
+            ticket = super().prepare(port, token, transfer)
             move = ticket.move
-            ticket.move = lambda port: (gc.collect(), move(port))  # type: ignore[assignment]
+
+            def collect_and_move(port: Any) -> None:
+                collected.append(gc.collect())
+                move(port)
+
+            ticket.move = collect_and_move  # type: ignore[method-assign]
             return ticket
 
     engine = Collecting()
@@ -1447,6 +1454,7 @@ def test_a_handle_may_be_collected_at_any_moment(file: Path, loop_kind: str) -> 
         gc.enable()
         engine.gate.set()
     assert values == [SIZE]
+    assert collected[0] > 0
 
 
 def test_a_dropped_handle_is_given_up_even_where_warnings_are_errors(file: Path) -> None:

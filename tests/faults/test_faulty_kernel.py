@@ -490,6 +490,39 @@ async def test_cancellation_waits_for_what_the_kernel_holds(faulty, tmp_path, al
         assert handle.stats.cancelled == 1
 
 
+@pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
+def test_cancelled_operation_whose_block_was_interrupted_is_cancelled(faulty, tmp_path, error):
+    """Uncancelled, such a block is asked for again; its errno was told as a failure then."""
+    path = make_file(tmp_path / "file", noise(NBYTES))
+    with faulty.handle(block_size=BLOCK, queue_depth=4) as handle:
+        faulty.close_gate()
+        faulty.set(event_every=1, event_error=error)
+        operation = handle.async_pread(aligned(NBYTES), path)
+        assert eventually(lambda: faulty["events_held"] == 4)
+        assert operation.cancel()
+        faulty.open_gate()
+        with pytest.raises(concurrent.futures.CancelledError):
+            operation.result(20)
+        assert faulty["events_changed"] == 4
+        assert (handle.stats.cancelled, handle.stats.errors) == (1, 0)
+
+
+def test_done_callback_may_wait_for_what_ended_at_the_same_time(faulty, tmp_path):
+    """Both are noticed together, and the second was claimed for after the first: a deadlock."""
+    path = make_file(tmp_path / "file", noise(NBYTES))
+    results = []
+    with faulty.handle(block_size=BLOCK, queue_depth=8) as handle:
+        faulty.close_gate()
+        first, second = (handle.async_pread(aligned(BLOCK), path, i * BLOCK) for i in range(2))
+        first.add_done_callback(lambda _: results.append(second.result(5)))
+        second.add_done_callback(lambda _: results.append(first.result(5)))
+        assert eventually(lambda: faulty["events_held"] == 2)
+        faulty.open_gate()
+        assert eventually(lambda: len(results) == 2, 4), "a callback waits in vain"
+        assert first.result(20) == second.result(20) == BLOCK
+    assert results == [BLOCK, BLOCK]
+
+
 def test_close_waits_for_what_the_kernel_holds(faulty, tmp_path):
     content = noise(NBYTES, seed=14)
     path = make_file(tmp_path / "file", content)
