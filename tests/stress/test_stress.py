@@ -30,6 +30,9 @@ from faults._support import (
 from support import nvmeio_threads, open_descriptors
 
 import nvmeio
+from nvmeio.engines import libaio
+from nvmeio.engines.base import Kind, Options, Transfer
+from nvmeio.engines.threads import ThreadsPort
 
 FILE_BYTES = 8 * MIB
 MOST = 160 * KIB  # bytes per operation
@@ -454,3 +457,103 @@ def test_close_among_threads_that_submit(tmp_path, engine, turns):
         assert len(results) == 4
         assert all(all(each) for each in results)
         assert handle.stats.in_flight == 0
+
+
+class _KnowsFreedPorts:
+    """The shim, refusing to touch a port that was freed."""
+
+    def __init__(self, lib):
+        self._lib = lib
+        self._freed = set()
+
+    def __getattr__(self, name):
+        return getattr(self._lib, name)
+
+    def nv_port_free(self, port):
+        self._freed.add(int(libaio.ffi.cast("uintptr_t", port)))
+        self._lib.nv_port_free(port)
+
+    def nv_port_reap(self, port, tokens, most):
+        assert int(libaio.ffi.cast("uintptr_t", port)) not in self._freed, "reaped a freed port"
+        return self._lib.nv_port_reap(port, tokens, most)
+
+
+@pytest.mark.parametrize("engine", ["libaio", "threads"])
+def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engine):
+    """A thread that submits reaps in passing; close freed the port before it came to that."""
+    path = make_file(tmp_path / "file", noise(4096, seed=6))
+    monkeypatch.setattr(libaio, "lib", _KnowsFreedPorts(libaio.lib))
+    about_to, closed = threading.Event(), threading.Event()
+    port = libaio._Port if engine == "libaio" else ThreadsPort
+    reap = port.reap
+
+    def late(self):
+        if threading.current_thread().name == "submitter":
+            about_to.set()
+            closed.wait(0.5)
+        return reap(self)
+
+    monkeypatch.setattr(port, "reap", late)
+    handle = nvmeio.AioHandle(engine=engine)
+    failures = []
+
+    def submit():
+        tensor = aligned(4096)
+        try:
+            while not about_to.is_set():
+                handle.async_pread(tensor, path)
+        except BaseException as failed:
+            failures.append(failed)
+
+    submitter = threading.Thread(target=submit, name="submitter")
+    submitter.start()
+    assert about_to.wait(20)
+    handle.close()
+    closed.set()
+    submitter.join(20)
+    assert not failures
+
+
+def test_two_threads_reap_one_port(tmp_path, monkeypatch):
+    """They shared the array that the shim fills: a token of one was overwritten by the other.
+
+    An operation with a callback, whose token was lost, never called back.
+    """
+
+    class Slow:
+        """The shim; the thread "slow" comes back late from reaping."""
+
+        def __getattr__(self, name):
+            return getattr(libaio_lib, name)
+
+        def nv_port_reap(self, port, tokens, most):
+            n = libaio_lib.nv_port_reap(port, tokens, most)
+            if threading.current_thread().name == "slow":
+                reaped.set()
+                other_has_reaped.wait(0.5)
+            return n
+
+    libaio_lib = libaio.lib
+    monkeypatch.setattr(libaio, "lib", Slow())
+    reaped, other_has_reaped = threading.Event(), threading.Event()
+    engine = libaio.LibaioEngine()
+    engine.start(Options())
+    port = engine.open_port()
+    with open(tmp_path / "file", "wb") as file:
+        sync = Transfer(Kind.FSYNC, -1, file.fileno(), 0, 0, 0, 0, 0, 1, 1, False, False)
+        tickets = [engine.prepare(port, token, sync) for token in (1, 2)]
+        tickets[0].start()
+        assert tickets[0].wait(20)
+        found = []
+        slow = threading.Thread(target=lambda: found.append(port.reap()), name="slow")
+        slow.start()
+        assert reaped.wait(20)
+        tickets[1].start()
+        assert tickets[1].wait(20)
+        mine = port.reap()
+        other_has_reaped.set()
+        slow.join(20)
+    port.close()
+    engine.stop()
+    engine.join()
+    assert (found, mine) == ([[1]], [2])
