@@ -54,6 +54,7 @@ nv_port *nv_port_new(nv_engine *);
 int nv_port_fd(nv_port *);
 int nv_port_reap(nv_port *, uint64_t *tokens, int max);
 void nv_port_wake(nv_port *);
+void nv_port_close(nv_port *); /* nothing arrives any more; still safe to reap and wake */
 void nv_port_free(nv_port *);
 
 /* kind: 0 read, 1 write, 2 fsync, 3 fdatasync. Nothing happens before nv_start. */

@@ -122,10 +122,18 @@ nv_port *nv_port_new(nv_engine *engine) {
 
 int nv_port_fd(nv_port *port) { return port->efd; }
 
-void nv_port_wake(nv_port *port) {
+static void signal_port(nv_port *port) {
   uint64_t one = 1;
   ssize_t ignored = write(port->efd, &one, sizeof one); /* full means awake already */
   (void)ignored;
+}
+
+void nv_port_wake(nv_port *port) {
+  nv_engine *engine = port->engine;
+  if (nv_forked(engine)) return;
+  pthread_mutex_lock(&engine->mutex);
+  if (!port->closed) signal_port(port);
+  pthread_mutex_unlock(&engine->mutex);
 }
 
 static void port_unref(nv_port *port) {
@@ -166,32 +174,35 @@ static void unlink_done(nv_port *port, nv_request *request) {
   request->linked = 0;
 }
 
-/* Takes up to max tokens of finished requests. The eventfd is reset first and `signalled` is
- * cleared together with the take, so a completion in between is either taken or signals anew. */
+/* Takes up to max tokens of finished requests. All under the mutex: the descriptor's number may be
+ * somebody else's once the port is closed. */
 int nv_port_reap(nv_port *port, uint64_t *tokens, int max) {
   nv_engine *engine = port->engine;
   if (nv_forked(engine)) return 0;
   uint64_t count;
-  ssize_t ignored = read(port->efd, &count, sizeof count);
-  (void)ignored;
-  pthread_mutex_lock(&engine->mutex);
   int n = 0;
-  while (port->head && n < max) {
-    nv_request *request = port->head;
-    tokens[n++] = request->token;
-    unlink_done(port, request);
-    leave_port(request);
+  pthread_mutex_lock(&engine->mutex);
+  if (!port->closed) {
+    ssize_t ignored = read(port->efd, &count, sizeof count);
+    (void)ignored;
+    while (port->head && n < max) {
+      nv_request *request = port->head;
+      tokens[n++] = request->token;
+      unlink_done(port, request);
+      leave_port(request);
+    }
+    port->signalled = port->head != NULL;
+    if (port->signalled) signal_port(port);
   }
-  port->signalled = port->head != NULL;
-  if (port->signalled) nv_port_wake(port);
   pthread_mutex_unlock(&engine->mutex);
   return n;
 }
 
-void nv_port_free(nv_port *port) {
+void nv_port_close(nv_port *port) {
   nv_engine *engine = port->engine;
   if (nv_forked(engine)) return;
   pthread_mutex_lock(&engine->mutex);
+  int closed = port->closed;
   port->closed = 1;
   while (port->head) {
     nv_request *request = port->head;
@@ -199,8 +210,15 @@ void nv_port_free(nv_port *port) {
     leave_port(request);
   }
   pthread_mutex_unlock(&engine->mutex);
+  if (closed) return;
   while (atomic_load(&port->signalling)) sched_yield();
   close(port->efd);
+}
+
+void nv_port_free(nv_port *port) {
+  nv_engine *engine = port->engine;
+  if (nv_forked(engine)) return;
+  nv_port_close(port);
   port_unref(port);
   engine_unref(engine);
 }
@@ -309,7 +327,7 @@ void nv_complete(nv_request *request) {
   if (port && !orphan && !port->closed) {
     if (link_done(port, request)) {
       signal = port;
-      atomic_fetch_add(&port->signalling, 1); /* nv_port_free waits for us */
+      atomic_fetch_add(&port->signalling, 1); /* nv_port_close waits for us */
     }
   } else {
     leave_port(request);
@@ -320,7 +338,7 @@ void nv_complete(nv_request *request) {
   if (orphan) request_release(request);
   if (signal) {
     /* Outside of the mutex: whoever wakes up wants it at once. */
-    nv_port_wake(signal);
+    signal_port(signal);
     atomic_fetch_sub(&signal->signalling, 1);
   }
 }
@@ -368,7 +386,7 @@ void nv_move(nv_request *request, nv_port *port) {
     leave_port(request);
     request->port = port;
     atomic_fetch_add(&port->refs, 1);
-    if (request->done && link_done(port, request)) nv_port_wake(port);
+    if (request->done && !port->closed && link_done(port, request)) signal_port(port);
   }
   pthread_mutex_unlock(&engine->mutex);
 }

@@ -33,11 +33,6 @@ LOOPS = ("asyncio", "debug", "uvloop", "eager")
 PATIENCE_S = 20.0
 
 
-# For a test that fails for a fault in nvmeio that is known and not mended yet; its docstring says
-# which. Strict, so the mending has to take the mark away.
-known_bug = pytest.mark.xfail(strict=True, reason="a known fault of nvmeio")
-
-
 # Loops
 
 

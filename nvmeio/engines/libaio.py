@@ -152,7 +152,8 @@ class _Port:
         lib.nv_port_wake(self.raw)
 
     def close(self) -> None:
-        ffi.release(self.raw)
+        # Freed when nobody holds it any more: another thread may be about to reap.
+        lib.nv_port_close(self.raw)
 
 
 def probe() -> tuple[int, str]:

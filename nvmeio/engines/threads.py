@@ -117,6 +117,8 @@ class ThreadsPort:
 
     def reap(self) -> list[int]:
         with self._engine.condition:
+            if self._fd < 0:
+                return []
             with suppress(BlockingIOError):
                 os.eventfd_read(self._fd)
             taken, self._finished = self._finished, []
@@ -125,7 +127,9 @@ class ThreadsPort:
         return [request.token for request in taken]
 
     def wake(self) -> None:
-        os.eventfd_write(self._fd, 1)
+        with self._engine.condition:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         with self._engine.condition:

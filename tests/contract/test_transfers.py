@@ -663,7 +663,8 @@ def test_the_edges_of_a_write_are_buffered(make_handle: Make, direct_path: Path)
 
 def test_an_operation_and_the_handle_count_the_same(handle: nvmeio.AioHandle, path: Path) -> None:
     operations = [
-        handle.async_pwrite(torch.zeros(n * 1009, dtype=torch.uint8), path, n) for n in range(20)
+        handle.async_pwrite(torch.zeros(n * 1009, dtype=torch.uint8), path, n * 20_001)
+        for n in range(20)
     ]
     handle.wait()
     stats = handle.stats

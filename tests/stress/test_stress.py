@@ -557,3 +557,54 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
     engine.stop()
     engine.join()
     assert (found, mine) == ([[1]], [2])
+
+
+@short_and_long("turns", 15, 300)
+@pytest.mark.timeout(300)
+def test_loops_come_and_go_in_many_threads(tmp_path, turns):
+    content = noise(MIB, seed=7)
+    path = make_file(tmp_path / "file", content)
+    with nvmeio.AioHandle(64 * KIB, 8) as handle:
+
+        def use():
+            async def read():
+                tensor = aligned(4096)
+                assert await handle.async_pread(tensor, path, 4096) == 4096
+                assert torch.equal(tensor, content[4096:8192])
+
+            for _ in range(turns):
+                asyncio.run(read())
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(use) for _ in range(8)]
+            for each in concurrent.futures.as_completed(running, timeout=280):
+                each.result()
+        assert handle.wait(10) == 8 * turns
+
+
+def test_loop_comes_while_another_thread_looks_for_closed_ones(tmp_path):
+    """A new loop's first operation walks over the known loops: one more came in between."""
+    path = make_file(tmp_path / "file", noise(4096, seed=8))
+    looking, come = threading.Event(), threading.Event()
+
+    class Loop(asyncio.SelectorEventLoop):
+        def is_closed(self):
+            if threading.current_thread().name == "looks" and not looking.is_set():
+                looking.set()
+                come.wait(0.5)
+            return super().is_closed()
+
+    with nvmeio.AioHandle() as handle, contextlib.closing(Loop()) as known:
+
+        async def read():
+            return await handle.async_pread(aligned(4096), path)
+
+        assert known.run_until_complete(read()) == 4096
+        found = []
+        looks = threading.Thread(target=lambda: found.append(asyncio.run(read())), name="looks")
+        looks.start()
+        assert looking.wait(20)
+        assert asyncio.run(read()) == 4096
+        come.set()
+        looks.join(20)
+        assert found == [4096]
