@@ -51,7 +51,7 @@ class Core:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._condition = threading.Condition(self._lock)
         self._sleepers = 0
         self._refusal = ""  # why no operation is accepted any more
@@ -546,7 +546,7 @@ class Core:
 
     def _after_fork(self) -> None:
         # Locks may have been copied while held, lanes do not exist here: only refuse.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._condition = threading.Condition(self._lock)
         self._ports.after_fork()
         self._refusal = _FORKED
