@@ -22,7 +22,6 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,7 +62,7 @@ class Core:
         self._tokens = itertools.count(1)
         self._ports = Ports(engine, self.reap, self._adopt)
         self._finisher: concurrent.futures.ThreadPoolExecutor | None = None
-        _cores.add(self)
+        _unreleased.add(self)
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -508,7 +507,6 @@ class Core:
         if not self._live:
             self._release()
             return
-        _cores.add(self)  # a collected cycle has lost its weak references by now
         threading.Thread(target=self._close_quietly, name="nvmeio-close", daemon=True).start()
 
     def _close_quietly(self) -> None:
@@ -527,6 +525,7 @@ class Core:
             finisher.shutdown(wait=False)
         self.engine.stop()
         self._ports.release()
+        _unreleased.discard(self)
 
     @property
     def closed(self) -> bool:
@@ -567,16 +566,18 @@ class Core:
             self._close_quietly()
 
 
-_cores: weakref.WeakSet[Core] = weakref.WeakSet()
+# Strong references. In a cycle, the collector finalises the shim's objects together with the handle
+# whose `__del__` hands them on; what is reachable from here it leaves alone until it is released.
+_unreleased: set[Core] = set()
 
 
 def _after_fork_in_child() -> None:
-    for core in list(_cores):
+    for core in list(_unreleased):
         core._after_fork()
 
 
 def _at_exit() -> None:
-    for core in list(_cores):
+    for core in list(_unreleased):
         core._at_exit()
 
 

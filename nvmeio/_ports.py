@@ -108,11 +108,16 @@ class Ports:
             self.default.wake()
             dispatcher.join()
         self.default.close()
+        self._reap = self._orphaned = _nothing  # no cycle: what the kernel gave goes at once
 
     def after_fork(self) -> None:
         """In the child: locks may have been copied while held, and there is no dispatcher."""
         self._lock = threading.Lock()
         self._released = True
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 class _LoopPort:
