@@ -78,7 +78,6 @@ class Core:
 
         `check` runs after success, off the event loop; what it raises is the operation's error.
         """
-        self.check_open()
         opened: Descriptors | None = None
         try:
             opened = files.acquire(file, kind is Kind.WRITE)

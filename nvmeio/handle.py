@@ -110,10 +110,7 @@ class AioHandle:
 
         Cost: none in the common case; see `Operation.bounced_bytes`. Source: io_submit(2).
         """
-        memory = _tensor.destination(tensor)
-        return self._core.start(
-            Kind.READ, memory, file, _checked_offset(file_offset, memory.nbytes)
-        )
+        return self._start(Kind.READ, tensor, file, file_offset)
 
     def async_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
         """Start writing a tensor into a file.
@@ -135,10 +132,7 @@ class AioHandle:
         how many bytes got through. The span's contents in the file are then unknown, and a file
         that was to grow may already have its new size.
         """
-        memory = _tensor.source(tensor)
-        return self._core.start(
-            Kind.WRITE, memory, file, _checked_offset(file_offset, memory.nbytes)
-        )
+        return self._start(Kind.WRITE, tensor, file, file_offset)
 
     def sync_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
         """`async_pread`, blocking; the number of bytes read."""
@@ -168,7 +162,8 @@ class AioHandle:
 
         Cost: `validate` reads everything twice.
         """
-        return self._transfer(Kind.READ, tensor, file, validate, async_op, file_offset)
+        operation = self._start(Kind.READ, tensor, file, file_offset, validate)
+        return operation if async_op else operation.result()
 
     def pwrite(
         self,
@@ -179,24 +174,22 @@ class AioHandle:
         file_offset: int = 0,
     ) -> Operation | int:
         """Write, with all choices; see `pread`."""
-        return self._transfer(Kind.WRITE, tensor, file, validate, async_op, file_offset)
+        operation = self._start(Kind.WRITE, tensor, file, file_offset, validate)
+        return operation if async_op else operation.result()
 
-    def _transfer(
+    def _start(
         self,
         kind: Kind,
         tensor: torch.Tensor,
         file: FileLike,
-        validate: bool,
-        async_op: bool,
         file_offset: int,
-    ) -> Operation | int:
+        validate: bool = False,
+    ) -> Operation:
+        self._core.check_open()
         memory = _tensor.destination(tensor) if kind is Kind.READ else _tensor.source(tensor)
         offset = _checked_offset(file_offset, memory.nbytes)
-        check = None
-        if validate:
-            check = _validate.comparison(memory, file, offset)
-        operation = self._core.start(kind, memory, file, offset, check)
-        return operation if async_op else operation.result()
+        check = _validate.comparison(memory, file, offset) if validate else None
+        return self._core.start(kind, memory, file, offset, check)
 
     # --- all operations of the handle -------------------------------------------------------
 

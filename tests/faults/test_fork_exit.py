@@ -479,9 +479,12 @@ def test_exit_with_daemon_threads_at_work(tmp_path, turn):
         handle = nvmeio.AioHandle(block_size=64 << 10)
         other = nvmeio.AioHandle(engine="threads")
         begun = threading.Barrier(5)
+        # Made and kept here: freeing a tensor gives up the GIL inside of torch, and a thread that
+        # is frozen there aborts the process.
+        tensors = [misaligned(1 << 20) for _ in range(4)]
 
-        def work(handle):
-            tensor = misaligned(1 << 20)
+        def work(handle, number):
+            tensor = tensors[number]
             begun.wait()
             try:
                 while True:
@@ -491,8 +494,7 @@ def test_exit_with_daemon_threads_at_work(tmp_path, turn):
 
         def loop():
             async def main():
-                # Made once: torch itself may abort a thread that is frozen in a longer call.
-                tensor = misaligned(1 << 20)
+                tensor = tensors[0]
                 begun.wait()
                 while True:
                     await handle.async_pread(tensor, path)
@@ -501,7 +503,9 @@ def test_exit_with_daemon_threads_at_work(tmp_path, turn):
             except (nvmeio.ClosedError, RuntimeError):
                 pass
 
-        for target, *arguments in ((work, handle), (work, handle), (work, other), (loop,)):
+        for target, *arguments in (
+            (work, handle, 1), (work, handle, 2), (work, other, 3), (loop,)
+        ):
             threading.Thread(target=target, args=arguments, daemon=True).start()
         begun.wait()
         time.sleep(0.2)
