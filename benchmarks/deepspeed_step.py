@@ -31,6 +31,11 @@ from _machine import machine, versions
 from _worker import PeerFailed, PeerUnavailable, Worker
 
 SIDES = {"nvmeio": "peers.zero3:OnNvmeio", "its own op": "peers.zero3:OnItsOwn"}
+PARTS = {
+    "step": "seconds a step",
+    "optimizer": "of that, optimizer.step",
+    "cpu": "processor seconds",
+}
 BYTES_ON_DISK = 16  # a parameter: weight, two moments and gradient, in 32 bits
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 PIPED_WIDTH = 132
@@ -42,6 +47,7 @@ def main() -> int:
     if shutil.disk_usage(options.dir).free < needed + (1 << 29):
         sys.exit(f"{options.dir}: {needed / 1e9:.1f} GB are needed")
     progress = Console(stderr=True)
+    facts = machine(options.dir, None)
     results = []
     directory = Path(tempfile.mkdtemp(prefix="nvmeio-deepspeed-", dir=options.dir))
     try:
@@ -54,7 +60,7 @@ def main() -> int:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     report = {
-        "machine": machine(options.dir, None),
+        "machine": facts,
         "versions": versions(),
         "parameters": options.parameters,
         "sub_group_size": options.group,
@@ -105,14 +111,13 @@ def _compare(
         "same parameters": len(fingerprints) == 1,
         "samples": samples,
         **{
-            f"{part} ratio": _median(samples["its own op"], part) / _median(samples["nvmeio"], part)
-            for part in ("step", "optimizer")
+            f"{part} ratio": statistics.median(
+                own[part] / ours[part]
+                for own, ours in zip(samples["its own op"], samples["nvmeio"], strict=True)
+            )
+            for part in PARTS
         },
     }
-
-
-def _median(samples: list[dict[str, float]], part: str) -> float:
-    return statistics.median(sample[part] for sample in samples)
 
 
 def _aio(options: argparse.Namespace) -> dict[str, Any]:
@@ -137,11 +142,11 @@ def _show(report: dict[str, Any]) -> None:
         f"{report['parameters'] / 1e6:.0f} million parameters, {gigabytes:.2f} GB on disk "
         f"(read and written each step), in groups of {report['sub_group_size'] / 1e6:.0f} million"
     )
-    table = Table(caption="medians (lowest to highest); ratio = its own op / nvmeio")
+    table = Table(caption="medians (lowest to highest); ratio = median of its own op / nvmeio")
     for header in ("", "nvmeio", "its own op", "ratio", "same parameters"):
         table.add_column(header, justify="right" if header == "ratio" else "left")
     for result in report["results"]:
-        for part, name in (("step", "seconds a step"), ("optimizer", "of that, optimizer.step")):
+        for part, name in PARTS.items():
             taken = [[sample[part] for sample in result["samples"][side]] for side in SIDES]
             table.add_row(
                 f"{result['way']}, {name}",
@@ -159,8 +164,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the files go")
     parser.add_argument("--parameters", type=_count, default=_count("64M"), help="default 64M")
     parser.add_argument("--group", type=_count, default=_count("8M"), help="sub_group_size, 8M")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each side, default 7")
-    parser.add_argument("--steps", type=int, default=2, help="steps in a turn, default 2")
+    parser.add_argument("--repeats", type=int, default=15, help="turns of each side, 15")
+    parser.add_argument("--steps", type=int, default=1, help="steps in a turn, default 1")
     parser.add_argument("--block-size", type=_count, default=1 << 20, help="default 1M")
     parser.add_argument("--queue-depth", type=int, default=32, help="default 32")
     parser.add_argument("--io-parallel", type=int, default=1, help="default 1")

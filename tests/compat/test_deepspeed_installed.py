@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-from _deepspeed_support import ON_NVMEIO, Run, environment, needs_deepspeed
+from _deepspeed_support import ON_NVMEIO, ROOT, Run, environment, free_port, needs_deepspeed
 
 pytestmark = needs_deepspeed
 
@@ -92,14 +92,25 @@ def test_report_shows_async_io_as_compatible() -> None:
     assert "OKAY" in line
 
 
-@pytest.mark.parametrize("read", [True, False])
-def test_ds_io_with_two_processes(tmp_path: Path, read: bool) -> None:
+def test_example(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "10_deepspeed_unchanged.py"
+    assert "nvmeio" not in example.read_text().partition('"""\n\n')[2]
+    output = on_nvmeio(str(example), "--dir", str(tmp_path), MASTER_PORT=str(free_port()))
+    assert "step 4: loss" in output
+    assert "done by nvmeio.compat.deepspeed.handles" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ds_io_reading_and_writing_at_once(tmp_path: Path) -> None:
     main = (
         "import sys; sys.argv[0] = 'ds_io'; from deepspeed.nvme import ds_io_main; ds_io_main(); "
         "from nvmeio.compat.deepspeed import installed; print('on nvmeio:', installed())"
     )
     options = ["--folder", str(tmp_path), "--io_size", "4M", "--loops", "2"]
     options += ["--multi_process", "2", "--io_parallel", "2", "--validate"]
-    output = on_nvmeio("-c", main, *options, *(["--read"] if read else []))
-    assert f"E2E {'Read' if read else 'Write'} Speed" in output
-    assert "on nvmeio: True" in output
+    with ThreadPoolExecutor() as both:
+        writing = both.submit(on_nvmeio, "-c", main, *options)
+        reading = both.submit(on_nvmeio, "-c", main, *options, "--read")
+    for name, output in (("Write", writing.result()), ("Read", reading.result())):
+        assert f"E2E {name} Speed" in output
+        assert "on nvmeio: True" in output
