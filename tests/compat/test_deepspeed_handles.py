@@ -481,6 +481,19 @@ def test_several_threads_share_a_handle(tmp_path: Path) -> None:
     assert all((tmp_path / f"{n}-{t}").stat().st_size == PAGE for n in range(4) for t in range(20))
 
 
+async def test_blocking_calls_in_a_coroutine(path: Path) -> None:
+    """They block the loop, as DeepSpeed's do, and end."""
+    handle, tensor = aio_handle(queue_depth=8), a_tensor()
+    handle.async_pwrite(tensor, str(path))
+    assert handle.sync_pwrite(tensor, str(path)) == 2
+    strided = torch.zeros(2 * tensor.numel(), dtype=torch.uint8)[::2]
+    handle.async_pread(strided, str(path))
+    assert handle.wait() == 1
+    assert torch.equal(strided, tensor)
+    assert await handle.nvmeio.drain() == 3  # its own count
+    await handle.nvmeio.aclose()
+
+
 def test_forked_child_is_told_to_open_a_handle_of_its_own(path: Path) -> None:
     done = run_python(
         f"""

@@ -44,13 +44,14 @@ def install() -> None:
     deepspeed = _import("deepspeed")
     op_builder = _import("deepspeed.ops.op_builder")
     accelerator = _import("deepspeed.accelerator").get_accelerator()
+    writer = _import("deepspeed.io.fast_file_writer")
     caches = _op_caches(accelerator, op_builder)
     _check_not_loaded(caches)
     setattr(sys, _PIN_MEMORY_CACHE, builders.PIN_MEMORY)
     for cache in caches:
         cache.update(_OPS)
     _answer_probes(accelerator)
-    _serve_fast_file_writer(op_builder)
+    _serve_fast_file_writer(writer, op_builder)
     logger.info("DeepSpeed %s does its I/O on nvmeio", getattr(deepspeed, "__version__", "?"))
 
 
@@ -120,9 +121,8 @@ def _answer_probes(accelerator: Any) -> None:
     known.update({name: name != "gds" for name in _OPS if name in known})
 
 
-def _serve_fast_file_writer(op_builder: Any) -> None:
+def _serve_fast_file_writer(*users: Any) -> None:
     """On CPU, DeepSpeed has no op with the one function that its FastFileWriter needs."""
-    writer = _import("deepspeed.io.fast_file_writer")
-    for module in (writer, op_builder):
+    for module in users:
         if module.UtilsBuilder.NAME == "deepspeed_not_implemented":
             module.UtilsBuilder = builders.UtilsBuilder
