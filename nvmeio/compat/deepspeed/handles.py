@@ -26,7 +26,7 @@ import torch
 from nvmeio import buffers
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.compat.deepspeed import pins
-from nvmeio.errors import BackendUnavailableError, NvmeioError
+from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
@@ -125,8 +125,8 @@ class _Handle:
             0 if it is asynchronous, else as `wait`.
 
         Raises:
-            TransferError: What is known to have failed by then, such as a file that cannot be
-                opened; if it is asynchronous, `wait` raises the rest.
+            TransferError: The file cannot be opened. Other failures too if it is synchronous;
+                if it is not, `wait` raises them.
         """
         return self._submitted(self._begin_read(buffer, filename, validate, file_offset), async_op)
 
@@ -239,7 +239,8 @@ class _Handle:
         """Count a transfer as pending; what the call that began it returns."""
         if operation.done():
             failure = operation.exception()
-            if failure is not None:
+            # Only what never began: when a transfer fails is chance, where must not be.
+            if isinstance(failure, TransferError) and failure.operation == "open":
                 raise failure
         self._pending.append(operation)
         return 0 if async_op else self.wait()
