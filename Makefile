@@ -16,9 +16,10 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.nvmeio-installed
 BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
+DEEPSPEED_STAMP := $(VENV)/.nvmeio-deepspeed-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress native-check lint type format bench wheel-check clean
+.PHONY: help demo test stress native-check lint type format bench deepspeed wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -68,6 +69,13 @@ $(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch]
 	@echo "== building the shim, installing nvmeio and its tools"
 	@rm -rf build nvmeio/_native*.so
 	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+deepspeed: $(DEEPSPEED_STAMP) ## install DeepSpeed, so that `make test` runs it on nvmeio
+
+$(DEEPSPEED_STAMP): $(STAMP)
+	@echo "== installing DeepSpeed"
+	@DS_BUILD_OPS=0 $(PIP) install --quiet 'deepspeed==0.19.8' ninja
 	@touch $@
 
 # What cannot be installed is skipped: compare_peers.py names the peers that are missing. fio comes from the system.

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import report
+from nvmeio.cli import deepspeed, report
 
 app = typer.Typer(
     help="Tensors to and from files at the speed of the drive.",
@@ -83,3 +83,34 @@ def show_report(
             console.width = 1000  # in a pipe each fact keeps to one line, for grep
         report.render(result, console)
     raise typer.Exit(result.exit_status)
+
+
+@app.command(
+    "deepspeed",
+    # The command's own options are the command's, with or without a -- before it.
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def run_on_nvmeio(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND", help="The command and its arguments.", show_default=False
+        ),
+    ],
+) -> None:
+    """Runs a command in which DeepSpeed does its disk I/O on nvmeio, in every process below it.
+
+    Nothing in the command changes: DeepSpeed's own op is replaced as soon as DeepSpeed is
+    imported, in children of any kind too (the launcher's ranks, spawn, forkserver, fork). Only
+    a Python that ignores PYTHONPATH (-E, -I) is not reached.
+
+    Example: [bold]nvmeio deepspeed -- python train.py --deepspeed_config zero3.json[/]
+
+    Exit status: that of COMMAND; 126 if it cannot be run, 127 if there is none of that name, 2 if
+    no COMMAND was given.
+    """
+    try:
+        deepspeed.run(command)
+    except OSError as error:
+        typer.echo(f"nvmeio deepspeed: {command[0]}: {error.strerror}", err=True)
+        raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from error

@@ -1,0 +1,1 @@
+"""Other libraries' interfaces over nvmeio's engine; nothing here is imported by `import nvmeio`."""

@@ -1,0 +1,440 @@
+"""`aio_handle` and `gds_handle`: the verbs of DeepSpeed's handles, on an `AioHandle`.
+
+Names, parameters and return values are DeepSpeed's; the counting too. An asynchronous transfer is
+pending until `wait` has returned it, and a synchronous one waits for all that are pending and
+returns their count with its own. `read` and `write` are apart from that: they neither wait for
+what is pending nor count.
+
+Where DeepSpeed returns -1, aborts the process or reports success for wrong bytes, this raises or
+does what was asked; see the table in docs/deepspeed.md.
+
+Source: csrc/aio/py_lib/py_ds_aio.cpp, deepspeed_py_io_handle.cpp and csrc/gds/py_lib/py_ds_gds.cpp
+of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from nvmeio import buffers
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.compat.deepspeed import pins
+from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
+from nvmeio.handle import AioHandle
+from nvmeio.operation import Operation
+
+FileName = str | bytes | os.PathLike[str] | int
+
+# What DeepSpeed takes the alignment of direct I/O to be, and sizes its buffers by; nvmeio itself
+# asks the kernel, and transfers whatever is not aligned as well.
+_ALIGNMENT_BYTES = 512
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _async_by_name(method: _Method) -> _Method:
+    """Accept the parameter that is called `async` in DeepSpeed, a keyword in Python since 3.7."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if "async" in named:
+            named["async_op"] = named.pop("async")
+        return method(*arguments, **named)
+
+    return call  # type: ignore[return-value]
+
+
+class _Handle:
+    """What `aio_handle` and `gds_handle` have in common; `_io` moves the bytes."""
+
+    def __init__(
+        self,
+        io: AioHandle,
+        block_size: int,
+        single_submit: bool,
+        overlap_events: bool,
+    ) -> None:
+        self._io = io
+        self._block_size = block_size
+        self._single_submit = single_submit
+        self._overlap_events = overlap_events
+        self._pending: deque[Operation] = deque()
+        self._waiting = threading.Lock()
+        self._finished = 0
+        self._failures: list[BaseException] = []
+
+    # --- blocking, apart from the others ------------------------------------------------------
+
+    def read(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int = 0
+    ) -> int:
+        """Read a file into a tensor, whatever else is pending.
+
+        Args:
+            buffer: Destination; its `nbytes` are read.
+            filename: A path; an open descriptor will do too.
+            validate: Read the span once more through the page cache and compare.
+            file_offset: First byte in the file.
+
+        Returns:
+            0.
+
+        Raises:
+            TransferError: The file cannot be opened or read, or (`ShortTransferError`) ends first.
+            IntegrityError: `validate` found a difference.
+        """
+        self._begin_read(buffer, filename, validate, file_offset).result()
+        return 0
+
+    def write(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int = 0
+    ) -> int:
+        """Write a tensor to a file, whatever else is pending; as `read`. Returns 0."""
+        self._begin_write(buffer, filename, validate, file_offset).result()
+        return 0
+
+    # --- blocking or not ----------------------------------------------------------------------
+
+    @_async_by_name
+    def pread(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName,
+        validate: bool,
+        async_op: bool,
+        file_offset: int = 0,
+    ) -> int:
+        """Read a file into a tensor, with all choices.
+
+        Args:
+            buffer: As for `read`, like `filename`, `validate` and `file_offset`.
+            filename: See `buffer`.
+            validate: See `buffer`.
+            async_op: Return at once. By position or, as in DeepSpeed, by the name `async`:
+                ``pread(buffer, filename, False, **{"async": True})``.
+            file_offset: See `buffer`.
+
+        Returns:
+            0 if it is asynchronous, else as `wait`.
+
+        Raises:
+            TransferError: The file cannot be opened. Other failures too if it is synchronous;
+                if it is not, `wait` raises them.
+        """
+        return self._submitted(self._begin_read(buffer, filename, validate, file_offset), async_op)
+
+    @_async_by_name
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName,
+        validate: bool,
+        async_op: bool,
+        file_offset: int = 0,
+    ) -> int:
+        """Write a tensor to a file, with all choices; as `pread`."""
+        return self._submitted(self._begin_write(buffer, filename, validate, file_offset), async_op)
+
+    def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Read a file into a tensor, and wait for all that is pending; the count, as `wait`."""
+        return self._submitted(self._begin_read(buffer, filename, False, file_offset), False)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Write a tensor to a file, and wait for all that is pending; the count, as `wait`."""
+        return self._submitted(self._begin_write(buffer, filename, False, file_offset), False)
+
+    def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Begin to read a file into a tensor; 0. Leave the tensor alone until `wait`."""
+        return self._submitted(self._begin_read(buffer, filename, False, file_offset), True)
+
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        """Begin to write a tensor to a file; 0. Leave the tensor as it is until `wait`.
+
+        Args:
+            buffer: Source.
+            filename: A path, which is created if it is missing and never truncated.
+            file_offset: First byte in the file.
+            fd: An open descriptor instead of `filename` (in its place, or by name). It stays open,
+                and may be closed as soon as the call has returned.
+        """
+        if (filename is None) == (fd is None):
+            raise TypeError("async_pwrite takes either a file name or a descriptor (fd)")
+        file = filename if fd is None else fd
+        assert file is not None
+        return self._submitted(self._begin_write(buffer, file, False, file_offset), True)
+
+    def wait(self) -> int:
+        """Wait for everything that is pending.
+
+        Returns:
+            How many transfers were; 0 if none.
+
+        Raises:
+            TransferError: The first failure among them; the others are in its attribute `others`.
+                Nothing is pending then, and the count begins anew.
+        """
+        with self._waiting:
+            while self._pending:
+                # It stays in the queue until it is over, for Ctrl-C may end this wait.
+                failure = self._pending[0].exception()
+                self._pending.popleft()
+                self._finished += 1
+                if failure is not None:
+                    self._failures.append(failure)
+            finished, self._finished = self._finished, 0
+            failures, self._failures = self._failures, []
+        if failures:
+            first = failures[0]
+            if isinstance(first, NvmeioError):
+                first.others = tuple(failures[1:])
+            raise first
+        return finished
+
+    # --- the steps of a transfer --------------------------------------------------------------
+
+    def _begin_read(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int
+    ) -> Operation:
+        # DeepSpeed writes to the memory itself, whatever autograd or inference mode make of it.
+        if isinstance(buffer, torch.Tensor):
+            buffer = buffer.detach()
+            if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                with torch.inference_mode():
+                    return self._begin(self._io.pread, buffer, filename, validate, file_offset)
+        return self._begin(self._io.pread, buffer, filename, validate, file_offset)
+
+    def _begin_write(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int
+    ) -> Operation:
+        return self._begin(self._io.pwrite, buffer, filename, validate, file_offset)
+
+    @staticmethod
+    def _begin(
+        transfer: Callable[..., Operation | int],
+        buffer: torch.Tensor,
+        filename: FileName,
+        validate: bool,
+        file_offset: int,
+    ) -> Operation:
+        file = os.fsdecode(filename) if isinstance(filename, bytes) else filename
+        operation = transfer(buffer, file, bool(validate), True, file_offset)
+        assert isinstance(operation, Operation)
+        return operation
+
+    def _submitted(self, operation: Operation, async_op: bool) -> int:
+        """Count a transfer as pending; what the call that began it returns."""
+        if operation.done():
+            failure = operation.exception()
+            # Only what never began: when a transfer fails is chance, where must not be.
+            if isinstance(failure, TransferError) and failure.operation == "open":
+                raise failure
+        self._pending.append(operation)
+        return 0 if async_op else self.wait()
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def new_cpu_locked_tensor(
+        self, num_elem: int, example_tenosr: torch.Tensor | torch.dtype
+    ) -> torch.Tensor:
+        """A 1-D page-locked CPU tensor on huge pages; its bytes are not defined.
+
+        Args:
+            num_elem: Number of elements, >= 0.
+            example_tenosr: A tensor whose dtype is taken. (Spelled as DeepSpeed spells it.)
+
+        Raises:
+            OSError: The limit for locked memory is reached; says which, and how to raise it.
+        """
+        return buffers.new_locked(num_elem, example_tenosr)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Unlock; False where the tensor is not (any more) one of `new_cpu_locked_tensor`.
+
+        The tensor stays valid: its memory goes with the last view of it.
+        """
+        return pins.free(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether all of it is page-locked, by any handle or by torch; true for views as well."""
+        return buffers.is_pinned(buffer)
+
+    # --- settings -----------------------------------------------------------------------------
+
+    def get_block_size(self) -> int:
+        """Bytes per kernel request, as asked for."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """Requests that a thread keeps in the kernel at most."""
+        return self._io.get_queue_depth()
+
+    def get_single_submit(self) -> bool:
+        """Whether requests are submitted one at a time."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """Whether the queue is refilled as requests complete."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """Number of native threads that share a transfer."""
+        return self._io.get_intra_op_parallelism()
+
+    def get_alignment(self) -> int:
+        """512 times the parallelism: what DeepSpeed's own code rounds sizes to.
+
+        Nothing here requires it: any size, address and offset is transferred.
+        """
+        return _ALIGNMENT_BYTES * self.get_intra_op_parallelism()
+
+    @property
+    def nvmeio(self) -> AioHandle:
+        """The handle behind this one, for its statistics and for `await`."""
+        return self._io
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {self._io!r}, {len(self._pending)} pending>"
+
+
+class aio_handle(_Handle):
+    """DeepSpeed's `aio_handle`: tensors to and from files, with `wait` for what is asynchronous.
+
+    Args:
+        block_size: Bytes per kernel request. The kernel is asked for whole multiples of 4096.
+        queue_depth: Requests that a thread keeps in the kernel at most.
+        single_submit: Submit requests one at a time instead of in batches.
+        overlap_events: Refill the queue as requests complete; False refills when it has run empty.
+        intra_op_parallelism: Native threads that share a transfer.
+
+    Raises:
+        BackendUnavailableError: The kernel gives no more AIO events.
+        ValueError, TypeError: A parameter is out of range, or of the wrong type.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1024 * 1024,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        single = _flag("single_submit", single_submit)
+        overlap = _flag("overlap_events", overlap_events)
+        io = AioHandle(_whole_pages(block_size), queue_depth, single, overlap, intra_op_parallelism)
+        super().__init__(io, block_size, single, overlap)
+
+
+class gds_handle(_Handle):
+    """DeepSpeed's `gds_handle`: CUDA tensors to and from files through cuFile.
+
+    Parameters as for `aio_handle`.
+
+    Raises:
+        BackendUnavailableError: cuFile cannot be had; says why, and what to use instead. In this
+            version of nvmeio that is always so: it has no cuFile engine.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1024 * 1024,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        # An AioHandle on nvmeio's cuFile engine goes to super().__init__ here, once there is one.
+        raise no_cufile()
+
+    def new_pinned_device_tensor(self, num_elem: int, example_tenosr: torch.Tensor) -> torch.Tensor:
+        """A 1-D CUDA tensor that is registered with cuFile."""
+        raise no_cufile()
+
+    def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Take a tensor of `new_pinned_device_tensor` out of the registration."""
+        raise no_cufile()
+
+    def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Register a CUDA tensor with cuFile."""
+        raise no_cufile()
+
+    def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Take a tensor of `pin_device_tensor` out of the registration."""
+        raise no_cufile()
+
+
+def no_cufile() -> BackendUnavailableError:
+    """Why there is no `gds_handle`, and what to use instead."""
+    return BackendUnavailableError(
+        "gds_handle needs cuFile (GPUDirect Storage)",
+        attempts=[("cufile", "this version of nvmeio has no cuFile engine")],
+        remedy="use aio_handle, which moves CUDA tensors through host memory "
+        '(in a DeepSpeed configuration: "aio": {"use_gds": false})',
+    )
+
+
+def aio_read(
+    buffer: torch.Tensor,
+    filename: FileName,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Read the beginning of a file into a tensor, on a handle of its own; 0.
+
+    Parameters and errors as for `aio_handle` and its `read`.
+    """
+    handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
+    with handle.nvmeio:
+        return handle.read(buffer, filename, validate)
+
+
+def aio_write(
+    buffer: torch.Tensor,
+    filename: FileName,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Write a tensor to the beginning of a file, on a handle of its own; 0.
+
+    Parameters and errors as for `aio_handle` and its `write`.
+    """
+    handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
+    with handle.nvmeio:
+        return handle.write(buffer, filename, validate)
+
+
+def _whole_pages(block_size: int) -> int:
+    """DeepSpeed takes any multiple of 512; nvmeio's blocks are whole pages."""
+    if isinstance(block_size, int) and block_size > 0:
+        return -(-block_size // PAGE_BYTES) * PAGE_BYTES
+    return block_size
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A switch; ds_nvme_tune prints its own as the strings "true" and "false"."""
+    if isinstance(value, str):
+        known = {"true": True, "false": False}
+        if value.lower() not in known:
+            raise TypeError(f"{name} must be true or false, not {value!r}")
+        return known[value.lower()]
+    return bool(value)

@@ -1,0 +1,128 @@
+"""Into an installed DeepSpeed: its ops replaced by those of this package, in this process.
+
+DeepSpeed keeps every op that is loaded in one dict, `OpBuilder._loaded_ops`, and looks there before
+it compiles anything (``ops/op_builder/builder.py``); so the ops are put there. The rest is what
+stands in the way of that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import Any
+
+from nvmeio.compat.deepspeed import builders
+from nvmeio.errors import BackendUnavailableError
+
+logger = logging.getLogger("nvmeio")
+
+# Looked at by the builders' `load` before `_loaded_ops` (ops/op_builder/pin_memory_load.py).
+_PIN_MEMORY_CACHE = "_deepspeed_pin_memory_op_module"
+
+# gds too: DeepSpeed's own cannot work beside our pin_memory, whose symbols it looks for with dlsym.
+_OPS = {
+    "async_io": builders.ASYNC_IO,
+    "pin_memory": builders.PIN_MEMORY,
+    "gds": builders.GDS,
+}
+
+
+def install() -> None:
+    """Make the installed DeepSpeed use nvmeio for its I/O, in this process.
+
+    Call it before DeepSpeed has loaded its own op, which it does at the first use
+    (`deepspeed.initialize` with something on disk, for one). Child processes made by ``fork``
+    have it too; ``spawn`` and ``forkserver`` start anew, and ``nvmeio deepspeed`` serves those.
+    Idempotent.
+
+    Raises:
+        BackendUnavailableError: DeepSpeed is not installed, or is not of a kind that is known here
+            (0.19.8 is what this was tested with).
+        RuntimeError: Its own op is loaded already.
+    """
+    deepspeed = _import("deepspeed")
+    op_builder = _import("deepspeed.ops.op_builder")
+    accelerator = _import("deepspeed.accelerator").get_accelerator()
+    writer = _import("deepspeed.io.fast_file_writer")
+    caches = _op_caches(accelerator, op_builder)
+    _check_not_loaded(caches)
+    setattr(sys, _PIN_MEMORY_CACHE, builders.PIN_MEMORY)
+    for cache in caches:
+        cache.update(_OPS)
+    _answer_probes(accelerator)
+    _serve_fast_file_writer(writer, op_builder)
+    logger.info("DeepSpeed %s does its I/O on nvmeio", getattr(deepspeed, "__version__", "?"))
+
+
+def installed() -> bool:
+    """Whether DeepSpeed uses nvmeio in this process. Imports nothing."""
+    return getattr(sys, _PIN_MEMORY_CACHE, None) is builders.PIN_MEMORY
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as failed:
+        raise BackendUnavailableError(
+            "there is no DeepSpeed here that could use nvmeio",
+            attempts=[(f"import {name}", str(failed))],
+            remedy="DS_BUILD_OPS=0 pip install deepspeed==0.19.8",
+        ) from failed
+
+
+def _op_caches(accelerator: Any, op_builder: Any) -> list[dict[str, Any]]:
+    """The dict of loaded ops; two where DeepSpeed's sources lie on the path.
+
+    A source tree has a top-level `op_builder`, whose classes the accelerator then prefers.
+    """
+    classes = [*_builder(accelerator, "AsyncIOBuilder").__mro__, op_builder.OpBuilder]
+    caches = [vars(c)["_loaded_ops"] for c in classes if "_loaded_ops" in vars(c)]
+    if not caches:
+        raise BackendUnavailableError(
+            "this DeepSpeed cannot be told to use nvmeio",
+            attempts=[("OpBuilder._loaded_ops", "it does not exist")],
+            remedy="DS_BUILD_OPS=0 pip install deepspeed==0.19.8",
+        )
+    return caches
+
+
+def _builder(accelerator: Any, name: str) -> Any:
+    """The builder class of this name for the accelerator in use."""
+    return accelerator.get_op_builder(name)
+
+
+def _check_not_loaded(caches: list[dict[str, Any]]) -> None:
+    loaded = {name: op for cache in caches for name, op in cache.items() if name in _OPS}
+    cached = getattr(sys, _PIN_MEMORY_CACHE, None)
+    if cached is not None:
+        loaded["pin_memory"] = cached
+    own = sorted(name for name, op in loaded.items() if op is not _OPS[name])
+    if own:
+        raise RuntimeError(
+            f"DeepSpeed has loaded its own {' and '.join(own)}, and what it has made with it would "
+            "not go together with nvmeio: call install() right after `import deepspeed`"
+        )
+
+
+def _answer_probes(accelerator: Any) -> None:
+    """`is_compatible`, which asks for libaio's headers and a compiler, speaks for nvmeio now."""
+    answers = {
+        "AsyncIOBuilder": builders.AsyncIOBuilder.is_compatible,
+        "GDSBuilder": builders.GDSBuilder.is_compatible,
+    }
+    for name, is_compatible in answers.items():
+        builder = _builder(accelerator, name)
+        # The accelerator has one class for all that it has no op for; that one stays.
+        if builder is not None and vars(builder).get("NAME") in _OPS:
+            builder.is_compatible = is_compatible
+    # Probed at its first use, and kept (ops/__init__.py).
+    known = vars(sys.modules["deepspeed.ops"]).get("__compatible_ops__", {})
+    known.update({name: name != "gds" for name in _OPS if name in known})
+
+
+def _serve_fast_file_writer(*users: Any) -> None:
+    """On CPU, DeepSpeed has no op with the one function that its FastFileWriter needs."""
+    for module in users:
+        if module.UtilsBuilder.NAME == "deepspeed_not_implemented":
+            module.UtilsBuilder = builders.UtilsBuilder

@@ -1,0 +1,1 @@
+"""A directory for PYTHONPATH; see `nvmeio.compat.deepspeed.launching`."""
