@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import report
+from nvmeio.cli import bench, report
 
 app = typer.Typer(
     help="Tensors to and from files at the speed of the drive.",
@@ -83,3 +83,9 @@ def show_report(
             console.width = 1000  # in a pipe each fact keeps to one line, for grep
         report.render(result, console)
     raise typer.Exit(result.exit_status)
+
+
+# ds_io and ds_nvme_tune spell their flags with underscores: both spellings mean the same option.
+_UNDERSCORES = {"token_normalize_func": lambda token: token.replace("_", "-")}
+
+app.command("bench", context_settings=_UNDERSCORES)(bench.command)

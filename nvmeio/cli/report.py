@@ -28,6 +28,7 @@ from nvmeio.cli._facts import (
     check_directory,
     gather,
 )
+from nvmeio.cli._units import binary_size as _size
 from nvmeio.engines.base import Options
 
 QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane
@@ -339,11 +340,3 @@ def _device(device: Device | None) -> tuple[str, str]:
     if device.rotational:
         remarks.append("reported as rotational")
     return device.name, ", ".join(filter(None, remarks))
-
-
-def _size(nbytes: int) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
-    size = nbytes / 1024**power
-    digits = 0 if size >= 100 or size.is_integer() else 1
-    return f"{size:.{digits}f} {units[power]}"
