@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import bench, report
+from nvmeio.cli import bench, report, tune
 
 app = typer.Typer(
     help="Tensors to and from files at the speed of the drive.",
@@ -89,3 +89,4 @@ def show_report(
 _UNDERSCORES = {"token_normalize_func": lambda token: token.replace("_", "-")}
 
 app.command("bench", context_settings=_UNDERSCORES)(bench.command)
+app.command("tune", context_settings=_UNDERSCORES)(tune.command)

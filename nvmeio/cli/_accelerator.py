@@ -15,18 +15,18 @@ def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,)) -> None:
     Raises:
         BackendUnavailableError: It is not; says what was tried, and how to mend it.
     """
-    if gpu or gds:
-        _require_cuda(devices)
     if gds:
         _require_cufile()
+    if gpu or gds:
+        _require_cuda(devices)
 
 
 def _require_cuda(devices: tuple[int, ...]) -> None:
-    software = _facts.software()
-    if not software.cuda_available:
+    cuda = _cuda()
+    if cuda:
         raise BackendUnavailableError(
             "--gpu: there is no CUDA device to move tensors to and from",
-            attempts=[("torch", f"{software.torch}: {software.cuda_detail}")],
+            attempts=[("torch", cuda)],
             remedy="leave --gpu away, or install torch with CUDA on a machine with a GPU "
             "(https://pytorch.org/get-started)",
         )
@@ -39,12 +39,22 @@ def _require_cuda(devices: tuple[int, ...]) -> None:
         )
 
 
+def _cuda() -> str:
+    """Why there is no CUDA device, or ""."""
+    software = _facts.software()
+    return "" if software.cuda_available else f"{software.torch}: {software.cuda_detail}"
+
+
 def _require_cufile() -> None:
+    attempts = []
+    if cuda := _cuda():
+        attempts.append(("torch", cuda))
     found = _facts.find_cufile()
-    attempts = [("cuFile", found.reason or f"found at {found.path}")]
+    if not found.usable:
+        attempts.append(("cuFile", found.reason))
     if not hasattr(nvmeio, "GdsHandle"):
         attempts.append(("nvmeio", f"version {nvmeio.__version__} has no cuFile engine"))
-    if len(attempts) > 1 or not found.usable:
+    if attempts:
         raise BackendUnavailableError(
             "--gds: GPUDirect Storage cannot be had",
             attempts=attempts,

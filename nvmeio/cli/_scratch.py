@@ -13,8 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import typer
 
 import nvmeio
+from nvmeio._mounts import find_mount
+from nvmeio.cli import _facts
 from nvmeio.cli._exits import Refused
 from nvmeio.cli._units import binary_size
 
@@ -22,9 +25,22 @@ from nvmeio.cli._units import binary_size
 SPARE_FRACTION = 0.05
 SPARE_BYTES_MOST = 1 << 30
 SPARE_MEMORY_BYTES = 256 << 20
+_IN_MEMORY = ("tmpfs", "ramfs")
 _PATTERN_BYTES = 4 << 20
 _STEP = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: multiples lie far apart
 _SEED_STEP = 0xD1B54A32D192ED03  # another such number
+
+
+def check_directory(directory: Path) -> None:
+    """Makes sure that files can be made in it.
+
+    Raises:
+        typer.BadParameter: They cannot, and why.
+    """
+    try:
+        _facts.check_directory(directory)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="DIR") from error
 
 
 def check_space(needs: Mapping[Path, int]) -> None:
@@ -52,16 +68,24 @@ def check_space(needs: Mapping[Path, int]) -> None:
             )
 
 
-def check_memory(nbytes: int) -> None:
+def check_memory(nbytes: int, needs: Mapping[Path, int]) -> None:
     """Makes sure that buffers of this many bytes in all fit into memory.
+
+    Args:
+        nbytes: Of the buffers.
+        needs: Of the files, by directory: those on a file system in memory count too.
 
     Raises:
         Refused: They do not. (The kernel would give them all the same, and then end a process.)
     """
+    for directory, files in needs.items():
+        mount = find_mount(directory)
+        if mount is not None and mount.file_system in _IN_MEMORY:
+            nbytes += files
     available = _available_memory()
     if available is not None and nbytes + SPARE_MEMORY_BYTES > available:
         raise Refused(
-            f"the buffers need {binary_size(nbytes)} of memory and {binary_size(available)} are "
+            f"the work needs {binary_size(nbytes)} of memory and {binary_size(available)} are "
             "available: name a smaller --io-size, or fewer processes or engines at a time"
         )
 

@@ -15,12 +15,12 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio.cli import _facts, _progress
+from nvmeio.cli import _progress
 from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.report import Result
 from nvmeio.cli._bench.session import Session, suffixes
 from nvmeio.cli._bench.workload import Op, Place, Workload, disk_needs
-from nvmeio.cli._scratch import check_memory, check_space, scratch
+from nvmeio.cli._scratch import check_directory, check_memory, check_space, scratch
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 
@@ -59,18 +59,6 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
         for _ in range(processes):
             places.append(Place(directory, int(device) if device else len(places)))
     return places
-
-
-def check_directory(directory: Path) -> None:
-    """Makes sure that files can be made in it.
-
-    Raises:
-        typer.BadParameter: They cannot, and why.
-    """
-    try:
-        _facts.check_directory(directory)
-    except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="DIR") from error
 
 
 def engine_names(engine: str | None, compare: str | None) -> list[str]:
@@ -149,8 +137,9 @@ def measure(
     """
     resolved = resolve(workload.options)
     measured = [*names, engines.REFERENCE] if reference else list(names)
-    check_space(disk_needs(workload, ops, suffixes(measured)))
-    check_memory(_memory_needed(workload, names))
+    needs = disk_needs(workload, ops, suffixes(measured))
+    check_space(needs)
+    check_memory(_memory_needed(workload, names), needs)
     with scratch((place.directory for place in workload.places), "bench") as made:
         there = replace(
             workload,
