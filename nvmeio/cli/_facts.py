@@ -24,12 +24,14 @@ from pathlib import Path
 import torch
 
 import nvmeio
+from nvmeio import tuned
 from nvmeio._mounts import find_mount
 from nvmeio._shim import kernel_aio
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import DirectSupport, probe_direct
+from nvmeio.tuned import Tuned
 
 CAP_IPC_LOCK = 14  # linux/capability.h
 
@@ -147,7 +149,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Directory:
-    """One directory, what it lies on, and whether direct I/O works there."""
+    """One directory, what it lies on, and whether direct I/O works there.
+
+    Attributes:
+        tuned: What `nvmeio tune --save` stored for its file system, None for nothing.
+        tuned_problem: Why that could not be read, or "".
+    """
 
     path: str
     source: str | None
@@ -157,6 +164,8 @@ class Directory:
     direct: DirectSupport
     free_bytes: int
     total_bytes: int
+    tuned: Tuned | None = None
+    tuned_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -345,6 +354,11 @@ def look_at(directory: Path) -> Directory:
     """What a directory lies on and whether direct I/O works there."""
     mount = find_mount(directory)
     usage = shutil.disk_usage(directory)
+    stored, problem = None, ""
+    try:
+        stored = tuned.find(directory)
+    except (ValueError, OSError) as error:
+        problem = str(error)
     return Directory(
         path=str(directory.resolve()),
         source=mount.source if mount else None,
@@ -354,6 +368,8 @@ def look_at(directory: Path) -> Directory:
         direct=probe_direct(directory),
         free_bytes=usage.free,
         total_bytes=usage.total,
+        tuned=stored,
+        tuned_problem=problem,
     )
 
 
