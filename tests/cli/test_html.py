@@ -125,7 +125,7 @@ def test_a_browser_draws_it_without_faults(whole: Result, tmp_path: Path) -> Non
     assert found["outside"] == []
     assert found["svgs"] == 1 + 2 * 3 + 4 + 2  # the final, heat maps, throughput, latency
     assert found["empty"] == 0
-    assert found["cells"] + page.render(whole).count("not measured") == 2 * 3 * 6 * 5
+    assert found["cells"] + page.render(whole).count('data-tip="not measured"') == 2 * 3 * 6 * 5
     assert found["frames"] == 2  # the chosen setting, in each direction
     assert found["colours"] > 8
     assert found["width"] <= found["window"]
