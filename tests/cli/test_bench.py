@@ -289,7 +289,7 @@ def test_places_are_tasks_with_devices(tmp_path: Path) -> None:
 
 
 def test_processes_start_together_and_one_failure_ends_all(tmp_path: Path) -> None:
-    """Hangs, if a process that failed leaves the others at the barrier."""
+    """Hangs, if those that are well wait for one that failed."""
     workload = Workload((Place(tmp_path), Place(tmp_path)), 4 * MIB)
     pool = ProcessPool(workload)
     try:
@@ -297,18 +297,18 @@ def test_processes_start_together_and_one_failure_ends_all(tmp_path: Path) -> No
         pool.make_files("bin", "read")
         first, second = pool.run(Turn("threads", "read", 0, 4 * MIB))
         assert first.seconds > 0 and second.seconds > 0
-        # The clock is the machine's: neither starts before the other is ready.
-        assert abs(first.start_s - second.start_s) < 5
-        assert first.start_s > time.perf_counter() - 60
+        # The clock is the machine's. 0.1 ms apart as a rule; here others may hold the processors.
+        assert abs(first.start_s - second.start_s) < 1.0
+        assert 0 < time.perf_counter() - first.start_s < 60
         (tmp_path / "task1.bin").unlink()
         with pytest.raises(Failed, match=r"No such file|task1"):
             pool.run(Turn("threads", "read", 1, 4 * MIB))
-        os.kill(pool._processes[0].pid, signal.SIGKILL)
-        with pytest.raises(Failed, match="nvmeio-bench-0 ended with signal SIGKILL"):
+        pool._workers[0].process.kill()
+        with pytest.raises(Failed, match="the process of task 0 ended with signal SIGKILL"):
             pool.run(Turn("threads", "read", 2, 4 * MIB))
     finally:
         pool.close()
-    assert not any(process.is_alive() for process in pool._processes)
+    assert all(worker.process.poll() is not None for worker in pool._workers)
 
 
 # What does not fit, is not there, or makes no sense

@@ -1,27 +1,35 @@
 """Tasks, here or in processes of their own.
 
 One task runs here; several run in a process each, and so does DeepSpeed, which ends its process
-when something goes wrong. Processes start each loop together, at a barrier, and time it themselves:
-their clock (CLOCK_MONOTONIC) is the machine's.
+when something goes wrong. Each loop has three steps that nobody begins before everybody has ended
+the one before: prepare, transfer, check. The transfers begin at the same moment, and each process
+times its own: the clock (CLOCK_MONOTONIC) is the machine's.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
+import nvmeio
 from nvmeio.cli._bench.task import Task
 from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
 from nvmeio.cli._exits import Failed, Refused
 from nvmeio.errors import BackendUnavailableError
 
 _PATIENCE_S = 0.2
+# Long enough for every process to be awake, so that all begin at once.
+_HEAD_START_S = 0.005
+_SPIN_S = 0.001
 
 
 class Pool(Protocol):
@@ -64,24 +72,10 @@ class ProcessPool:
     """
 
     def __init__(self, workload: Workload) -> None:
-        # Not fork: CUDA does not survive it, and neither do threads of libraries.
-        context = multiprocessing.get_context("spawn")
-        barrier = context.Barrier(len(workload.places))
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._workers: list[_Worker] = []
         try:
             for index in range(len(workload.places)):
-                near, far = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(far, barrier, workload, index),
-                    name=f"nvmeio-bench-{index}",
-                    daemon=True,
-                )
-                process.start()
-                far.close()
-                self._pipes.append(near)
-                self._processes.append(process)
+                self._workers.append(_Worker(workload, index))
             self._collect()
         except BaseException:
             self.close()
@@ -97,115 +91,128 @@ class ProcessPool:
 
     def run(self, turn: Turn) -> list[Timing]:
         """One loop, started together."""
-        timings: list[Timing] = self._all("turn", turn)
+        cached = self._all("before", turn)
+        at = time.perf_counter() + _HEAD_START_S
+        for worker, part in zip(self._workers, cached, strict=True):
+            worker.send("run_at", at, turn, part)
+        timings: list[Timing] = self._collect()
+        self._all("after", turn)
         return timings
 
     def close(self) -> None:
         """Ends the processes, in the middle of a transfer too."""
-        for pipe in self._pipes:
-            pipe.close()  # a process that waits for work ends at that
-        for process in self._processes:
-            process.join(_PATIENCE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for worker in self._workers:
+            worker.pipe.close()  # one that waits for work ends at that
+        for worker in self._workers:
+            worker.end()
 
-    def _all(self, method: str, *arguments: Any) -> Any:
-        for pipe in self._pipes:
-            with suppress(OSError):  # it ended: its obituary is what `_collect` raises
-                pipe.send((method, arguments))
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        for worker in self._workers:
+            worker.send(method, *arguments)
         return self._collect()
 
     def _collect(self) -> list[Any]:
-        """An answer from each; the first failure ends the others' wait at the barrier."""
-        values: list[Any] = []
-        failure: Exception | None = None
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            try:
-                while not pipe.poll(_PATIENCE_S):
-                    self._check_alive()
-                values.append(_opened(pipe.recv()))
-            except (EOFError, ConnectionError):
-                process.join()
-                failure = failure or _ended(process)
-            except (Failed, Refused, BackendUnavailableError) as failed:
-                if failure is None or isinstance(failure, _BarrierBroken):
-                    failure = failed
-        if failure is not None:
-            raise failure
-        return values
-
-    def _check_alive(self) -> None:
-        """Nobody comes to a barrier for a process that is gone."""
-        for process in self._processes:
-            if not process.is_alive():
-                raise _ended(process)
+        """An answer from each; then the first failure is raised."""
+        answers = [worker.answer() for worker in self._workers]
+        return [_opened(kind, value) for kind, value in answers]
 
 
-def _ended(process: Any) -> Failed:
-    code = process.exitcode
-    how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"
-    return Failed(f"the process {process.name} ended with {how}")
+class _Worker:
+    """The near end: a process of its own session, so that Ctrl-C comes to us alone."""
+
+    def __init__(self, workload: Workload, index: int) -> None:
+        self._name = f"the process of task {index}"
+        self.pipe, far = Pipe()
+        # Where this very package lies, installed or not.
+        root = str(Path(nvmeio.__file__).parent.parent)
+        script = (
+            f"import sys; sys.path.insert(0, {root!r}); "
+            f"from nvmeio.cli._bench import pools; pools.serve({far.fileno()})"
+        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", script],
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                # Results are the parent's to print, and DeepSpeed prints too.
+                stdout=sys.__stderr__ and sys.__stderr__.fileno(),
+                start_new_session=True,
+            )
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            far.close()
+        self.send("start", workload, index)
+
+    def send(self, method: str, *arguments: Any) -> None:
+        with suppress(OSError):  # it ended: `answer` tells how
+            self.pipe.send((method, arguments))
+
+    def answer(self) -> tuple[str, Any]:
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, OSError):
+            code = self.process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+            return "failed", f"{self._name} ended with {how}"
+        return kind, value
+
+    def end(self) -> None:
+        try:
+            self.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
-class _BarrierBroken(Failed):
-    """Another task failed, and this one waited for it."""
-
-
-def _opened(answer: tuple[str, Any]) -> Any:
-    kind, value = answer
+def _opened(kind: str, value: Any) -> Any:
     if kind == "value":
         return value
     if kind == "unavailable":
         message, attempts, remedy = value
         raise BackendUnavailableError(message, attempts=attempts, remedy=remedy)
-    raise {"refused": Refused, "broken": _BarrierBroken}.get(kind, Failed)(value)
+    raise (Refused if kind == "refused" else Failed)(value)
 
 
-# The other end
+# The far end
 
 
-def _serve(pipe: Connection, barrier: Any, workload: Workload, index: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(2, 1)  # results are the parent's; DeepSpeed prints
+def serve(descriptor: int) -> None:
+    """Answers what comes through a pipe until it is closed."""
+    pipe = Connection(descriptor)
     task: Task | None = None
-    request: tuple[str, Sequence[Any]] = ("start", ())
     while True:
         try:
-            if task is None:
-                task = Task(workload, index)
-            pipe.send(("value", _answer(task, barrier, *request)))
-        except threading.BrokenBarrierError:
-            pipe.send(("broken", "another task failed"))
-        except BackendUnavailableError as missing:
-            first = str(missing).splitlines()[0]
-            pipe.send(("unavailable", (first, missing.attempts, missing.remedy)))
-        except Refused as refused:
-            pipe.send(("refused", str(refused)))
-        except Exception as failed:
-            barrier.abort()
-            known = isinstance(failed, (Failed, OSError))
-            pipe.send(("failed", str(failed) if known else f"{type(failed).__name__}: {failed}"))
-        try:
-            request = pipe.recv()
+            method, arguments = pipe.recv()
         except (EOFError, OSError):
             break
+        try:
+            if method == "start":
+                task = Task(*arguments)
+                answer: tuple[str, Any] = ("value", None)
+            else:
+                answer = ("value", _do(task, method, arguments))
+        except BackendUnavailableError as missing:
+            first = str(missing).splitlines()[0]
+            answer = ("unavailable", (first, missing.attempts, missing.remedy))
+        except Refused as refused:
+            answer = ("refused", str(refused))
+        except Exception as failed:
+            known = isinstance(failed, (Failed, OSError))
+            answer = ("failed", str(failed) if known else f"{type(failed).__name__}: {failed}")
+        pipe.send(answer)
     # Not by way of the interpreter's end: DeepSpeed's threads do not survive it in order.
     os._exit(0)
 
 
-def _answer(task: Task, barrier: Any, method: str, arguments: Sequence[Any]) -> Any:
-    if method == "open":
-        return task.open(*arguments)
-    if method == "make_files":
-        return task.make_files(*arguments)
-    if method == "turn":
-        (turn,) = arguments
-        cached = task.before(turn)
-        barrier.wait()
-        timing = task.run(turn, cached)
-        barrier.wait()  # nobody compares or deletes beside a transfer that is being timed
-        task.after(turn)
-        return timing
-    return None
+def _do(task: Task | None, method: str, arguments: Sequence[Any]) -> Any:
+    if task is None:
+        raise Failed("the task did not come up")
+    if method == "run_at":
+        at, turn, cached = arguments
+        time.sleep(max(0.0, at - time.perf_counter() - _SPIN_S))
+        while time.perf_counter() < at:
+            pass
+        return task.run(turn, cached)
+    return getattr(task, method)(*arguments)
