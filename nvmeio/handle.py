@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from nvmeio import _tensor, _validate, buffers, files
+from nvmeio import tuned as _tuned
 from nvmeio._core import Core
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines import select
@@ -84,6 +85,25 @@ class AioHandle:
             started.stop()
             started.join()
             raise
+
+    @classmethod
+    def tuned(cls, path: str | os.PathLike[str], *, engine: str | Engine = "auto") -> AioHandle:
+        """A handle with the setting that `nvmeio tune --save` stored for a file system.
+
+        Args:
+            path: A file or directory on it; need not exist yet.
+            engine: As for the constructor.
+
+        Returns:
+            A handle with that setting, or with the defaults where none is stored
+            (`nvmeio.tuned.find` tells which).
+
+        Raises:
+            ValueError: The file of settings is damaged; says which.
+            BackendUnavailableError: As for the constructor.
+        """
+        found = _tuned.find(path)
+        return cls(*(found.aio if found else Options()), engine=engine)
 
     # --- transfers ------------------------------------------------------------------------
 

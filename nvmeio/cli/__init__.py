@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import deepspeed, report
+from nvmeio.cli import bench, deepspeed, report, tune
 
 app = typer.Typer(
     help="Tensors to and from files at the speed of the drive.",
@@ -114,3 +114,10 @@ def run_on_nvmeio(
     except OSError as error:
         typer.echo(f"nvmeio deepspeed: {command[0]}: {error.strerror}", err=True)
         raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from error
+
+
+# ds_io and ds_nvme_tune spell their flags with underscores: both spellings mean the same option.
+_UNDERSCORES = {"token_normalize_func": lambda token: token.replace("_", "-")}
+
+app.command("bench", context_settings=_UNDERSCORES)(bench.command)
+app.command("tune", context_settings=_UNDERSCORES)(tune.command)

@@ -24,11 +24,14 @@ from pathlib import Path
 import torch
 
 import nvmeio
+from nvmeio import tuned
+from nvmeio._mounts import find_mount
 from nvmeio._shim import kernel_aio
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import DirectSupport, probe_direct
+from nvmeio.tuned import Tuned
 
 CAP_IPC_LOCK = 14  # linux/capability.h
 
@@ -146,7 +149,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Directory:
-    """One directory, what it lies on, and whether direct I/O works there."""
+    """One directory, what it lies on, and whether direct I/O works there.
+
+    Attributes:
+        tuned: What `nvmeio tune --save` stored for its file system, None for nothing.
+        tuned_problem: Why that could not be read, or "".
+    """
 
     path: str
     source: str | None
@@ -156,6 +164,8 @@ class Directory:
     direct: DirectSupport
     free_bytes: int
     total_bytes: int
+    tuned: Tuned | None = None
+    tuned_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -344,6 +354,11 @@ def look_at(directory: Path) -> Directory:
     """What a directory lies on and whether direct I/O works there."""
     mount = find_mount(directory)
     usage = shutil.disk_usage(directory)
+    stored, problem = None, ""
+    try:
+        stored = tuned.find(directory)
+    except (ValueError, OSError) as error:
+        problem = str(error)
     return Directory(
         path=str(directory.resolve()),
         source=mount.source if mount else None,
@@ -353,48 +368,9 @@ def look_at(directory: Path) -> Directory:
         direct=probe_direct(directory),
         free_bytes=usage.free,
         total_bytes=usage.total,
+        tuned=stored,
+        tuned_problem=problem,
     )
-
-
-@dataclass(frozen=True)
-class Mount:
-    """A line of /proc/self/mountinfo."""
-
-    mount_id: int
-    mount_point: str
-    file_system: str
-    source: str
-
-
-def parse_mountinfo(text: str) -> list[Mount]:
-    """Reads the format of proc_pid_mountinfo(5); lines that do not follow it are left out."""
-    mounts = []
-    for line in text.splitlines():
-        before, separator, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if separator and len(left) >= 6 and len(right) >= 2:
-            mounts.append(
-                Mount(int(left[0]), _unescape(left[4]), _unescape(right[0]), _unescape(right[1]))
-            )
-    return mounts
-
-
-def find_mount(directory: Path) -> Mount | None:
-    """The mount that a directory lies in.
-
-    By mount id, for neither the longest matching path (mounts may hide one another) nor the device
-    number (btrfs gives each subvolume its own) settles it.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fdinfo = _read(f"/proc/self/fdinfo/{descriptor}") or ""
-    finally:
-        os.close(descriptor)
-    found = re.search(r"^mnt_id:\s*(\d+)", fdinfo, re.MULTILINE)
-    if not found:
-        return None
-    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
-    return next((mount for mount in mounts if mount.mount_id == int(found[1])), None)
 
 
 def find_device(directory: Path, source: str | None) -> Device | None:
@@ -428,10 +404,6 @@ def _model(disk: Path) -> str:
 
 
 # Reading what may not be there
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _read(path: str | Path) -> str | None:

@@ -28,6 +28,8 @@ from nvmeio.cli._facts import (
     check_directory,
     gather,
 )
+from nvmeio.cli._tune.space import in_words
+from nvmeio.cli._units import binary_size as _size
 from nvmeio.engines.base import Options
 
 QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane
@@ -104,6 +106,12 @@ def _of_directory(directory: Directory) -> Iterator[Problem]:
             "error",
             f"no direct I/O in {directory.path}{reason}; transfers there go through the page cache",
             "df -h -t ext4 -t xfs -t btrfs  # then choose a directory on one of these",
+        )
+    if directory.tuned_problem:
+        yield Problem(
+            "warning",
+            directory.tuned_problem,
+            f"nvmeio tune --save {directory.path}  # once that file is deleted",
         )
 
 
@@ -226,6 +234,7 @@ def render(report: Report, console: Console) -> None:
                 (None, "file system", *_file_system(directory)),
                 (None, "device", *_device(directory.device)),
                 (None, "free", free, ""),
+                (None, "tuned", *_tuned(directory)),
             ),
         ]
     parts.append(_problems(report.problems))
@@ -330,6 +339,22 @@ def _file_system(directory: Directory) -> tuple[str, str]:
     return directory.file_system, f"{directory.source} on {directory.mount_point}"
 
 
+def _tuned(directory: Directory) -> tuple[str, str]:
+    stored = directory.tuned
+    if stored is None:
+        if directory.tuned_problem:
+            return "unknown", "the file of settings cannot be read"
+        return "not yet", f"nvmeio tune --save {directory.path}"
+    rates = [
+        f"{op} {rate:.2f}"
+        for op, rate in (("read", stored.read_gb_per_s), ("write", stored.write_gb_per_s))
+        if rate is not None
+    ]
+    when = stored.tuned_at.partition("T")[0]
+    measured = f"{', '.join(rates)} GB/s" + (f" on {when}" if when else "") if rates else when
+    return in_words(stored.aio), measured
+
+
 def _device(device: Device | None) -> tuple[str, str]:
     if device is None:
         return "none", "not a local disk, or hidden"
@@ -339,11 +364,3 @@ def _device(device: Device | None) -> tuple[str, str]:
     if device.rotational:
         remarks.append("reported as rotational")
     return device.name, ", ".join(filter(None, remarks))
-
-
-def _size(nbytes: int) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
-    size = nbytes / 1024**power
-    digits = 0 if size >= 100 or size.is_integer() else 1
-    return f"{size:.{digits}f} {units[power]}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import nvmeio
+from nvmeio import _mounts
 from nvmeio.cli import _facts, app, report
 from nvmeio.engines import select
 from nvmeio.errors import BackendUnavailableError
@@ -358,9 +359,9 @@ def test_mountinfo_is_read_as_the_manual_has_it() -> None:
         "\nnonsense\n"
         "40 36 0:40 / /s rw - tmpfs  rw\n"
     )
-    assert _facts.parse_mountinfo(text) == [
-        _facts.Mount(36, "/mnt 2", "ext3", "/dev/root"),
-        _facts.Mount(40, "/s", "tmpfs", ""),
+    assert _mounts.parse_mountinfo(text) == [
+        _mounts.Mount(36, "/mnt 2", "ext3", "/dev/root"),
+        _mounts.Mount(40, "/s", "tmpfs", ""),
     ]
 
 

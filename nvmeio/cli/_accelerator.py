@@ -1,0 +1,63 @@
+"""GPU memory and GPUDirect Storage: had, or refused with the reason and the remedy."""
+
+from __future__ import annotations
+
+import torch
+
+import nvmeio
+from nvmeio.cli import _facts
+from nvmeio.errors import BackendUnavailableError
+
+
+def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,)) -> None:
+    """Makes sure that what was asked for is there.
+
+    Raises:
+        BackendUnavailableError: It is not; says what was tried, and how to mend it.
+    """
+    if gds:
+        _require_cufile()
+    if gpu or gds:
+        _require_cuda(devices)
+
+
+def _require_cuda(devices: tuple[int, ...]) -> None:
+    cuda = _cuda()
+    if cuda:
+        raise BackendUnavailableError(
+            "--gpu: there is no CUDA device to move tensors to and from",
+            attempts=[("torch", cuda)],
+            remedy="leave --gpu away, or install torch with CUDA on a machine with a GPU "
+            "(https://pytorch.org/get-started)",
+        )
+    missing = [d for d in devices if d >= torch.cuda.device_count()]
+    if missing:
+        raise BackendUnavailableError(
+            f"--gpu: there is no CUDA device {missing[0]}",
+            attempts=[("torch", f"{torch.cuda.device_count()} CUDA devices, counted from 0")],
+            remedy="name one of them: DIR:DEVICE",
+        )
+
+
+def _cuda() -> str:
+    """Why there is no CUDA device, or ""."""
+    software = _facts.software()
+    return "" if software.cuda_available else f"{software.torch}: {software.cuda_detail}"
+
+
+def _require_cufile() -> None:
+    attempts = []
+    if cuda := _cuda():
+        attempts.append(("torch", cuda))
+    found = _facts.find_cufile()
+    if not found.usable:
+        attempts.append(("cuFile", found.reason))
+    if not hasattr(nvmeio, "GdsHandle"):
+        attempts.append(("nvmeio", f"version {nvmeio.__version__} has no cuFile engine"))
+    if attempts:
+        raise BackendUnavailableError(
+            "--gds: GPUDirect Storage cannot be had",
+            attempts=attempts,
+            remedy="leave --gds away: --gpu alone goes through host memory; "
+            "`nvmeio report` tells what of cuFile there is",
+        )

@@ -1,0 +1,305 @@
+"""Who can move a tensor: nvmeio, plain Python, torch, DeepSpeed. fio has a module of its own.
+
+An engine does one transfer when it is told; files, buffers and clocks are the task's (`task.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nvmeio
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.cli._bench import torch_files
+from nvmeio.cli._bench.workload import Workload
+from nvmeio.cli._exits import Failed, Refused
+from nvmeio.cli._scratch import buffer_of, fill
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.files import probe_direct
+
+REFERENCE_BLOCK_BYTES = 8 << 20
+MOST_BYTES_A_CALL = 1 << 30  # Linux moves less than 2 GiB in a system call
+
+Move = Callable[[int, list[memoryview], int], int]
+
+
+class Engine:
+    """One way to move a tensor.
+
+    Attributes:
+        suffix: Of its files: engines with the same one share them.
+        buffered: Its transfers go through the page cache.
+    """
+
+    suffix = "bin"
+    buffered = False
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        """Reads the file; the tensor with its bytes, which is another one for torch's engines."""
+        raise NotImplementedError
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        """Writes the tensor to the file."""
+        raise NotImplementedError
+
+    def sync(self, path: Path) -> None:
+        """Makes the file durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+class Nvmeio(Engine):
+    """`AioHandle`, one operation for the whole tensor."""
+
+    def __init__(self, workload: Workload, engine: str, directory: Path) -> None:
+        self._handle = nvmeio.AioHandle(*workload.options, engine=engine)
+        self.buffered = not probe_direct(directory).supported
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        _finish(self._handle.async_pread(tensor, path))
+        return tensor
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        _finish(self._handle.async_pwrite(tensor, path))
+
+    def sync(self, path: Path) -> None:
+        self._handle.sync_fsync(path)
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+class FreshHandle(Engine):
+    """`AioHandle`, made and closed within the timing, as ds_io's aio_basic does it."""
+
+    def __init__(self, workload: Workload, directory: Path) -> None:
+        self._options = workload.options
+        self.buffered = not probe_direct(directory).supported
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        with nvmeio.AioHandle(*self._options) as handle:
+            _finish(handle.async_pread(tensor, path))
+        return tensor
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        with nvmeio.AioHandle(*self._options) as handle:
+            _finish(handle.async_pwrite(tensor, path))
+
+
+def _finish(operation: nvmeio.Operation) -> None:
+    try:
+        operation.result()
+    except BaseException:
+        operation.cancel()  # Ctrl-C: what the kernel does not have yet, it need not get
+        raise
+
+
+class Reference(Engine):
+    """What a drive gives to the plainest direct loop: 8 MiB at a time, in and out of one buffer.
+
+    Like dd with direct I/O: neither the tensor nor an engine has a part in it, so it tells what
+    the machine was doing beside.
+    """
+
+    suffix = "ref"
+
+    def __init__(self, directory: Path) -> None:
+        self._block = nvmeio.empty_aligned(REFERENCE_BLOCK_BYTES, dtype=torch.uint8)
+        fill(self._block, 0)
+        self.buffered = not probe_direct(directory).supported
+        self._direct = 0 if self.buffered else os.O_DIRECT
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        self._move(path, os.O_RDONLY, tensor.numel(), os.preadv)
+        return tensor
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        self._move(path, os.O_WRONLY, tensor.numel(), os.pwritev)
+
+    def _move(self, path: Path, flags: int, nbytes: int, move: Move) -> None:
+        descriptor = os.open(path, flags | self._direct | os.O_CLOEXEC)
+        try:
+            block = buffer_of(self._block)
+            for offset in range(0, nbytes, len(block)):
+                # Whole pages are written, or the last of an odd length would not go direct.
+                wanted = min(len(block), -(-(nbytes - offset) // PAGE_BYTES) * PAGE_BYTES)
+                move(descriptor, [block[:wanted]], offset)
+        finally:
+            os.close(descriptor)
+
+
+class Python(Engine):
+    """System calls from Python over the whole tensor, through the page cache."""
+
+    buffered = True
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        self._move(path, os.O_RDONLY, tensor, os.preadv)
+        return tensor
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        self._move(path, os.O_WRONLY | os.O_CREAT, tensor, os.pwritev)
+
+    def _move(self, path: Path, flags: int, tensor: torch.Tensor, move: Move) -> None:
+        memory = buffer_of(tensor)
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            done = 0
+            while done < len(memory):
+                moved = move(descriptor, [memory[done : done + MOST_BYTES_A_CALL]], done)
+                if not moved:
+                    raise Failed(f"{path} ends at {done} of {len(memory)} bytes")
+                done += moved
+        finally:
+            os.close(descriptor)
+
+
+class TorchSave(Engine):
+    """`torch.save` and `torch.load`, as most programs do it."""
+
+    suffix = "pt"
+    buffered = True
+
+    def __init__(self, workload: Workload, directory: Path) -> None:
+        self._legacy = workload.legacy_save
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        loaded: torch.Tensor = torch.load(path, map_location=tensor.device, weights_only=True)
+        return loaded
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        torch.save(tensor, path, _use_new_zipfile_serialization=not self._legacy)
+
+
+class TorchFast(Engine):
+    """`torch.save` and `torch.load` over a file object that moves its bytes through nvmeio."""
+
+    suffix = "pt"
+
+    def __init__(self, workload: Workload, directory: Path) -> None:
+        self._handle = nvmeio.AioHandle(*workload.options)
+        self.buffered = not probe_direct(directory).supported
+        self._staging = nvmeio.empty_aligned(workload.staging_bytes, dtype=torch.uint8)
+        self._legacy = workload.legacy_save
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        with torch_files.Reader(self._handle, path) as reader:
+            file: Any = reader  # has what torch asks of a file, and not all that IO[bytes] has
+            loaded: torch.Tensor = torch.load(file, map_location=tensor.device, weights_only=True)
+        return loaded
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        with torch_files.Writer(self._handle, path, self._staging) as writer:
+            file: Any = writer
+            torch.save(tensor, file, _use_new_zipfile_serialization=not self._legacy)
+
+    def sync(self, path: Path) -> None:
+        self._handle.sync_fsync(path)
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+class DeepSpeed(Engine):
+    """DeepSpeed's own `aio_handle`, with page-locked memory of its own (see `memory`)."""
+
+    def __init__(self, workload: Workload, directory: Path) -> None:
+        block, depth, single, overlap, lanes = workload.options
+        self._handle = load_deepspeed().aio_handle(block, depth, single, overlap, lanes)
+        alignment = self._handle.get_alignment()
+        if workload.nbytes % alignment:
+            raise Refused(
+                f"DeepSpeed moves multiples of {alignment} bytes only: a file of "
+                f"{workload.nbytes} would be cut short"
+            )
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Page-locked by DeepSpeed: tensors that are not, it copies."""
+        locked: torch.Tensor = self._handle.new_cpu_locked_tensor(
+            nbytes, torch.empty(0, dtype=torch.uint8)
+        )
+        return locked
+
+    def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        self._check(self._handle.async_pread(tensor, str(path), 0), path)
+        return tensor
+
+    def write(self, tensor: torch.Tensor, path: Path) -> None:
+        self._check(self._handle.async_pwrite(tensor, str(path), 0), path)
+
+    def _check(self, status: int, path: Path) -> None:
+        if status != 0 or self._handle.wait() != 1:
+            raise Failed(f"DeepSpeed did not transfer {path}")
+
+
+def load_deepspeed() -> Any:
+    """DeepSpeed's async_io module, compiled at first use (minutes once, then cached by torch).
+
+    Raises:
+        BackendUnavailableError: It is not installed or does not build; says what is missing.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
+    # ninja installed by pip lies beside the interpreter, which need not be on PATH.
+    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+    try:
+        builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+    except ImportError as error:
+        raise _no_deepspeed(error, "pip install deepspeed==0.19.8") from error
+    if not builder.is_compatible(verbose=False):
+        raise _no_deepspeed("libaio's headers are missing", "apt-get install libaio-dev")
+    try:
+        return builder.load(verbose=False)
+    except Exception as error:
+        raise _no_deepspeed(error, "apt-get install libaio-dev ninja-build g++") from error
+
+
+def _no_deepspeed(reason: object, remedy: str) -> BackendUnavailableError:
+    first = (str(reason).strip().splitlines() or [repr(reason)])[0]
+    return BackendUnavailableError(
+        "the engine deepspeed cannot be had", attempts=[("async_io", first)], remedy=remedy
+    )
+
+
+# Names
+
+OURS = ("auto", "libaio", "threads")
+NAMES = (*OURS, "aio_basic", "python", "torch_save", "torch_fast", "deepspeed", "fio")
+# What ds_io calls them, and how the names read once - and _ are the same.
+ALIASES = {"aio_handle": "auto", "torch_io": "torch_save", "torch_fastio": "torch_fast"}
+RAW = frozenset({*OURS, "aio_basic", "python", "deepspeed", "fio"})
+REFERENCE = "reference"
+
+
+def make(name: str, workload: Workload, task: int) -> Engine:
+    """An engine for one task.
+
+    Raises:
+        BackendUnavailableError: It cannot be had here.
+    """
+    directory = workload.places[task].directory
+    if name == REFERENCE:
+        return Reference(directory)
+    if name in OURS:
+        return Nvmeio(workload, name, directory)
+    if name == "python":
+        return Python()
+    others: dict[str, Callable[[Workload, Path], Engine]] = {
+        "aio_basic": FreshHandle,
+        "torch_save": TorchSave,
+        "torch_fast": TorchFast,
+        "deepspeed": DeepSpeed,
+    }
+    return others[name](workload, directory)

@@ -1,0 +1,255 @@
+"""What `nvmeio bench` tells: a table for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nvmeio.cli import _facts
+from nvmeio.cli._bench.engines import REFERENCE
+from nvmeio.cli._bench.session import Loop, Series
+from nvmeio.cli._bench.workload import Op, Workload
+from nvmeio.cli._units import binary_size
+
+UNIT = "GB = 10^9 bytes"
+_REFERENCE_LABEL = "plain loop"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured, where, and under which conditions.
+
+    Attributes:
+        workload: With the user's own directories.
+        series: One per engine and direction.
+        ops: In their order.
+        resolved: The engine that "auto" stands for, and why.
+        buffered: Engines whose transfers went through the page cache.
+        fio_memory: What fio's buffers lay on, "" where fio was not asked.
+    """
+
+    workload: Workload
+    series: Sequence[Series]
+    ops: Sequence[Op]
+    resolved: tuple[str, str]
+    buffered: Sequence[str]
+    fio_memory: str
+
+    def of(self, op: Op) -> list[Series]:
+        """The series of one direction, the reference last."""
+        return [series for series in self.series if series.op == op]
+
+    def ratio(self, series: Series) -> float:
+        """Throughput relative to the first engine of its direction."""
+        return series.gb_per_s / self.of(series.op)[0].gb_per_s
+
+    def conditions(self) -> list[str]:
+        """What a reader has to know to compare the figures with others."""
+        workload = self.workload
+        tasks = len(workload.places)
+        lines = [
+            f"{binary_size(workload.nbytes)} per task and loop, {tasks} "
+            f"{'task' if tasks == 1 else 'tasks'}, {workload.loops} loops after "
+            f"{workload.warmup_loops} to warm up; medians; {UNIT}",
+            f"engine {self.resolved[0]} ({self.resolved[1]}), {self._options()}",
+        ]
+        direct = [label(s.engine) for s in self.of(self.ops[0])]
+        direct = [name for name in direct if name not in map(label, self.buffered)]
+        if direct:
+            lines.append(f"direct: {', '.join(direct)}; the page cache has no part in it")
+        if self.buffered:
+            lines.append(self._through_the_cache())
+        if "write" in self.ops:
+            what = "new files" if workload.new_files else "blocks that were written before"
+            torch = "" if workload.new_files else " (torch's engines: new files)"
+            durable = "with" if workload.fsync else "without"
+            lines.append(f"writes go to {what}{torch}, {durable} fsync within the timing")
+        on_gpu = ", and copied to and from the GPU" if workload.gpu else ""
+        lines.append(f"memory: {_MEMORY[workload.memory]}{on_gpu}")
+        if self.fio_memory:
+            lines.append(f"fio: one buffer per block in flight, on {self.fio_memory}")
+        lines.append(
+            "CPU: user and system time of the processes; disk: bytes that the drive moved in this "
+            "direction, for anybody, per byte asked for (/proc/diskstats)"
+        )
+        return lines
+
+    def _options(self) -> str:
+        o = self.workload.options
+        words = [
+            f"block size {binary_size(o.block_size)}",
+            f"queue depth {o.queue_depth}",
+            f"{o.intra_op_parallelism} {'lane' if o.intra_op_parallelism == 1 else 'lanes'}",
+        ]
+        words += ["single submit"] if o.single_submit else []
+        words += [] if o.overlap_events else ["sequential requests"]
+        return ", ".join(words)
+
+    def _through_the_cache(self) -> str:
+        text = f"through the page cache: {', '.join(map(label, self.buffered))}"
+        if "read" in self.ops:
+            cached = {s.engine: s.cached for s in self.of("read") if s.cached is not None}
+            told = ", ".join(f"{label(e)} {part:.0%}" for e, part in cached.items())
+            text += f"; cached before a read: {told}" if told else ""
+            if any(part > 0.05 for part in cached.values()) and not self.workload.drop_caches:
+                text += " (--drop-caches for cold reads)"
+        if "write" in self.ops and not self.workload.fsync:
+            text += "; their writes may never have reached the drive (--fsync)"
+        return text
+
+
+def label(engine: str) -> str:
+    """What people read for an engine's name."""
+    return _REFERENCE_LABEL if engine == REFERENCE else engine
+
+
+_MEMORY = {
+    "aligned": "aligned huge pages (nvmeio.empty_aligned), not page-locked",
+    "pinned": "page-locked (new_cpu_locked_tensor)",
+    "ordinary": "ordinary torch.empty tensors",
+    "accelerator": "page-locked by torch (pin_memory)",
+}
+
+
+# For people
+
+
+def render(result: Result, console: Console) -> None:
+    """Shows the result; in a pipe each engine keeps to one line."""
+    if not console.is_terminal:
+        console.width = 200
+    several = any(len(result.of(op)) - 1 > 1 for op in result.ops)
+    with console.capture() as shown:
+        for op in result.ops:
+            console.print(_table(result, op, several))
+            console.print()
+        for line in result.conditions():
+            console.print(Text(line, "dim"), soft_wrap=not console.is_terminal)
+    # Tables pad their cells with blanks, which nobody wants to find in a file.
+    console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
+
+
+def _table(result: Result, op: Op, several: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(op, style="bold")
+    for heading in ("task ms", "task GB/s", "end-to-end ms", "end-to-end GB/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("loops GB/s", justify="right")
+    for heading in ("CPU s/GB", "disk"):
+        table.add_column(heading, justify="right")
+    if several:
+        table.add_column("ratio", justify="right")
+    for series in result.of(op):
+        low, high = series.range_gb_per_s
+        cells = [
+            f"{series.task_s * 1e3:.1f}",
+            f"{series.task_gb_per_s:.2f}",
+            f"{series.end_to_end_s * 1e3:.1f}",
+            f"{series.gb_per_s:.2f}",
+            f"{low:.2f} - {high:.2f} (±{series.spread:.0%})",
+            f"{series.cpu_s_per_gb:.3f}",
+            "-" if series.disk_per_byte is None else f"{series.disk_per_byte:.2f}",
+        ]
+        if several:
+            cells.append(f"{result.ratio(series):.2f}x")
+        reference = series.engine == REFERENCE
+        table.add_row(label(series.engine), *cells, style="dim" if reference else None)
+    return table
+
+
+# For programs
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The same as plain data; times in seconds, rates in GB/s of 10**9 bytes."""
+    workload = result.workload
+    software = _facts.software()
+    directories = dict.fromkeys(place.directory for place in workload.places)
+    return {
+        "unit": UNIT,
+        "nvmeio": software.nvmeio,
+        "machine": {
+            "kernel": software.kernel,
+            "python": software.python,
+            "torch": software.torch,
+            "directories": [_directory(path) for path in directories],
+        },
+        "engine": {"auto": result.resolved[0], "why": result.resolved[1]},
+        "settings": {
+            **workload.options._asdict(),
+            "io_size": workload.nbytes,
+            "loops": workload.loops,
+            "warmup_loops": workload.warmup_loops,
+            "memory": workload.memory,
+            "gpu": workload.gpu,
+            "fsync": workload.fsync,
+            "drop_caches": workload.drop_caches,
+            "validate": workload.validate,
+            "different_file_each_iteration": workload.new_files,
+            "tasks": [
+                {"folder": str(place.directory), "device": place.device}
+                for place in workload.places
+            ],
+        },
+        "conditions": result.conditions(),
+        "results": [_series(result, series) for series in result.series],
+    }
+
+
+def _series(result: Result, series: Series) -> dict[str, Any]:
+    low, high = series.range_gb_per_s
+    return {
+        "engine": series.engine,
+        "op": series.op,
+        "nbytes_per_loop": series.nbytes,
+        "task": {
+            "latency_s": series.task_s,
+            "total_s": sum(loop.slowest_task_s for loop in series.loops),
+            "gb_per_s": series.task_gb_per_s,
+        },
+        "end_to_end": {
+            "latency_s": series.end_to_end_s,
+            "total_s": sum(loop.end_to_end_s for loop in series.loops),
+            "gb_per_s": series.gb_per_s,
+            "gb_per_s_min": low,
+            "gb_per_s_max": high,
+            "spread": series.spread,
+        },
+        "cpu_s_per_gb": series.cpu_s_per_gb,
+        "disk_bytes_per_byte": series.disk_per_byte,
+        "cached_before": series.cached,
+        "ratio": result.ratio(series),
+        "warmup": [_loop(loop) for loop in series.warmup],
+        "loops": [_loop(loop) for loop in series.loops],
+    }
+
+
+def _loop(loop: Loop) -> dict[str, Any]:
+    return {
+        "end_to_end_s": loop.end_to_end_s,
+        "task_s": loop.task_s,
+        "gb_per_s": loop.gb_per_s,
+        "cpu_s": loop.cpu_s,
+        "disk_bytes_read": loop.disk.read if loop.disk else None,
+        "disk_bytes_written": loop.disk.written if loop.disk else None,
+        "cached_before": loop.cached,
+    }
+
+
+def _directory(path: Path) -> dict[str, Any]:
+    found = _facts.look_at(path)
+    device = found.device
+    return {
+        "path": found.path,
+        "file_system": found.file_system,
+        "mount_point": found.mount_point,
+        "device": device.name if device else None,
+        "model": device.model if device else None,
+        "direct": found.direct.supported,
+    }

@@ -1,0 +1,198 @@
+"""One task: the files, the buffer and the clock of one process's part of the work."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+import nvmeio
+from nvmeio.cli._bench import engines
+from nvmeio.cli._bench.engines import REFERENCE, DeepSpeed, Engine
+from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
+from nvmeio.cli._disk import cached_fraction, drop_from_cache
+from nvmeio.cli._exits import Failed
+from nvmeio.cli._scratch import differs_at, fill, write_file
+
+
+class Task:
+    """One task of a workload.
+
+    Args:
+        workload: With the scratch directories as its places.
+        index: Which of its places is this task's.
+    """
+
+    def __init__(self, workload: Workload, index: int) -> None:
+        self._workload = workload
+        self._index = index
+        self._device = f"cuda:{workload.places[index].device}" if workload.gpu else "cpu"
+        self._engines: dict[str, Engine] = {}
+        self._own: dict[str, torch.Tensor] = {}
+        # What engines move, and (on a GPU) what the user has: the same tensor without one.
+        self._tensor = _allocate(workload)
+        fill(self._tensor, index)
+        self._on_device = self._tensor
+        if workload.gpu:
+            self._on_device = self._tensor.to(self._device)
+            if not workload.ready_bounce:
+                self._tensor = self._on_device
+        self._loaded = self._tensor
+
+    # --- preparing ----------------------------------------------------------------------------
+
+    def open(self, name: str) -> bool:
+        """Sets an engine up, with memory of its own where it wants that.
+
+        Returns:
+            Whether its transfers go through the page cache.
+        """
+        engine = engines.make(name, self._workload, self._index)
+        self._engines[name] = engine
+        if isinstance(engine, DeepSpeed) and self._workload.memory in ("aligned", "pinned"):
+            self._own[name] = engine.memory(self._workload.nbytes)
+            fill(self._own[name], self._index)
+        return engine.buffered
+
+    def make_files(self, suffix: str, op: Op) -> None:
+        """Writes the files of this suffix that are to be read or overwritten, once.
+
+        Args:
+            suffix: "bin" for plain bytes, "pt" for torch's files, "ref" for the reference.
+            op: What they are for: a write with `new_files` finds none.
+        """
+        workload = self._workload
+        if op == "write" and (suffix == "pt" or (workload.new_files and suffix != "ref")):
+            return  # each loop writes a file that was not there
+        loops = workload.total_loops if workload.new_files and suffix != "ref" else 1
+        host = _on_cpu(self._on_device)
+        for loop in range(loops):
+            path = workload.file(self._index, loop, suffix)
+            if path.exists():
+                continue
+            if suffix == "pt":
+                torch.save(host, path, _use_new_zipfile_serialization=not workload.legacy_save)
+                drop_from_cache(path)
+            else:
+                write_file(path, host[:REFERENCE_BYTES_MOST] if suffix == "ref" else host)
+
+    def _file(self, engine: Engine, loop: int) -> Path:
+        loop = 0 if engine.suffix == "ref" else loop
+        return self._workload.file(self._index, loop, engine.suffix)
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    def before(self, turn: Turn) -> float | None:
+        """What comes before the timing; how much of the file is cached, for reads through it."""
+        engine, workload = self._engines[turn.engine], self._workload
+        path = self._file(engine, turn.loop)
+        if turn.op == "write":
+            if engine.suffix == "pt":
+                path.unlink(missing_ok=True)  # or cutting the old one short would be timed
+            if workload.validate:
+                self._set(turn, self._seed(turn))
+            return None
+        if workload.validate:
+            self._set(turn, self._seed(turn) + 1)
+        if workload.drop_caches:
+            drop_from_cache(path)
+        return cached_fraction(path) if engine.buffered else None
+
+    def run(self, turn: Turn, cached: float | None) -> Timing:
+        """The transfer itself, timed."""
+        engine, workload = self._engines[turn.engine], self._workload
+        path = self._file(engine, turn.loop)
+        tensor = self._own.get(turn.engine, self._tensor)[: turn.nbytes]
+        there = self._on_device[: turn.nbytes] if workload.gpu else tensor
+        through_host = there.device != tensor.device
+        cpu = _cpu_seconds()
+        start = time.perf_counter()
+        if turn.op == "read":
+            self._loaded = engine.read(tensor, path)
+            if through_host:
+                there.copy_(tensor)
+        else:
+            if through_host:
+                tensor.copy_(there)
+            engine.write(tensor, path)
+            if workload.fsync:
+                engine.sync(path)
+        if workload.gpu:
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        return Timing(start, end, _cpu_seconds() - cpu, cached)
+
+    def after(self, turn: Turn) -> None:
+        """Compares, and removes what only this loop needed.
+
+        Raises:
+            Failed: The bytes are not what they should be.
+        """
+        engine, workload = self._engines[turn.engine], self._workload
+        path = self._file(engine, turn.loop)
+        if workload.validate and turn.engine != REFERENCE:
+            found = _on_cpu(self._loaded if turn.op == "read" else self._read_back(engine, path))
+            self._compare(turn, found[: turn.nbytes], path)
+        if turn.op == "write" and workload.new_files and turn.engine != REFERENCE:
+            path.unlink()
+        if self._loaded is not self._tensor:
+            self._loaded = self._tensor  # torch.load's tensor goes
+
+    def _compare(self, turn: Turn, found: torch.Tensor, path: Path) -> None:
+        at = differs_at(found, self._seed(turn)) if found.numel() == turn.nbytes else found.numel()
+        if at is not None:
+            raise Failed(
+                f"{turn.engine} {turn.op}s other bytes than it should: the first difference is at "
+                f"byte {at} of {path.name} (task {self._index}, loop {turn.loop})"
+            )
+
+    def _read_back(self, engine: Engine, path: Path) -> torch.Tensor:
+        engine.sync(path)
+        drop_from_cache(path)
+        if engine.suffix == "pt":
+            loaded: torch.Tensor = torch.load(path, weights_only=True, map_location="cpu")
+            return loaded
+        back = torch.empty(self._workload.nbytes, dtype=torch.uint8)
+        return engines.Python().read(back, path)
+
+    def _seed(self, turn: Turn) -> int:
+        """Reads find what `make_files` wrote; each write has contents of its own."""
+        return self._index + (1000 + turn.loop if turn.op == "write" else 0)
+
+    def _set(self, turn: Turn, seed: int) -> None:
+        tensor = self._own.get(turn.engine, self._tensor)
+        if tensor.device.type == "cpu":
+            fill(tensor, seed)
+            if self._workload.gpu:
+                self._on_device.copy_(tensor)
+        else:
+            host = torch.empty(self._workload.nbytes, dtype=torch.uint8)
+            fill(host, seed)
+            tensor.copy_(host)
+
+    def close(self) -> None:
+        """Closes the engines."""
+        for engine in self._engines.values():
+            engine.close()
+
+
+def _allocate(workload: Workload) -> torch.Tensor:
+    nbytes = workload.nbytes
+    if workload.memory == "ordinary":
+        return torch.empty(nbytes, dtype=torch.uint8)
+    if workload.memory == "accelerator":
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if workload.memory == "pinned" or workload.gpu:
+        return nvmeio.empty_pinned(nbytes, dtype=torch.uint8)
+    return nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

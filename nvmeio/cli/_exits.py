@@ -1,0 +1,74 @@
+"""Exit statuses of the commands, and which failure ends in which. docs/cli.md lists them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import typer
+from rich.console import Console
+
+from nvmeio.errors import BackendUnavailableError, NvmeioError
+
+OK = 0
+FAILED = 1  # the work was begun and did not succeed: an I/O error, other bytes than expected
+USAGE = 2  # what was asked for makes no sense, or does not fit here
+UNAVAILABLE = 3  # what was asked for is not installed, or not there: an engine, a GPU, a right
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Refused(Exception):
+    """What was asked for does not fit here: too little space, too little memory."""
+
+
+class Failed(Exception):
+    """The work was begun and did not succeed."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: cleaned up after as Ctrl-C is."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@contextmanager
+def exit_statuses(errors: Console) -> Iterator[None]:
+    """Turns failures of the body into one message on `errors` and an exit status.
+
+    SIGTERM and SIGHUP are taken as Ctrl-C meanwhile, so that whatever the body made is removed.
+    """
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for signum in before:
+            signal.signal(signum, _terminate)
+        yield
+    except _Terminated as terminated:
+        _say(errors, "terminated; no files are left", "yellow")
+        raise typer.Exit(128 + terminated.signum) from terminated
+    except KeyboardInterrupt as interrupted:
+        _say(errors, "interrupted; no files are left", "yellow")
+        raise typer.Exit(INTERRUPTED) from interrupted
+    except Refused as refused:
+        _say(errors, f"refused: {refused}")
+        raise typer.Exit(USAGE) from refused
+    except BackendUnavailableError as missing:
+        _say(errors, f"not available: {missing}")
+        raise typer.Exit(UNAVAILABLE) from missing
+    except (Failed, NvmeioError, OSError, MemoryError) as failed:
+        _say(errors, f"failed: {failed}")
+        raise typer.Exit(FAILED) from failed
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise _Terminated(signum)
+
+
+def _say(errors: Console, message: str, style: str = "red") -> None:
+    errors.print(message, style=style, markup=False, highlight=False, soft_wrap=True)

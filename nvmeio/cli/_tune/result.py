@@ -1,0 +1,259 @@
+"""What a search came to, for people, for programs and for the next handle."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import nvmeio
+from nvmeio.cli import _facts
+from nvmeio.cli._tune.search import Finalist, Op, Outcome, Sample
+from nvmeio.cli._tune.space import DEFAULT, in_words
+from nvmeio.cli._units import binary_size
+from nvmeio.engines.base import Options
+from nvmeio.tuned import Tuned
+
+UNIT = "GB = 10^9 bytes"
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Single blocks of one setting, in seconds each."""
+
+    setting: Options
+    op: Op
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A search and its circumstances.
+
+    Attributes:
+        outcome: What was found.
+        ops: Directions that were measured.
+        directories: Where.
+        engine: Which engine did it.
+        direct: Whether transfers bypassed the page cache.
+        io_size: Bytes of a full transfer, per directory.
+        budget_s: What it was allowed to take.
+        seconds: What it took.
+        grid: The levels of each parameter.
+        latencies: Of the winner and the default, where they were measured.
+    """
+
+    outcome: Outcome
+    ops: Sequence[Op]
+    directories: Sequence[Path]
+    engine: str
+    direct: bool
+    io_size: int
+    budget_s: float
+    seconds: float
+    grid: dict[str, list[Any]]
+    latencies: list[Latencies] = field(default_factory=list)
+    when: datetime = field(default_factory=lambda: datetime.now(timezone.utc).astimezone())
+
+    @property
+    def winner(self) -> Finalist:
+        """The final's record of the setting to use."""
+        return self.outcome.of(self.outcome.winner)
+
+    @property
+    def default(self) -> Finalist:
+        """The final's record of the default."""
+        return self.outcome.of(DEFAULT)
+
+    def rate(self, finalist: Finalist, op: Op) -> float | None:
+        """GB/s in the final, or of what was measured before it where there was no final."""
+        found = finalist.gb_per_s(op)
+        if found is None and op in self.ops:
+            longest = [
+                s for s in self.outcome.samples if (s.setting, s.op) == (finalist.setting, op)
+            ]
+            most = max((s.nbytes for s in longest), default=0)
+            rates = [s.gb_per_s for s in longest if s.nbytes == most]
+            found = statistics.median(rates) if rates else None
+        return found
+
+    def block(self) -> dict[str, Any]:
+        """What loads into `AioHandle(**block["aio"])` and into a DeepSpeed configuration."""
+        return {"aio": self.outcome.winner._asdict()}
+
+    def tuned(self, directory: Path) -> Tuned:
+        """What is stored for a directory's file system."""
+        return Tuned(
+            aio=self.outcome.winner,
+            directory=str(directory.resolve()),
+            tuned_at=self.when.isoformat(timespec="seconds"),
+            nvmeio=nvmeio.__version__,
+            read_gb_per_s=_rounded(self.rate(self.winner, "read")),
+            write_gb_per_s=_rounded(self.rate(self.winner, "write")),
+            default_read_gb_per_s=_rounded(self.rate(self.default, "read")),
+            default_write_gb_per_s=_rounded(self.rate(self.default, "write")),
+        )
+
+    def conditions(self) -> list[str]:
+        """What a reader has to know to compare the figures with others."""
+        outcome, many = self.outcome, len(self.directories)
+        where = ", ".join(map(str, self.directories))
+        lines = [
+            f"{where}: {binary_size(self.io_size)} a transfer"
+            + (f" in each of {many} directories at once" if many > 1 else "")
+            + f", engine {self.engine}; {UNIT}",
+            f"{outcome.looked_at} of {outcome.total} settings measured in {self.seconds:.0f} s of "
+            f"{self.budget_s:.0f} s",
+            "direct I/O: reads are cold as far as the page cache goes"
+            if self.direct
+            else "no direct I/O here: everything goes through the page cache",
+        ]
+        if "write" in self.ops:
+            lines.append("writes go over blocks that were written before, without fsync")
+        if outcome.unusable:
+            reasons = "; ".join(sorted(set(outcome.unusable.values())))
+            lines.append(f"{len(outcome.unusable)} settings cannot be used here: {reasons}")
+        return lines
+
+
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None else round(rate, 3)
+
+
+# For people
+
+
+def render(result: Result, console: Console) -> None:
+    """The final as a table, and what follows from it."""
+    if not console.is_terminal:
+        console.width = 160
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting")
+    for op in result.ops:
+        table.add_column(f"{op} GB/s", justify="right")
+    table.add_column("ahead", justify="right")
+    table.add_column("spread", justify="right")
+    rounds = len(result.default.ratios)
+    for finalist in result.outcome.finalists:
+        cells = [_gb(result.rate(finalist, op)) for op in result.ops]
+        if finalist.setting == DEFAULT:
+            cells += ["default", ""]
+        else:
+            cells += [f"{finalist.ahead:+.1%}", f"{finalist.spread:.1%}"] if rounds else ["", ""]
+        chosen = finalist.setting == result.outcome.winner
+        table.add_row(in_words(finalist.setting), *cells, style="bold green" if chosen else None)
+    with console.capture() as shown:
+        console.print(table)
+        console.print()
+        console.print(f"Chosen: {result.outcome.verdict}", markup=False, highlight=False)
+        for line in result.conditions():
+            console.print(line, style="dim", markup=False, highlight=False)
+        best = ", ".join(f"{op} = {_gb(result.rate(result.winner, op))}" for op in result.ops)
+        console.print(f"Best performance (GB/s): {best}", markup=False, highlight=False)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
+
+
+def _gb(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.2f}"
+
+
+# For programs
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The block first, so that the whole loads wherever the block does."""
+    software = _facts.software()
+    winner, outcome = result.winner, result.outcome
+    return {
+        **result.block(),
+        "unit": UNIT,
+        "verdict": outcome.verdict,
+        "best": {
+            **{f"{op}_gb_per_s": result.rate(winner, op) for op in result.ops},
+            **{f"default_{op}_gb_per_s": result.rate(result.default, op) for op in result.ops},
+            "ahead": winner.ahead,
+            "spread": winner.spread if winner.ratios else None,
+            "rounds": len(winner.ratios),
+        },
+        "search": {
+            "directories": [str(path) for path in result.directories],
+            "engine": result.engine,
+            "direct": result.direct,
+            "io_size": result.io_size,
+            "budget_s": result.budget_s,
+            "seconds": result.seconds,
+            "looked_at": outcome.looked_at,
+            "total": outcome.total,
+            "measurements": len(outcome.samples),
+            "grid": result.grid,
+        },
+        "machine": {
+            "nvmeio": software.nvmeio,
+            "kernel": software.kernel,
+            "python": software.python,
+            "torch": software.torch,
+        },
+        "when": result.when.isoformat(timespec="seconds"),
+        "conditions": result.conditions(),
+        "finalists": [
+            {
+                "aio": finalist.setting._asdict(),
+                "ahead": finalist.ahead,
+                "spread": finalist.spread if finalist.ratios else None,
+                **{f"{op}_gb_per_s": list(finalist.rates[op]) for op in result.ops},
+            }
+            for finalist in outcome.finalists
+        ],
+        "settings": [
+            {"aio": setting._asdict(), **{f"{op}_gb_per_s": rate for op, rate in rates.items()}}
+            for setting, rates in medians(outcome.samples).items()
+        ],
+    }
+
+
+def medians(samples: Sequence[Sample]) -> dict[Options, dict[Op, float]]:
+    """GB/s of every setting that was measured, of all its samples but the probes."""
+    rates: dict[Options, dict[Op, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        if sample.stage != "probe":
+            rates[sample.setting][sample.op].append(sample.gb_per_s)
+    return {
+        setting: {op: statistics.median(values) for op, values in by_op.items()}
+        for setting, by_op in rates.items()
+    }
+
+
+class Log:
+    """`--log-dir`: every measurement as a line of JSON as it is made, and the result at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._lines = (directory / "measurements.jsonl").open("w")
+
+    def add(self, setting: Options, op: Op, nbytes: int, seconds: float) -> None:
+        """One measurement."""
+        line = {
+            "op": op,
+            **setting._asdict(),
+            "nbytes": nbytes,
+            "seconds": seconds,
+            "gb_per_s": nbytes / seconds / 1e9,
+        }
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+
+    def close(self, result: Result | None) -> None:
+        """The result, if there is one."""
+        self._lines.close()
+        if result is not None:
+            text = json.dumps(as_json(result), indent=2) + "\n"
+            (self._directory / "result.json").write_text(text)

@@ -1,0 +1,73 @@
+"""Sizes and times as people write them: sizes binary (1K = 1024), rates decimal (GB = 10**9)."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+GB = 1e9
+
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
+_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "1048576", "64K", "1.5G" or "1MiB".
+
+    Raises:
+        ValueError: It is none, or not a whole number of bytes, or not positive.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not a size: write bytes, or a number with K, M, G or T")
+    nbytes = float(found[1]) * _SUFFIXES[found[2].upper()]
+    if nbytes < 1 or not nbytes.is_integer():
+        raise ValueError(f"{text!r} is not a whole, positive number of bytes")
+    return int(nbytes)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from "60s", "90", "2m" or "1h".
+
+    Raises:
+        ValueError: It is none, or not positive.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, m or h")
+    seconds = float(found[1]) * _SECONDS[(found[2] or "").lower()]
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time at all")
+    return seconds
+
+
+def size_option(value: str | int) -> int:
+    """`parse_size` for an option; a default comes as the number that it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def duration_option(value: str | float) -> float:
+    """`parse_duration` for an option."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def binary_size(nbytes: int) -> str:
+    """A size for people, such as 1.5 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
+    size = nbytes / 1024**power
+    digits = 0 if size >= 100 or size.is_integer() else 1
+    return f"{size:.{digits}f} {units[power]}"

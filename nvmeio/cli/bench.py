@@ -1,0 +1,322 @@
+"""`nvmeio bench`: how fast tensors go to and from files here, engine by engine (ds_io's place).
+
+This module turns the command line into a `Workload` and shows what `_bench` made of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nvmeio.cli import _accelerator
+from nvmeio.cli._bench import ask, report
+from nvmeio.cli._bench.workload import MemoryKind, Op, Workload
+from nvmeio.cli._exits import exit_statuses
+from nvmeio.cli._units import size_option
+
+_WHERE = "Where"
+_WHAT = "What is moved"
+_HOW = "How the handle works"
+_WHEN = "How often, and under which conditions"
+_SHOWN = "What is shown"
+
+MEMORY_KINDS: dict[str, MemoryKind] = {
+    "aligned": "aligned",
+    "pinned": "pinned",
+    "ordinary": "ordinary",
+}
+
+
+def command(
+    directories: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR[:DEVICE]...",
+            help="A directory on the drive, and the GPU that goes with it (with --gpu). One task "
+            "works in each, all at the same time.",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        list[str] | None,
+        typer.Option("--folder", "--dir", metavar="DIR", help="The same.", rich_help_panel=_WHERE),
+    ] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--folder-to-device-mapping",
+            metavar="DIR:DEVICE",
+            help="The same, with the device.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--multi-process",
+            "--processes",
+            min=1,
+            help="Tasks per directory, each a process with a file of its own; they begin every "
+            "loop together.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = 1,
+    io_size: Annotated[
+        int,
+        typer.Option(
+            parser=size_option,
+            metavar="SIZE",
+            help="Bytes per task and loop, with K, M or G.",
+            show_default="1G",
+            rich_help_panel=_WHAT,
+        ),
+    ] = 1 << 30,
+    read: Annotated[
+        bool, typer.Option("--read", help="Reads only.", rich_help_panel=_WHAT)
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Writes only.", rich_help_panel=_WHAT)
+    ] = False,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="aligned: on huge pages, not page-locked; pinned: page-locked; "
+            "ordinary: torch.empty.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "aligned",
+    accelerator_memory: Annotated[
+        bool,
+        typer.Option(
+            "--use-accelerator-pin-memory",
+            help="Memory that torch has page-locked for the GPU.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="The tensors lie on a GPU, the copy is timed.", rich_help_panel=_WHAT
+        ),
+    ] = False,
+    gds: Annotated[
+        bool,
+        typer.Option(
+            "--gds", "--use-gds", help="--gpu, through GPUDirect Storage.", rich_help_panel=_WHAT
+        ),
+    ] = False,
+    slow_bounce: Annotated[
+        bool,
+        typer.Option(
+            "--slow-bounce-buffer",
+            help="With --gpu: hand the CUDA tensor to the engine, keep no page-locked one ready.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="auto, libaio, threads: nvmeio's own; aio_basic: a new handle for each transfer; "
+            "python: system calls through the page cache; torch_save; torch_fast: torch.save "
+            "through nvmeio; deepspeed and fio where they are installed.",
+            show_default="auto",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Measure these engines in turns; ratios are to the first.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            parser=size_option,
+            metavar="SIZE",
+            help="Bytes per kernel request.",
+            show_default="1M",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    queue_depth: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks in the kernel at most (ds_io: 32).",
+            show_default="128",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    single_submit: Annotated[
+        bool | None,
+        typer.Option("--single-submit", help="One block a system call.", rich_help_panel=_HOW),
+    ] = None,
+    sequential_requests: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequential-requests",
+            "--no-overlap-events",
+            help="Refill the queue only when it has run empty.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    io_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--io-parallel",
+            "--intra-op-parallelism",
+            help="Lanes that share each transfer.",
+            show_default="1",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    use_tuned: Annotated[
+        bool,
+        typer.Option(
+            "--tuned",
+            help="What `nvmeio tune --save` stored for DIR, for all of these that are not given.",
+            rich_help_panel=_HOW,
+        ),
+    ] = False,
+    fast_io_size: Annotated[
+        int,
+        typer.Option(
+            parser=size_option,
+            metavar="SIZE",
+            help="Buffer of the torch_fast engine.",
+            show_default="64M",
+            rich_help_panel=_HOW,
+        ),
+    ] = 64 << 20,
+    torch_legacy_save: Annotated[
+        bool,
+        typer.Option(
+            "--torch-legacy-save",
+            help="torch's format from before its zip files, for the torch engines.",
+            rich_help_panel=_HOW,
+        ),
+    ] = False,
+    loops: Annotated[
+        int, typer.Option(min=1, help="Measured repetitions.", rich_help_panel=_WHEN)
+    ] = 3,
+    warmup_loops: Annotated[
+        int,
+        typer.Option(min=0, help="Repetitions before them.", rich_help_panel=_WHEN),
+    ] = 1,
+    include_warmup: Annotated[
+        bool,
+        typer.Option("--include-warmup-time", help="Count those too.", rich_help_panel=_WHEN),
+    ] = False,
+    new_files: Annotated[
+        bool,
+        typer.Option(
+            "--different-file-each-iteration",
+            help="A file of its own for each loop; writes then go to new files.",
+            rich_help_panel=_WHEN,
+        ),
+    ] = False,
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate",
+            help="Compare all bytes after each loop, not timed.",
+            rich_help_panel=_WHEN,
+        ),
+    ] = False,
+    fsync: Annotated[
+        bool,
+        typer.Option("--fsync", help="A write is over once it is durable.", rich_help_panel=_WHEN),
+    ] = False,
+    drop_caches: Annotated[
+        bool,
+        typer.Option(
+            "--drop-caches",
+            help="Take the file out of the page cache before each read (no root needed).",
+            rich_help_panel=_WHEN,
+        ),
+    ] = False,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            help="Measure a plain direct loop beside: what the drive gave to anybody just then.",
+            rich_help_panel=_WHEN,
+        ),
+    ] = True,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_SHOWN),
+    ] = False,
+) -> None:
+    """How fast tensors go to and from files here, engine by engine.
+
+    Writes files of its own in a hidden directory in DIR and removes them. All flags of ds_io work,
+    with - or _ in them. Reads and writes are both measured unless one is named.
+
+    Example: [bold]nvmeio bench /mnt/nvme0 --compare libaio,python,fio --io-size 4G[/]
+
+    Exit status: 0 measured, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine
+    or device is not there, 130 interrupted.
+    """
+    places = ask.parse_places([*(directories or []), *(folder or [])], mapping or [], processes)
+    names = ask.engine_names(engine, compare)
+    kind = MEMORY_KINDS.get(memory)
+    if kind is None:
+        raise typer.BadParameter(f"one of {', '.join(MEMORY_KINDS)}", param_hint="--memory")
+    if slow_bounce:
+        _check_slow_bounce(gpu or gds, names)
+    given: dict[str, Any] = {
+        "block_size": block_size,
+        "queue_depth": queue_depth,
+        "single_submit": single_submit,
+        "overlap_events": None if sequential_requests is None else not sequential_requests,
+        "intra_op_parallelism": io_parallel,
+    }
+    base = ask.base_options(use_tuned, places[0].directory)
+    workload = Workload(
+        places=tuple(places),
+        nbytes=io_size,
+        loops=loops,
+        warmup_loops=warmup_loops,
+        options=base._replace(**{k: v for k, v in given.items() if v is not None}),
+        memory="accelerator" if accelerator_memory else kind,
+        gpu=gpu or gds,
+        ready_bounce=not slow_bounce,
+        fsync=fsync,
+        drop_caches=drop_caches,
+        validate=validate,
+        new_files=new_files,
+        legacy_save=torch_legacy_save,
+        staging_bytes=fast_io_size,
+    )
+    ops: list[Op] = []
+    if read or not write:
+        ops.append("read")
+    if write or not read:
+        ops.append("write")
+    errors = Console(stderr=True)
+    with exit_statuses(errors):
+        devices = tuple(place.device for place in places)
+        _accelerator.require(gpu or gds or accelerator_memory, gds, devices)
+        result = ask.measure(
+            workload, names, ops, errors, reference=reference, include_warmup=include_warmup
+        )
+    if as_json:
+        typer.echo(json.dumps(report.as_json(result), indent=2))
+    else:
+        report.render(result, Console())
+
+
+def _check_slow_bounce(gpu: bool, names: list[str]) -> None:
+    hint = "--slow-bounce-buffer"
+    if not gpu:
+        raise typer.BadParameter("means something with --gpu only", param_hint=hint)
+    for name in ("python", "fio"):
+        if name in names:
+            raise typer.BadParameter(f"{name} cannot move CUDA tensors", param_hint=hint)
