@@ -67,7 +67,7 @@ class Ports:
 
     def forget_closed_loops(self) -> None:
         """Close the ports of loops that were closed; the default port takes what is left there."""
-        for loop in [loop for loop in self._loops if loop.is_closed()]:
+        for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with self._lock:
                 gone = self._loops.pop(loop, None)
             if gone is not None:
