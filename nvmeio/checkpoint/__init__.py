@@ -1,0 +1,1 @@
+"""Checkpoints: torch and safetensors files at the speed of the drive."""
