@@ -1,0 +1,381 @@
+"""The header of a safetensors file: parsed without trust, built. No I/O here.
+
+A file is the header's length (8 bytes, little-endian), the header (JSON, padded with spaces), and
+the tensors' bytes without a hole between them::
+
+    {"__metadata__": {"format": "pt"},
+     "weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, …}
+
+`parse` refuses what the safetensors package (0.8) refuses, with `IntegrityError`, before anything
+is allocated for the tensors. It is stricter where the package's parser happens to take what the
+format's description rules out: a key that occurs twice (the package keeps the last), a tensor's
+description or dtype in another JSON form than the one above. tests/checkpoint/test_safetensors.py
+compares the two on malformed files of every kind.
+
+Source: https://github.com/huggingface/safetensors, README.md, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.errors import IntegrityError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+
+# The first tensor's place in a file: on a block of every drive, so that tensors go direct.
+DATA_ALIGNMENT = max(4096, PAGE_BYTES)
+
+# Bits of an element, by the format's name. The narrow ones are packed.
+BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+# torch has no 6-bit dtypes, and older ones lack some of the 8- and 4-bit ones.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name)
+    for name, torch_name in _TORCH_NAMES.items()
+    if hasattr(torch, torch_name)
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_METADATA = "__metadata__"
+_MAX_UNSIGNED = (1 << 64) - 1
+_MAX_SIZE = (1 << 63) - 1  # torch's sizes are signed
+_MAX_DEPTH = 127  # of nested JSON; the package's parser stops there
+
+
+class Entry(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        dtype: The format's name, such as "BF16".
+        shape: In elements; of "F4", whose elements torch holds in pairs, twice torch's last size.
+        start: First byte, counted from the first byte of the file.
+        end: Behind its last byte.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.start
+
+    def for_torch(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and shape that torch has for it.
+
+        Raises:
+            TypeError: torch has no such dtype, or the shape does not fit a packed one.
+        """
+        dtype = DTYPES.get(self.dtype)
+        if dtype is None:
+            raise TypeError(f"dtype {self.dtype} is unknown to torch {torch.__version__}")
+        if self.dtype != "F4":
+            return dtype, self.shape
+        if self.shape[-1] % 2:
+            raise TypeError(
+                f"a tensor of dtype F4 and shape {self.shape} cannot be had in torch, which packs "
+                "pairs along the last dimension: its size must be even"
+            )
+        return dtype, (*self.shape[:-1], self.shape[-1] // 2)
+
+
+class Header(NamedTuple):
+    """What a file says of itself: tensors by name, in the order of their bytes, and metadata."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def header_bytes(prefix: bytes, file_bytes: int, where: str) -> int:
+    """The length of the JSON, from a file's first 8 bytes.
+
+    Args:
+        prefix: The file's first 8 bytes, or all of it where it is shorter.
+        file_bytes: The file's size in bytes.
+        where: The file, for messages.
+
+    Raises:
+        IntegrityError: The file is too short for a header, or the length is absurd.
+    """
+    if len(prefix) < LENGTH_BYTES:
+        raise _bad(where, "too short for a header", "8 bytes or more", len(prefix))
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise _bad(where, "its header is too large", f"at most {MAX_HEADER_BYTES} bytes", length)
+    if LENGTH_BYTES + length > file_bytes:
+        raise _bad(
+            where, "its header ends beyond the file", f"at most {file_bytes - LENGTH_BYTES}", length
+        )
+    return length
+
+
+def parse(text: bytes, file_bytes: int, where: str) -> Header:
+    """Parse and check a header against the size of its file.
+
+    Args:
+        text: The JSON, padding included: all bytes between the length and the tensors.
+        file_bytes: The file's size in bytes.
+        where: The file, for messages.
+
+    Raises:
+        IntegrityError: It is malformed, or does not describe exactly the bytes that follow.
+    """
+    found = _json(text, where)
+    if type(found) is not dict:
+        raise _bad(where, "its header is no JSON object", "an object", type(found).__name__)
+    metadata = _metadata(found.pop(_METADATA, None), where)
+    base = LENGTH_BYTES + len(text)
+    entries = {name: _entry(name, value, base, where) for name, value in found.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
+    position = base
+    for name, entry in entries.items():
+        if entry.start != position or entry.end < entry.start:
+            raise _bad(
+                where,
+                f"the bytes of {name!r} overlap others or leave a hole",
+                f"data_offsets from {position - base} on",
+                [entry.start - base, entry.end - base],
+            )
+        position = entry.end
+        _check_size(name, entry, where)
+    if position != file_bytes:
+        raise _bad(where, "the tensors do not end with the file", file_bytes, position)
+    return Header(entries, metadata)
+
+
+def build(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, Entry]]:
+    """A header for these tensors, one behind the other, and where each lies.
+
+    Args:
+        tensors: Name, dtype and torch's shape of each, in the order of the file.
+        metadata: Texts to go with them.
+
+    Returns:
+        All bytes before the first tensor, `DATA_ALIGNMENT` of them or a multiple; and the entries.
+
+    Raises:
+        TypeError: A dtype is unknown to the format.
+        ValueError: A name or text is not valid Unicode, or the header is larger than 100 MB.
+    """
+    described: dict[str, Any] = {}
+    if metadata:
+        described[_METADATA] = dict(metadata)
+    shapes: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    position = 0
+    for name, dtype, sizes in tensors:
+        if dtype not in NAMES:
+            raise TypeError(f"{name!r} has dtype {dtype}, which safetensors files cannot hold")
+        shape = tuple(int(size) for size in sizes)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if NAMES[dtype] == "F4":
+            if not shape:
+                raise TypeError(f"{name!r} is a 0-d tensor of {dtype}, which the format cannot say")
+            shape = (*shape[:-1], shape[-1] * 2)
+        end = position + nbytes
+        described[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        shapes[name] = (NAMES[dtype], shape, position, end)
+        position = end
+    try:
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as failed:
+        raise ValueError(f"a name or metadata text is not valid Unicode: {failed}") from None
+    unpadded = LENGTH_BYTES + len(text)
+    base = -(-unpadded // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    length = base - LENGTH_BYTES
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(tensors)} tensors has {length} bytes, the format allows "
+            f"{MAX_HEADER_BYTES}: use shards (max_shard_size) or shorter names"
+        )
+    entries = {
+        name: Entry(dtype, shape, base + start, base + end)
+        for name, (dtype, shape, start, end) in shapes.items()
+    }
+    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length), entries
+
+
+# Parts of a header
+
+
+class _Refused(ValueError):
+    """Raised inside the JSON parser."""
+
+
+def _json(text: bytes, where: str) -> Any:
+    try:
+        decoded = text.decode("utf-8")
+        found = json.loads(
+            decoded,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+        # A half of a surrogate pair can be written as \ud800; no text can hold it.
+        if "\\u" in decoded:
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise _bad(where, "its header is nested too deeply", _MAX_DEPTH, "more") from None
+    except ValueError as failed:
+        raise _bad(where, f"its header is not valid JSON ({failed})", "JSON", "not JSON") from None
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _Refused(f"key {twice!r} occurs more than once")
+    return found
+
+
+def _integer(digits: str) -> int | float:
+    # Not even -0 is a length; and numbers that no float can hold are refused as such.
+    return _float(digits) if digits[0] == "-" or len(digits) > 19 + 1 else int(digits)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise _Refused(f"number out of range: {digits:.40}")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise _Refused(f"{name} is not a JSON value")
+
+
+def _metadata(given: Any, where: str) -> dict[str, str]:
+    if given is None:
+        return {}
+    if type(given) is not dict or any(type(value) is not str for value in given.values()):
+        raise _bad(where, f"its {_METADATA} is no object of texts", "texts", _brief(given))
+    return given
+
+
+def _entry(name: str, given: Any, base: int, where: str) -> Entry:
+    if type(given) is not dict:
+        raise _bad(where, f"{name!r} is not described", "an object", _brief(given))
+    for field in ("dtype", "shape", "data_offsets"):
+        if field not in given:
+            raise _bad(where, f"{name!r} is not described fully", field, sorted(given))
+    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
+    if type(dtype) is not str or dtype not in BITS:
+        raise _bad(where, f"{name!r} has an unknown dtype", ", ".join(BITS), _brief(dtype))
+    if not _are_unsigned(shape):
+        raise _bad(where, f"{name!r} has an impossible shape", "sizes >= 0", _brief(shape))
+    if not _are_unsigned(offsets) or len(offsets) != 2:
+        raise _bad(where, f"{name!r} has impossible data_offsets", "[start, end]", _brief(offsets))
+    if len(given) > 3 and _depth(given) > _MAX_DEPTH - 1:
+        raise _bad(where, f"{name!r} is nested too deeply", _MAX_DEPTH, "more")
+    return Entry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _are_unsigned(given: Any) -> bool:
+    return type(given) is list and all(
+        type(value) is int and 0 <= value <= _MAX_SIZE for value in given
+    )
+
+
+def _check_size(name: str, entry: Entry, where: str) -> None:
+    elements = 1
+    for size in entry.shape:
+        elements *= size
+        if elements > _MAX_UNSIGNED:
+            raise _bad(where, f"the shape of {name!r} overflows", "64 bits", entry.shape)
+    bits = elements * BITS[entry.dtype]
+    if bits > _MAX_UNSIGNED or bits % 8:
+        raise _bad(where, f"{name!r} has no whole number of bytes", "a multiple of 8 bits", bits)
+    if bits // 8 != entry.nbytes:
+        raise _bad(
+            where,
+            f"the bytes of {name!r} do not match its dtype {entry.dtype} and shape {entry.shape}",
+            f"{bits // 8} bytes",
+            f"{entry.nbytes} bytes",
+        )
+
+
+def _depth(value: Any) -> int:
+    """How deeply lists and dicts are nested; without recursion."""
+    depth, level = 0, [value]
+    while level := [inner for inner in level if isinstance(inner, (list, dict))]:
+        depth += 1
+        level = [
+            part for inner in level for part in (inner.values() if type(inner) is dict else inner)
+        ]
+    return depth
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _bad(where: str, what: str, expected: object, found: object) -> IntegrityError:
+    return IntegrityError(
+        f"{where} is no valid safetensors file: {what} (expected {expected}, found {found})",
+        expected=expected,
+        found=found,
+    )
