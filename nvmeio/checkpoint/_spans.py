@@ -72,7 +72,7 @@ def read(
     Cost: no copy for the CPU but of the last, partial block of a file. One system call a file to
     open it, about 30 us of Python a read.
     """
-    return _Load(handle, spans, torch.device(device)).run()
+    return Load().run(handle, spans, torch.device(device))
 
 
 async def async_read(
@@ -84,29 +84,35 @@ async def async_read(
 
     Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
     """
-    load = _Load(handle, spans, torch.device(device))
-    return await in_thread(load.run, load.cancel)
+    load = Load()
+    return await in_thread(lambda: load.run(handle, spans, torch.device(device)), load.cancel)
 
 
-class _Load:
-    """One `read`, from the check of its arguments to its last byte."""
+class Load:
+    """One `read`, for callers that may have to cancel it before they know the spans."""
 
-    def __init__(self, handle: AioHandle, spans: Sequence[Span], device: torch.device) -> None:
-        for span in spans:
-            if span.offset < 0 or span.nbytes < 0:
-                raise ValueError(f"{named(span)} has a negative offset or length: {span}")
-        self._handle = handle
-        self._spans = spans
-        self._device = device
+    def __init__(self) -> None:
+        self._spans: Sequence[Span] = ()
+        self._device = torch.device("cpu")
         self._files: list[File] = []
         self._flight: Flight[tuple[Run, Region]] = Flight()
 
     def cancel(self) -> None:
-        """Stop soon; `run` raises once nothing is in flight."""
+        """Stop soon; `run` raises once nothing is in flight. From any thread."""
         self._flight.cancel()
 
-    def run(self) -> list[torch.Tensor]:
-        """Do it; see `read`."""
+    def run(
+        self, handle: AioHandle, spans: Sequence[Span], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Do it, once; see `read`.
+
+        Raises:
+            Cancelled: `cancel` was called.
+        """
+        for span in spans:
+            if span.offset < 0 or span.nbytes < 0:
+                raise ValueError(f"{named(span)} has a negative offset or length: {span}")
+        self._handle, self._spans, self._device = handle, spans, device
         if self._device.type == "meta":
             return [self._new(span.nbytes) for span in self._spans]
         with contextlib.ExitStack() as opened:
@@ -181,7 +187,7 @@ class _Load:
         found = [self._new(span.nbytes) for span in self._spans]
         copies = _Copies(self._device)
         pieces = list(_pieces(regions))
-        ring = [_chunk(self._device) for _ in range(min(CHUNKS, len(pieces)))]
+        ring = [new_chunk(CHUNK_BYTES, self._device) for _ in range(min(CHUNKS, len(pieces)))]
         filling: deque[torch.Tensor] = deque()
 
         def pass_on() -> None:
@@ -249,13 +255,14 @@ def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
                 yield run._replace(start=start, end=end, at=run.at + start - run.start), region
 
 
-def _chunk(device: torch.device) -> torch.Tensor:
+def new_chunk(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Aligned bytes for copies to or from a device; page-locked for CUDA where allowed."""
     if device.type == "cuda":
         try:
-            return buffers.empty_pinned(CHUNK_BYTES, dtype=torch.uint8)
+            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
         except OSError as refused:
-            logger.info("loading through memory that is not page-locked: %s", refused)
-    return buffers.empty_aligned(CHUNK_BYTES, dtype=torch.uint8)
+            logger.info("copying through memory that is not page-locked: %s", refused)
+    return buffers.empty_aligned(nbytes, dtype=torch.uint8)
 
 
 class _Copies:

@@ -1,0 +1,159 @@
+"""Sets of safetensors files as transformers lays them out: shards and their index.
+
+`name.safetensors` is a whole; a set is ``name-00001-of-00003.safetensors`` and so on with
+``name.safetensors.index.json``, which says for every tensor which shard holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from nvmeio.errors import IntegrityError
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+DEFAULT_NAME = "model.safetensors"
+
+# As large as an index may be; that of 100,000 tensors has 10 MB.
+_MAX_INDEX_BYTES = 100_000_000
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", 1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """The file or index that a path stands for; of a directory, the one that is in it.
+
+    Raises:
+        FileNotFoundError: There is no such thing.
+        ValueError: The directory holds several, and none has transformers' name.
+    """
+    given = Path(path)
+    if not given.is_dir():
+        return given
+    for name in (DEFAULT_NAME, f"model{INDEX_SUFFIX}"):  # in the order of transformers
+        if (given / name).is_file():
+            return given / name
+    names = sorted(entry.name for entry in given.iterdir() if not entry.name.startswith("."))
+    found = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    found = found or [name for name in names if name.endswith(SUFFIX)]
+    if not found:
+        raise FileNotFoundError(f"{given} holds no {DEFAULT_NAME}, no index and no *{SUFFIX} file")
+    if len(found) > 1:
+        raise ValueError(f"{given} holds several, name one: {', '.join(found[:5])}")
+    return given / found[0]
+
+
+def is_index(path: Path) -> bool:
+    """Whether a path names an index rather than a file of tensors."""
+    return path.name.endswith(".json")
+
+
+def read_index(path: Path) -> dict[Path, list[str]]:
+    """For each shard, the names of its tensors.
+
+    Raises:
+        OSError: The index cannot be read.
+        IntegrityError: It is no index, or names a file outside of its directory.
+    """
+    with path.open("rb") as file:
+        text = file.read(_MAX_INDEX_BYTES + 1)
+    if len(text) > _MAX_INDEX_BYTES:
+        raise _bad(
+            path, "it is too large", f"at most {_MAX_INDEX_BYTES} bytes", path.stat().st_size
+        )
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as failed:
+        raise _bad(path, f"it is not valid JSON ({failed})", "JSON", "not JSON") from None
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict):
+        raise _bad(path, "it has no weight_map", "an object of file names", type(names).__name__)
+    shards: dict[Path, list[str]] = {}
+    for name, file_name in names.items():
+        if not _is_inside(file_name):
+            raise _bad(path, f"{name!r} lies outside", "a file beside the index", repr(file_name))
+        shards.setdefault(path.parent / file_name, []).append(name)
+    return shards
+
+
+def index_text(shards: Iterable[tuple[str, Iterable[str]]], total_bytes: int) -> bytes:
+    """An index; `shards` are file names, each with the names of its tensors."""
+    weight_map = {name: file_name for file_name, names in shards for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
+    """Names in shards of at most `limit` bytes, in order; a larger tensor gets one of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if limit is not None and shards[-1] and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    return shards
+
+
+def shard_names(stem: str, count: int, taken: Sequence[str], token: str) -> list[str]:
+    """File names for shards; with `token` in them where an older set has the plain ones.
+
+    Replaced one after another under their own names, the shards of two sets would be mixed for as
+    long as that takes. Under other names the index alone decides, and it is replaced in one step.
+    """
+    for infix in ("", f"-{token}"):
+        names = [f"{stem}{infix}-{n + 1:05d}-of-{count:05d}{SUFFIX}" for n in range(count)]
+        if not set(names) & set(taken):
+            break
+    return names
+
+
+def is_shard_of(stem: str, name: str) -> bool:
+    """Whether a file name is one that `shard_names` gives."""
+    pattern = rf"{re.escape(stem)}(-[0-9a-f]+)?-[0-9]{{5,}}-of-[0-9]{{5,}}{re.escape(SUFFIX)}"
+    return re.fullmatch(pattern, name) is not None
+
+
+def parse_size(size: int | str) -> int:
+    """A number of bytes: an int, or a text such as "5GB" (10**9) or "512MiB" (2**20).
+
+    Raises:
+        ValueError: It is none, or not above 0.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f'max_shard_size {size!r} is no size: say 5_000_000_000 or "5GB"')
+        nbytes = int(float(match[1]) * unit)
+    elif isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        raise TypeError(f"max_shard_size must be an int or a str, not {type(size).__name__}")
+    if nbytes < 1:
+        raise ValueError(f"max_shard_size must be at least 1 byte, not {size!r}")
+    return nbytes
+
+
+def _is_inside(name: object) -> bool:
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    pure = PurePosixPath(name)
+    return not pure.is_absolute() and ".." not in pure.parts and pure.name != ""
+
+
+def _bad(path: Path, what: str, expected: object, found: object) -> IntegrityError:
+    return IntegrityError(
+        f"{path} is no valid safetensors index: {what} (expected {expected}, found {found})",
+        expected=expected,
+        found=found,
+    )

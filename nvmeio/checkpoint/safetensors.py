@@ -1,0 +1,179 @@
+"""safetensors files at the speed of the drive: one file, or shards with an index.
+
+Files are what the safetensors package and transformers read and write. Loading reads all tensors
+in a few large direct reads into aligned memory (`_spans`), or on to a device as they arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nvmeio import files
+from nvmeio.checkpoint import _safetensors_header as headers
+from nvmeio.checkpoint import _safetensors_shards as shards
+from nvmeio.checkpoint._in_thread import in_thread
+from nvmeio.checkpoint._safetensors_header import Entry, Header
+from nvmeio.checkpoint._spans import Load, Span
+from nvmeio.errors import IntegrityError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+
+# What is read of a file at once, in the hope that its header is no larger.
+_PREFIX_BYTES = 64 << 10
+
+
+def load_safetensors(
+    path: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    handle: AioHandle | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load all tensors of a safetensors file, an index of shards, or a model's directory.
+
+    Args:
+        path: A file; an index (``*.safetensors.index.json``), of which exactly the tensors that it
+            names are loaded; or a directory that holds either (``model.safetensors`` first).
+        device: Where the tensors shall lie; "cuda:1" and 1 name a GPU, "meta" reads headers only.
+        handle: Reads through this handle; without one, a handle with the setting stored for the
+            file system (`AioHandle.tuned`) lives as long as the call.
+
+    Returns:
+        Tensors by name, in the order of the file. On the CPU they lie in memory of nvmeio, aligned
+        as in the file: small ones share arenas of at most 16 MiB, larger ones share with none.
+
+    Raises:
+        IntegrityError: A header or index is malformed, or an index names a tensor that its shard
+            lacks. Nothing was allocated.
+        TransferError: A file cannot be opened or read; a `FileNotFoundError` where it is missing.
+        TypeError: A tensor's dtype is unknown to this torch.
+        MemoryError: More is asked for than is available.
+
+    Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype.
+    """
+    loading = _Loading(path, device, handle)
+    return loading.run()
+
+
+async def async_load_safetensors(
+    path: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    handle: AioHandle | None = None,
+) -> dict[str, torch.Tensor]:
+    """`load_safetensors`, awaited: other tasks run meanwhile.
+
+    Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
+    """
+    loading = _Loading(path, device, handle)
+    return await in_thread(loading.run, loading.cancel)
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """What a safetensors file says of itself: its tensors by name (dtype, shape, place), metadata.
+
+    Raises:
+        IntegrityError: The header is malformed, or does not match the size of the file.
+        TransferError: The file cannot be opened or read.
+    """
+    with files.open(path) as file, AioHandle(queue_depth=1) as handle:
+        return _header_of(file, handle)
+
+
+class _Loading:
+    """One `load_safetensors`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: str | int | torch.device,
+        handle: AioHandle | None,
+    ) -> None:
+        self._path = path
+        self._device = torch.device(device)
+        self._handle = handle
+        self._load = Load()
+
+    def cancel(self) -> None:
+        self._load.cancel()
+
+    def run(self) -> dict[str, torch.Tensor]:
+        path = shards.find(self._path)
+        with handle_for(self._handle, path) as handle, contextlib.ExitStack() as opened:
+            found: dict[str, Entry] = {}
+            spans: list[Span] = []
+            for shard, names in _shards_of(path):
+                # Opened once for header and tensors: a file that replaces it meanwhile is another.
+                file = opened.enter_context(files.open(shard))
+                tensors = _header_of(file, handle).tensors
+                for name in tensors if names is None else names:
+                    if name not in tensors:
+                        raise IntegrityError(
+                            f"{path} says that {name!r} is in {shard.name}, which lacks it",
+                            expected=name,
+                            found=list(tensors),
+                        )
+                    entry = found[name] = tensors[name]
+                    entry.for_torch()  # refused before anything is read
+                    spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
+            memories = self._load.run(handle, spans, self._device)
+            return {
+                name: _tensor_on(memory, found[name])
+                for name, memory in zip(found, memories, strict=True)
+            }
+
+
+@contextlib.contextmanager
+def handle_for(given: AioHandle | None, path: Path) -> Iterator[AioHandle]:
+    """The handle that was given, or one of the caller's own for as long as the block lasts."""
+    if given is not None:
+        yield given
+        return
+    with AioHandle.tuned(path) as own:
+        yield own
+
+
+def _shards_of(path: Path) -> list[tuple[Path, list[str] | None]]:
+    if not shards.is_index(path):
+        return [(path, None)]
+    return [(shard, names) for shard, names in shards.read_index(path).items()]
+
+
+def _header_of(file: File, handle: AioHandle) -> Header:
+    size = file.size()
+    prefix = bytes_at(handle, file, 0, min(size, _PREFIX_BYTES))
+    length = headers.header_bytes(prefix, size, file.path)
+    end = headers.LENGTH_BYTES + length
+    if end > len(prefix):
+        prefix += bytes_at(handle, file, len(prefix), end - len(prefix))
+    return headers.parse(prefix[headers.LENGTH_BYTES : end], size, file.path)
+
+
+def bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
+    """A few bytes of a file."""
+    room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    handle.sync_pread(room, file, offset)
+    return bytes(room.numpy())
+
+
+def _tensor_on(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A tensor of the entry's dtype and shape, on the memory that was read for it."""
+    dtype, shape = entry.for_torch()
+    if math.prod(shape) == 0:
+        return torch.empty(0, dtype=dtype, device=memory.device).reshape(shape)
+    if memory.device.type == "cpu" and memory.data_ptr() % dtype.itemsize:
+        memory = memory.clone()
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), 0, shape, _strides(shape))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))[-len(shape) :] if shape else ()
