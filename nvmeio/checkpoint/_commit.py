@@ -1,0 +1,331 @@
+"""Replacing a file at once: all of the new one or all of the old one, whatever happens meanwhile.
+
+    1. a temporary file is made beside the target and locked            (flock)
+    2. its bytes are written                                            whoever uses it
+    3. they are made durable                                            fdatasync
+    4. it takes the target's name                                       rename: atomic
+    5. the name is made durable                                         fsync of the directory
+
+Until 4 the target is what it was, to every reader and after a crash. After 4 every reader finds the
+new file; after 5 a crash does, too.
+
+The temporary file's name ends in ``.nvmeio-tmp`` and its writer holds an flock on it for as long as
+it lives, so a file of that name which nobody has locked is what a killed writer left: the next save
+into the directory removes it. (The lock is that of the open file, which a forked child shares: what
+a killed writer left is removed once its children are gone too.)
+
+Source: man 2 rename, man 2 fsync (NOTES, on directories), man 2 flock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable
+from types import TracebackType
+
+from nvmeio import files
+from nvmeio.errors import ClosedError, TransferError
+
+SUFFIX = ".nvmeio-tmp"
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}" + re.escape(SUFFIX))
+_MOST_NAME_BYTES = 255  # NAME_MAX of every usual file system
+_ATTEMPTS = 100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+# The kernel or the file system cannot allocate ahead: the writes will tell what does not fit.
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
+
+
+class Replacement:
+    """A new file that will take the place of `path`: written, then committed or discarded.
+
+    A symbolic link is followed: it stays, and the file that it leads to is replaced. The new file
+    has the permissions of the old one, or those that the umask leaves.
+
+    Args:
+        path: The file to replace, or to make.
+
+    Attributes:
+        file: The temporary file, open for reading and writing.
+
+    Raises:
+        TransferError: The directory is missing or cannot be written in; the target is a directory,
+            a device, a pipe, or a file that may not be written. Nothing was changed.
+
+    Used with ``with``, it is discarded at the end unless it was committed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = _checked(path)
+        # torch.save writes through a link; so does this.
+        self._target = os.path.realpath(self._path)
+        mode = _check_target(self._path, self._target)
+        self._directory = os.path.dirname(self._target)
+        remove_leftovers(self._directory)
+        self._temporary, self._fd = _make_temporary(self._path, self._target)
+        try:
+            if mode is not None:
+                _take_over(self._fd, mode)
+            self.file = files.open(self._temporary, "r+")
+        except BaseException:
+            self._unlink()
+            os.close(self._fd)
+            raise
+        self._closed = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate room for `nbytes` bytes: a full disk is known before anything is written.
+
+        Raises:
+            TransferError: There is no such room (ENOSPC, EDQUOT), or the file may not become so
+                large (EFBIG).
+
+        A file system that cannot allocate ahead is left alone.
+        """
+        if not nbytes:
+            return
+        while _libc.fallocate(self._fd, 0, 0, nbytes) != 0:
+            code = ctypes.get_errno()
+            if code in _CANNOT_ALLOCATE:
+                return
+            if code != errno.EINTR:
+                raise TransferError(code, operation="fallocate", path=self._path, nbytes=nbytes)
+
+    def truncate(self, nbytes: int) -> None:
+        """Set the file's size.
+
+        Raises:
+            TransferError: As ftruncate(2) fails.
+        """
+        try:
+            os.ftruncate(self._fd, nbytes)
+        except OSError as failed:
+            raise self._error(failed, "truncate") from failed
+
+    def commit(self) -> None:
+        """Make the new file durable and put it in its place; all writes must be done.
+
+        Raises:
+            TransferError: The file could not be made durable or renamed: the target is untouched,
+                and the temporary file is gone. Or the directory could not be synchronised: the new
+                file is in its place, but a crash of the machine may bring the old one back.
+            ClosedError: It was committed or discarded before.
+        """
+        if self._closed:
+            raise ClosedError(f"the replacement of {self._path} is over")
+        try:
+            self._step("fsync", lambda: os.fdatasync(self._fd))
+            self._step("rename", lambda: os.rename(self._temporary, self._target))
+        except BaseException:
+            self.discard()
+            raise
+        self._close()
+        self._step("fsync", lambda: sync_directory(self._directory))
+
+    def discard(self) -> None:
+        """Remove the temporary file; the target stays. Idempotent, and nothing after `commit`."""
+        if not self._closed:
+            self._unlink()
+            self._close()
+
+    def _unlink(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)
+
+    def _close(self) -> None:
+        self._closed = True
+        self.file.close()
+        os.close(self._fd)
+
+    def _step(self, operation: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as failed:
+            raise self._error(failed, operation) from failed
+
+    def _error(self, failed: OSError, operation: str) -> TransferError:
+        return TransferError(failed.errno or errno.EIO, operation=operation, path=self._path)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.discard()
+
+    @property
+    def path(self) -> str:
+        """The file to replace, as the caller named it."""
+        return self._path
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed or discarded."""
+        return self._closed
+
+
+def sync_directory(directory: str) -> None:
+    """Make the names in a directory durable (man 2 fsync).
+
+    Raises:
+        OSError: The kernel could not; a file system that has no such thing (EINVAL) is fine.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as failed:
+        if failed.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(directory: str) -> list[str]:
+    """Remove the temporary files of writers that are dead.
+
+    Args:
+        directory: Where to look. What cannot be read or removed is left.
+
+    Returns:
+        The names of those that were removed.
+
+    Cost: one listing of the directory.
+    """
+    removed: list[str] = []
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    except OSError:
+        return removed
+    for name in names:
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    continue
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
+                if _is_named(fd, path):  # not renamed, or made anew, in between
+                    os.unlink(path)
+                    removed.append(name)
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _checked(path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"expected a path, not {type(path).__name__}; for an open file use torch.save, "
+            "or torch.save(obj, nvmeio.FastFileWriter(path))"
+        )
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(f"a path must be a str, not {name!r}; os.fsdecode turns bytes into one")
+    if "\0" in name:
+        raise ValueError(f"file name {name!r} contains a null character")
+    return name
+
+
+def _check_target(path: str, target: str) -> os.stat_result | None:
+    """The target's facts if it is there and may be replaced; None if it is not there."""
+    try:
+        facts = os.stat(target)
+    except FileNotFoundError:
+        return None
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+    if stat.S_ISDIR(facts.st_mode):
+        raise TransferError(errno.EISDIR, operation="open", path=path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise TransferError(
+            errno.EINVAL,
+            operation="open",
+            path=path,
+            detail="not a regular file: it would be replaced by one; torch.save writes into it",
+        )
+    if not os.access(target, os.W_OK):
+        raise TransferError(errno.EACCES, operation="open", path=path)
+    return facts
+
+
+def _make_temporary(path: str, target: str) -> tuple[str, int]:
+    """Create and lock a temporary file beside the target."""
+    directory, name = os.path.split(target)
+    if not name:
+        raise TransferError(errno.EISDIR, operation="open", path=path)
+    for _ in range(_ATTEMPTS):
+        end = f".{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        room = _MOST_NAME_BYTES - len(end) - 1
+        stem = os.fsdecode(os.fsencode(name)[:room])
+        temporary = os.path.join(directory, f".{stem}{end}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(temporary, flags, 0o666)
+        except FileExistsError:
+            continue
+        except OSError as failed:
+            raise _creation_error(failed, path, directory) from failed
+        try:
+            if _locked(fd) and _is_named(fd, temporary):
+                return temporary, fd
+        except BaseException:
+            os.unlink(temporary)
+            os.close(fd)
+            raise
+        os.close(fd)  # another save took it for a leftover before it was locked
+    raise TransferError(
+        errno.EEXIST, operation="open", path=path, detail="no temporary file could be made"
+    )
+
+
+def _creation_error(failed: OSError, path: str, directory: str) -> TransferError:
+    code = failed.errno or errno.EIO
+    detail = ""
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        detail = (
+            f"{os.strerror(code)}: {directory} must be writable, for the new file is written "
+            "beside the old one and then renamed"
+        )
+    return TransferError(code, operation="open", path=path, detail=detail)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # No locks on this file system: nobody can lock the file to remove it, either.
+        return True
+    return True
+
+
+def _is_named(fd: int, path: str) -> bool:
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
+
+
+def _take_over(fd: int, facts: os.stat_result) -> None:
+    """The permissions of the file that will be replaced; its owner, where that is allowed."""
+    mine = os.fstat(fd)
+    if (mine.st_uid, mine.st_gid) != (facts.st_uid, facts.st_gid):
+        with contextlib.suppress(OSError):
+            os.fchown(fd, facts.st_uid, facts.st_gid)
+    with contextlib.suppress(OSError):
+        os.fchmod(fd, stat.S_IMODE(facts.st_mode))

@@ -1,0 +1,359 @@
+"""A layout into a file: large direct writes, with the CRC-32 of what is written on the way.
+
+The file is cut at page boundaries into two kinds of stretches:
+
+- the *body* of a large record, written from its own memory, chunk by chunk;
+- everything between two bodies (headers, small records, the last bytes of large ones), gathered
+  in a few staging chunks.
+
+So every write is direct, begins and ends on a page boundary, and no byte is written twice. Bytes
+are handled in the order of the file, in one thread: a chunk's write is started, then its CRC is
+computed while the drive works, and by the time the stretch with a record's CRC is gathered, the CRC
+is known. The kernel is never waited for until enough is in flight.
+
+A file may be written in parts, by several processes: `write_part` writes [start, end) and returns
+the CRCs of the records' pieces in it; `finish` joins those of all parts and writes the few pages
+whose CRCs no part knew alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio import buffers
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.checkpoint import _crc
+from nvmeio.checkpoint._flight import Flight
+from nvmeio.checkpoint._layout import Layout, Piece, Record
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+
+# What a record's body has at least: below this one copy is cheaper than one more operation.
+BODY_BYTES = 1 << 20
+
+# One operation writes this much of a body. Its CRC takes half a millisecond.
+CHUNK_BYTES = 16 << 20
+
+# The ring in which stretches between bodies are gathered, and chunks of other devices' memory.
+STAGING_BYTES = 4 << 20
+DEVICE_STAGING_BYTES = 16 << 20
+STAGINGS = 4
+
+
+class Crc(NamedTuple):
+    """The CRC-32 of a piece of a record.
+
+    Attributes:
+        record: Its index in `Layout.records`.
+        offset: Where in the record the piece begins.
+        nbytes: Its length.
+        crc: Its CRC-32.
+    """
+
+    record: int
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def padded_nbytes(layout: Layout) -> int:
+    """The size up to which the file is written, in whole pages; `finish` cuts it to its size."""
+    return -(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def write_part(
+    handle: AioHandle,
+    file: File,
+    layout: Layout,
+    start: int = 0,
+    end: int | None = None,
+    *,
+    checksum: bool = True,
+    flight: Flight[torch.Tensor | None] | None = None,
+) -> list[Crc]:
+    """Write [start, end) of a file; blocks.
+
+    Args:
+        handle: Moves the bytes.
+        file: Open for writing; may be larger than the layout, with any bytes in it.
+        layout: What it is to become. Its storages must not change meanwhile.
+        start: A multiple of 4096.
+        end: A multiple of 4096; None for `padded_nbytes`.
+        checksum: Compute the CRCs; without, 0 stands in their place.
+        flight: What is in flight, for somebody else to cancel; nothing is after this returns.
+
+    Returns:
+        The CRC of each piece of a record in the part, in the order of the file; none without
+        `checksum`. CRCs of records that lie wholly in the part are in their places already.
+
+    Raises:
+        TransferError: A write failed.
+        Cancelled: `flight.cancel` was called.
+
+    After an error or cancellation: nothing is in flight, and the part's contents are unknown.
+
+    Cost: 16 MiB of memory, 64 MiB page-locked for storages on other devices, and the handle's own
+    bounce memory. No copy of large CPU storages, but for what the handle bounces.
+    """
+    end = padded_nbytes(layout) if end is None else end
+    if start % PAGE_BYTES or end % PAGE_BYTES or not 0 <= start <= end:
+        raise ValueError(f"[{start}, {end}) is not a part of whole pages of {PAGE_BYTES} bytes")
+    flight = Flight() if flight is None else flight
+    writer = _Writer(handle, file, layout, flight, checksum)
+    try:
+        return writer.write(start, end)
+    except BaseException:
+        flight.stop()
+        raise
+
+
+def finish(
+    handle: AioHandle,
+    file: File,
+    layout: Layout,
+    parts: Sequence[tuple[int, int]],
+    crcs: Sequence[Crc],
+) -> None:
+    """After all parts are written: put the CRCs into the pages that no part could complete.
+
+    Args:
+        handle: Moves the bytes.
+        file: The file that all parts were written to.
+        layout: As for `write_part`; a storage's bytes are needed where they share a page with a
+            CRC.
+        parts: The [start, end) of all parts; together, the whole file.
+        crcs: What `write_part` returned for all of them, in any order.
+
+    Raises:
+        ValueError: Parts or CRCs do not make up the whole.
+        TransferError: A write failed.
+    """
+    joined = join_crcs(layout, crcs)
+    if not joined:
+        return
+    flight: Flight[torch.Tensor | None] = Flight()
+    writer = _Writer(handle, file, layout, flight, True)
+    writer.know(joined)
+    try:
+        for page in _unfinished_pages(layout, parts):
+            writer.write_gathered(page, page + PAGE_BYTES)
+        writer.drain()
+    except BaseException:
+        flight.stop()
+        raise
+
+
+def join_crcs(layout: Layout, crcs: Sequence[Crc]) -> list[int]:
+    """The CRC of every record, from those of all its pieces; [] if there are none at all.
+
+    Raises:
+        ValueError: A record's pieces do not make up the whole of it.
+    """
+    if not crcs:
+        return []
+    joined = [0] * len(layout.records)
+    done = [0] * len(layout.records)
+    for piece in sorted(crcs):
+        if piece.offset != done[piece.record]:
+            break
+        joined[piece.record] = _crc.combine(joined[piece.record], piece.crc, piece.nbytes)
+        done[piece.record] += piece.nbytes
+    for record, nbytes in zip(layout.records, done, strict=True):
+        if nbytes != record.nbytes:
+            raise ValueError(f"{record.name}: the CRC of the bytes from {nbytes} on is missing")
+    return joined
+
+
+def _unfinished_pages(layout: Layout, parts: Sequence[tuple[int, int]]) -> list[int]:
+    """Pages with a CRC that the part which wrote them did not know."""
+    ordered = sorted(parts)
+    position = 0
+    for start, end in ordered:
+        if start != position:
+            raise ValueError(f"the parts leave out byte {position}")
+        position = end
+    if position != padded_nbytes(layout):
+        raise ValueError(f"the parts end at {position}, not at {padded_nbytes(layout)}")
+    starts = [start for start, _ in ordered]
+    pages: set[int] = set()
+    for record in layout.records:
+        for at in record.crc_at:
+            for byte in (at, at + 3):
+                start, end = ordered[bisect_right(starts, byte) - 1]
+                if not (start <= record.offset and record.end <= end):
+                    pages.add(byte // PAGE_BYTES * PAGE_BYTES)
+    return sorted(pages)
+
+
+class _Writer:
+    def __init__(
+        self,
+        handle: AioHandle,
+        file: File,
+        layout: Layout,
+        flight: Flight[torch.Tensor | None],
+        checksum: bool,
+    ) -> None:
+        self._handle = handle
+        self._file = file
+        self._layout = layout
+        self._flight = flight
+        self._checksum = checksum
+        self._contents: list[Piece | tuple[int, Record]] = sorted(
+            [*layout.pieces, *enumerate(layout.records)], key=_start_of
+        )
+        self._starts = [_start_of(content) for content in self._contents]
+        # Where CRCs stand: (offset in the file, index of the record).
+        self._places = sorted(
+            (at, index) for index, record in enumerate(layout.records) for at in record.crc_at
+        )
+        self._crcs: dict[int, Crc] = {}  # by record: of the piece from this part's start on
+        self._known: list[int] = []
+        self._free: dict[int, list[torch.Tensor]] = {}  # stagings that nobody uses, by size
+
+    def know(self, crcs: list[int]) -> None:
+        """The CRCs of all records are known; none is computed."""
+        self._known = crcs
+
+    def write(self, start: int, end: int) -> list[Crc]:
+        position = start
+        first = bisect_right(self._starts, start) - 1
+        for number in range(max(first, 0), len(self._contents)):
+            content = self._contents[number]
+            if isinstance(content, Piece):
+                continue
+            index, record = content
+            if record.offset >= end:
+                break
+            low = -(-max(record.offset, start) // PAGE_BYTES) * PAGE_BYTES
+            high = min(record.end, end) // PAGE_BYTES * PAGE_BYTES
+            if high - low < BODY_BYTES:
+                continue
+            self.write_gathered(position, low)
+            self._write_body(index, record, low, high)
+            position = high
+        self.write_gathered(position, end)
+        self.drain()
+        return [self._crcs[index] for index in sorted(self._crcs)]
+
+    def drain(self) -> None:
+        while len(self._flight):
+            self._finish_first()
+
+    # Bodies
+
+    def _write_body(self, index: int, record: Record, low: int, high: int) -> None:
+        for start in range(low, high, CHUNK_BYTES):
+            nbytes = min(CHUNK_BYTES, high - start)
+            data = _part_of(record, start - record.offset, nbytes)
+            staging = None
+            if not data.is_cpu:
+                staging = self._staging(DEVICE_STAGING_BYTES, data.device)
+                data = staging[:nbytes].copy_(data)
+            self._start(data, start, staging)
+            self._sum(index, record, start, data)
+
+    def _sum(self, index: int, record: Record, start: int, data: torch.Tensor) -> None:
+        """Take the next bytes of a record into its CRC."""
+        if not self._checksum or self._known:
+            return
+        at = start - record.offset
+        before = self._crcs.get(index) or Crc(index, at, 0, 0)
+        crc = _crc.of_tensor(data, before.crc)
+        self._crcs[index] = before._replace(nbytes=before.nbytes + data.nbytes, crc=crc)
+
+    # What lies between them
+
+    def write_gathered(self, start: int, end: int) -> None:
+        for position in range(start, end, STAGING_BYTES):
+            nbytes = min(STAGING_BYTES, end - position)
+            staging = self._staging(STAGING_BYTES, torch.device("cpu"))
+            self._gather(staging.data_ptr(), position, nbytes)
+            self._start(staging[:nbytes], position, staging)
+
+    def _gather(self, address: int, start: int, nbytes: int) -> None:
+        """Copy what belongs in [start, start + nbytes) to memory."""
+        end = start + nbytes
+        ctypes.memset(address, 0, nbytes)
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        for number in range(first, len(self._contents)):
+            content = self._contents[number]
+            if _start_of(content) >= end:
+                break
+            if isinstance(content, Piece):
+                low, high = max(content.offset, start), min(content.end, end)
+                if low < high:
+                    part = content.data[low - content.offset : high - content.offset]
+                    ctypes.memmove(address + low - start, part, high - low)
+                continue
+            index, record = content
+            low, high = max(record.offset, start), min(record.end, end)
+            if low < high:
+                data = _part_of(record, low - record.offset, high - low).cpu()
+                ctypes.memmove(address + low - start, data.data_ptr(), high - low)
+                self._sum(index, record, low, data)
+        for at, index in self._places_in(start, end):
+            low, high = max(at, start), min(at + 4, end)
+            value = struct.pack("<I", self._crc_of(index))[low - at : high - at]
+            ctypes.memmove(address + low - start, value, high - low)
+
+    def _places_in(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        first = bisect_right(self._places, (start - 4, len(self._layout.records)))
+        for number in range(first, len(self._places)):
+            if self._places[number][0] >= end:
+                return
+            yield self._places[number]
+
+    def _crc_of(self, index: int) -> int:
+        """The CRC of a whole record, or 0 where this part does not know it."""
+        if self._known:
+            return self._known[index]
+        piece = self._crcs.get(index)
+        whole = piece is not None and piece.nbytes == self._layout.records[index].nbytes
+        return piece.crc if piece is not None and whole else 0
+
+    # What is in flight
+
+    def _start(self, data: torch.Tensor, offset: int, staging: torch.Tensor | None) -> None:
+        while self._flight.is_full(data.nbytes):
+            self._finish_first()
+        self._flight.start(lambda: self._handle.async_pwrite(data, self._file, offset), staging)
+
+    def _finish_first(self) -> None:
+        staging = self._flight.first()
+        self._flight.finish_first()
+        if staging is not None:
+            self._free[staging.nbytes].append(staging)
+
+    def _staging(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if nbytes not in self._free:
+            self._free[nbytes] = [_new_staging(nbytes, device) for _ in range(STAGINGS)]
+        free = self._free[nbytes]
+        while not free:
+            self._finish_first()
+        return free.pop()
+
+
+def _start_of(content: Piece | tuple[int, Record]) -> int:
+    return content.offset if isinstance(content, Piece) else content[1].offset
+
+
+def _part_of(record: Record, offset: int, nbytes: int) -> torch.Tensor:
+    if isinstance(record.data, torch.Tensor):
+        return record.data[offset : offset + nbytes]
+    return record.data(offset, nbytes)
+
+
+def _new_staging(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        try:
+            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
+        except OSError:
+            pass  # no right to page-lock so much: the copies are slower, nothing else
+    return buffers.empty_aligned(nbytes, dtype=torch.uint8)

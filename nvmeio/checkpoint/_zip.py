@@ -1,0 +1,425 @@
+"""The zip container of torch checkpoints, read strictly: where each record lies, if it can.
+
+Nothing is trusted. Before anybody allocates for a record, it is known to lie within the file, to
+overlap no other, to be stored as it is (neither compressed nor encrypted), and to have a name of
+its own. What is refused here would make other readers read past the end, expand without bound, or
+read different bytes depending on which of two headers they believe.
+
+The layout of a file, all integers little-endian:
+
+    local header, name, extra (padding) | data | descriptor    for each record
+    central directory: one entry for each record
+    zip64 end record, zip64 locator, end record
+
+Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3.7 (local header), 4.3.9 (descriptor), 4.3.12
+(central directory), 4.3.14 to 4.3.16 (end records), 4.5.3 (zip64 extra field).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from nvmeio.errors import IntegrityError
+
+LOCAL_MAGIC = b"PK\x03\x04"
+DESCRIPTOR_MAGIC = b"PK\x07\x08"
+CENTRAL_MAGIC = b"PK\x01\x02"
+END_MAGIC = b"PK\x05\x06"
+END64_MAGIC = b"PK\x06\x06"
+LOCATOR_MAGIC = b"PK\x06\x07"
+
+# flags, method, time, date, CRC, compressed size, size, name and extra length
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+# made by, needed, flags, method, time, date, CRC, compressed size, size, name, extra and comment
+# length, disk, attributes, attributes, header offset
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+# disk, directory's disk, entries here, entries, directory size, directory offset, comment length
+_END = struct.Struct("<4sHHHHIIH")
+# record size, made by, needed, disk, directory's disk, entries here, entries, size, offset
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR = struct.Struct("<4sIQI")
+
+_FLAG_ENCRYPTED = 1
+_FLAG_DESCRIPTOR = 1 << 3
+_FLAG_STRONG_ENCRYPTION = 1 << 6
+_ZIP64_EXTRA = 1
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_MAX_COMMENT_BYTES = 0xFFFF
+
+# The directory is read as a whole. A record takes about 70 bytes of it: this is four million.
+_MAX_DIRECTORY_BYTES = 256 << 20
+
+ReadMany = Callable[[Sequence[tuple[int, int]]], list[bytes]]
+"""Reads (offset, nbytes) pairs, all of them within the file."""
+
+
+class Entry(NamedTuple):
+    """One record.
+
+    Attributes:
+        name: Within the archive, the leading folder included.
+        header_offset: Of its local header.
+        offset: Of its first byte.
+        nbytes: Its size.
+        crc: Its CRC-32 as the directory has it; 0 with nbytes > 0 most likely means "not computed".
+        crc_at: Where in the directory that stands.
+        descriptor: Length of the data descriptor behind it, 0 if there is none.
+    """
+
+    name: str
+    header_offset: int
+    offset: int
+    nbytes: int
+    crc: int
+    crc_at: int
+    descriptor: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.nbytes + self.descriptor
+
+
+class Archive(NamedTuple):
+    """What `parse` found.
+
+    Attributes:
+        path: The file, for messages.
+        nbytes: Its size.
+        directory_offset: Where the central directory begins.
+        entries: In the order of the file.
+    """
+
+    path: str
+    nbytes: int
+    directory_offset: int
+    entries: list[Entry]
+
+    @property
+    def prefix(self) -> str:
+        """The folder that torch puts every record in, with a slash; "" where there is none."""
+        folder, slash, _ = self.entries[0].name.partition("/") if self.entries else ("", "", "")
+        return folder + slash if slash else ""
+
+    def records(self) -> dict[str, Entry]:
+        """The records by name, as torch calls them: without the leading folder."""
+        prefix = self.prefix
+        return {
+            entry.name.removeprefix(prefix): entry
+            for entry in self.entries
+            if entry.name.startswith(prefix)
+        }
+
+
+class _Central(NamedTuple):
+    """An entry of the directory, before its local header is looked at."""
+
+    name: bytes
+    flags: int
+    header_offset: int
+    nbytes: int
+    crc: int
+    crc_at: int
+    wide: bool
+
+
+def parse(read_many: ReadMany, nbytes: int, path: str) -> Archive:
+    """Find every record of a zip archive, and check that they can be what they say.
+
+    Args:
+        read_many: Reads parts of the file.
+        nbytes: The size of the file.
+        path: Its name, for messages.
+
+    Raises:
+        IntegrityError: It is no zip archive, or damaged, or one that no torch.save writes; says
+            which record and what is wrong.
+
+    Cost: three reads, and one of about 60 bytes a record.
+    """
+    return _Parser(read_many, nbytes, path).archive()
+
+
+def as_text(name: bytes) -> str:
+    """A record's name; torch writes UTF-8, older tools code page 437."""
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError:
+        return name.decode("cp437")
+
+
+class _Parser:
+    def __init__(self, read_many: ReadMany, nbytes: int, path: str) -> None:
+        self._read_many = read_many
+        self._size = nbytes
+        self._path = path
+
+    def archive(self) -> Archive:
+        offset, size, count = self._end_records()
+        centrals = self._directory(offset, size, count)
+        entries = self._local_headers(centrals, offset)
+        entries.sort(key=lambda entry: entry.header_offset)
+        position = 0
+        before = ""
+        for entry in entries:
+            if entry.header_offset < position:
+                raise self._wrong(
+                    f"record {entry.name!r} overlaps {before!r}",
+                    f"a start at byte {position} or later",
+                    entry.header_offset,
+                )
+            position, before = entry.end, entry.name
+        if position > offset:
+            raise self._wrong(
+                f"record {before!r} reaches into the central directory",
+                f"an end at byte {offset} or before",
+                position,
+            )
+        return Archive(self._path, self._size, offset, entries)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        return self._read_many([(offset, nbytes)])[0]
+
+    def _wrong(self, what: str, expected: object, found: object) -> IntegrityError:
+        return IntegrityError(
+            f"{self._path}: {what}: expected {expected}, found {found}",
+            expected=expected,
+            found=found,
+        )
+
+    # The end records
+
+    def _end_records(self) -> tuple[int, int, int]:
+        """Offset, size and number of entries of the central directory."""
+        if self._size < _END.size:
+            raise self._wrong("no zip archive", f"{_END.size} bytes or more", self._size)
+        length = min(self._size, _END.size + _MAX_COMMENT_BYTES)
+        # Nearly every archive has no comment: one small read will do.
+        tail = self._read(self._size - _END.size, _END.size)
+        at = self._size - _END.size
+        if not (tail.startswith(END_MAGIC) and tail.endswith(b"\0\0")):
+            tail = self._read(self._size - length, length)
+            found = tail.rfind(END_MAGIC)
+            if found < 0 or len(tail) - found < _END.size:
+                raise self._wrong("no zip archive, or cut off", "an end record", "none")
+            at = self._size - length + found
+            tail = tail[found:]
+        end = _END.unpack_from(tail)
+        _, disk, first_disk, here, count, size, offset, comment = end
+        if at + _END.size + comment != self._size:
+            raise self._wrong(
+                "bytes behind the end record", self._size, at + _END.size + int(comment)
+            )
+        stop = at
+        locator_at = at - _LOCATOR.size
+        locator = self._read(locator_at, _LOCATOR.size) if locator_at >= 0 else b""
+        if locator.startswith(LOCATOR_MAGIC):
+            stop, disk, first_disk, here, count, size, offset = self._end64(
+                locator, locator_at, (disk, first_disk, here, count, size, offset)
+            )
+        elif _MAX32 in (size, offset) or count == _MAX16:
+            raise self._wrong("the zip64 end record is missing", "a zip64 locator", locator[:4])
+        if disk or first_disk or here != count:
+            raise self._wrong("a zip archive over several disks", "one", (disk, first_disk))
+        if offset + size != stop:
+            raise self._wrong(
+                "the central directory is not where the end record says", stop, offset + size
+            )
+        if size > _MAX_DIRECTORY_BYTES:
+            raise self._wrong(
+                "a central directory of absurd size", f"at most {_MAX_DIRECTORY_BYTES}", size
+            )
+        if count * _CENTRAL.size > size:
+            raise self._wrong(
+                "more records than the central directory has room for",
+                f"at most {size // _CENTRAL.size}",
+                count,
+            )
+        return offset, size, count
+
+    def _end64(
+        self, locator: bytes, locator_at: int, narrow: tuple[int, ...]
+    ) -> tuple[int, int, int, int, int, int, int]:
+        _, disk, at, _ = _LOCATOR.unpack(locator)
+        if disk or at + _END64.size > locator_at:
+            raise self._wrong(
+                "the zip64 locator points behind itself", f"at most {locator_at - _END64.size}", at
+            )
+        end = _END64.unpack(self._read(at, _END64.size))
+        magic, length, _, _, *wide = end
+        if magic != END64_MAGIC or at + 12 + length != locator_at:
+            raise self._wrong("the zip64 end record is damaged", END64_MAGIC, magic)
+        limits = (_MAX16, _MAX16, _MAX16, _MAX16, _MAX32, _MAX32)
+        for told, value, limit in zip(narrow, wide, limits, strict=True):
+            if told not in (limit, value):
+                raise self._wrong("the end record contradicts the zip64 end record", value, told)
+        first, second, here, count, size, offset = wide
+        return at, first, second, here, count, size, offset
+
+    # The central directory
+
+    def _directory(self, offset: int, size: int, count: int) -> list[_Central]:
+        data = self._read(offset, size)
+        found: list[_Central] = []
+        names: set[bytes] = set()
+        at = 0
+        for number in range(count):
+            if size - at < _CENTRAL.size:
+                raise self._wrong(
+                    "the central directory ends too early", f"{count} records", number
+                )
+            entry = _CENTRAL.unpack_from(data, at)
+            end = at + _CENTRAL.size + sum(entry[10:13])
+            if entry[0] != CENTRAL_MAGIC or end > size:
+                raise self._wrong(
+                    f"entry {number} of the central directory is damaged", CENTRAL_MAGIC, entry[0]
+                )
+            name_at = at + _CENTRAL.size
+            name = data[name_at : name_at + entry[10]]
+            extra = data[name_at + entry[10] : name_at + entry[10] + entry[11]]
+            central = self._central(name, entry, extra, offset + at + 16)
+            if name in names:
+                raise self._wrong(f"record {as_text(name)!r} is there twice", "one", "two")
+            names.add(name)
+            if central.header_offset + _LOCAL.size + len(name) + central.nbytes > offset:
+                raise self._wrong(
+                    f"record {as_text(name)!r} lies past the end of the data",
+                    f"an end at byte {offset} or before",
+                    f"{central.nbytes} bytes at {central.header_offset}",
+                )
+            found.append(central)
+            at = end
+        if at != size:
+            raise self._wrong("bytes behind the central directory's last entry", at, size)
+        return found
+
+    def _central(self, name: bytes, entry: tuple[int, ...], extra: bytes, crc_at: int) -> _Central:
+        flags, method, crc, packed, nbytes = entry[3], entry[4], entry[7], entry[8], entry[9]
+        header_offset, disk = entry[16], entry[13]
+        wide = False
+        if _MAX32 in (packed, nbytes, header_offset):
+            wide, values = self._zip64(name, extra)
+            for which, value in enumerate((nbytes, packed, header_offset)):
+                if value != _MAX32:
+                    continue
+                if not values:
+                    raise self._wrong(
+                        f"record {as_text(name)!r}: no 64-bit size or offset",
+                        "a zip64 extra field",
+                        "none, or one too short",
+                    )
+                actual = values.pop(0)
+                if which == 0:
+                    nbytes = actual
+                elif which == 1:
+                    packed = actual
+                else:
+                    header_offset = actual
+        if flags & (_FLAG_ENCRYPTED | _FLAG_STRONG_ENCRYPTION):
+            raise self._wrong(f"record {as_text(name)!r} is encrypted", "plain bytes", hex(flags))
+        if method != 0:
+            raise self._wrong(
+                f"record {as_text(name)!r} is compressed", "method 0 (stored)", f"method {method}"
+            )
+        if packed != nbytes:
+            raise self._wrong(f"record {as_text(name)!r} has two sizes", nbytes, packed)
+        if disk:
+            raise self._wrong(f"record {as_text(name)!r} is on another disk", 0, disk)
+        return _Central(name, flags, header_offset, nbytes, crc, crc_at, wide)
+
+    def _zip64(self, name: bytes, extra: bytes) -> tuple[bool, list[int]]:
+        at = 0
+        while at + 4 <= len(extra):
+            kind, length = struct.unpack_from("<HH", extra, at)
+            if at + 4 + length > len(extra):
+                raise self._wrong(
+                    f"record {as_text(name)!r}: a broken extra field",
+                    f"at most {len(extra) - at - 4}",
+                    length,
+                )
+            if kind == _ZIP64_EXTRA:
+                count = length // 8
+                return True, list(struct.unpack_from(f"<{count}Q", extra, at + 4))
+            at += 4 + length
+        return False, []
+
+    # The local headers
+
+    def _local_headers(self, centrals: list[_Central], directory_offset: int) -> list[Entry]:
+        wanted = [(c.header_offset, _LOCAL.size + len(c.name)) for c in centrals]
+        return [
+            self._entry(central, data, directory_offset)
+            for central, data in zip(centrals, self._read_many(wanted), strict=True)
+        ]
+
+    def _entry(self, central: _Central, data: bytes, directory_offset: int) -> Entry:
+        name = as_text(central.name)
+        magic, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length = (
+            _LOCAL.unpack_from(data)
+        )
+        if magic != LOCAL_MAGIC:
+            raise self._wrong(
+                f"record {name!r} has no header at byte {central.header_offset}",
+                LOCAL_MAGIC,
+                magic,
+            )
+        if name_length != len(central.name) or data[_LOCAL.size :] != central.name:
+            raise self._wrong(
+                f"record {name!r} has another name in its header",
+                central.name,
+                data[_LOCAL.size :],
+            )
+        if (flags, method) != (central.flags, 0):
+            raise self._wrong(
+                f"record {name!r}: header and directory disagree on how it is stored",
+                (hex(central.flags), 0),
+                (hex(flags), method),
+            )
+        follows = bool(flags & _FLAG_DESCRIPTOR)
+        sizes_known = not follows or nbytes or packed
+        if sizes_known and not central.wide and (packed, nbytes) != (central.nbytes,) * 2:
+            raise self._wrong(
+                f"record {name!r}: header and directory disagree on its size",
+                central.nbytes,
+                (packed, nbytes),
+            )
+        if (not follows or crc) and crc != central.crc:
+            raise self._wrong(
+                f"record {name!r}: header and directory disagree on its CRC-32",
+                hex(central.crc),
+                hex(crc),
+            )
+        offset = central.header_offset + _LOCAL.size + name_length + extra_length
+        descriptor = 0
+        if follows:
+            # torch's own rule (miniz): wide where the size or the header's offset needs it.
+            wide = central.nbytes >= _MAX32 or central.header_offset >= _MAX32
+            descriptor = 24 if wide else 16
+        if offset + central.nbytes + descriptor > directory_offset:
+            raise self._wrong(
+                f"record {name!r} lies past the end of the data",
+                f"an end at byte {directory_offset} or before",
+                f"{central.nbytes} bytes at {offset}",
+            )
+        return Entry(
+            name,
+            central.header_offset,
+            offset,
+            central.nbytes,
+            central.crc,
+            central.crc_at,
+            descriptor,
+        )
+
+
+def descriptor_matches(data: bytes, entry: Entry) -> bool:
+    """Whether a data descriptor says what the directory says.
+
+    Args:
+        data: The `entry.descriptor` bytes behind the record.
+        entry: The record.
+    """
+    form = struct.Struct("<4sIQQ" if entry.descriptor == 24 else "<4sIII")
+    return form.unpack(data) == (DESCRIPTOR_MAGIC, entry.crc, entry.nbytes, entry.nbytes)

@@ -1,0 +1,429 @@
+"""File objects for `torch.save` and `torch.load` whose bytes go through nvmeio.
+
+For code that can change no more than the file it names. `nvmeio.save` and `nvmeio.load` are faster:
+they know where the storages lie, where these see one write or read after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import struct
+import sys
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nvmeio import buffers, files
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.checkpoint import _zip
+from nvmeio.checkpoint._commit import Replacement
+from nvmeio.errors import ClosedError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.operation import Operation
+
+BUFFER_BYTES = 32 << 20
+
+_READ_AHEAD_BYTES = 1 << 20
+
+
+class Stream:
+    """Takes what is written into one half of a buffer while the other half goes to the file.
+
+    Args:
+        handle: Does the writing; stays open.
+        file: Where it goes, from the first byte on; stays open.
+        staging: A CPU byte tensor.
+    """
+
+    def __init__(self, handle: AioHandle, file: File, staging: torch.Tensor) -> None:
+        # Whole pages, so that every drain but the last begins and ends where direct I/O can.
+        half = max(staging.numel() // 2 // PAGE_BYTES * PAGE_BYTES, 1)
+        self._halves = [staging[:half], staging[half : 2 * half]]
+        self._views = [_memory_of(part) for part in self._halves]
+        self._pending: list[Operation | None] = [None, None]
+        self._now = 0
+        self._filled = 0
+        self._offset = 0
+        self._handle = handle
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        """Takes any bytes; returns how many.
+
+        Raises:
+            TransferError: An earlier part could not be written.
+        """
+        taken = memoryview(data).cast("B")
+        done = 0
+        while done < len(taken):
+            view = self._views[self._now]
+            step = min(len(taken) - done, len(view) - self._filled)
+            view[self._filled : self._filled + step] = taken[done : done + step]
+            self._filled += step
+            done += step
+            if self._filled == len(view):
+                self._drain()
+        return done
+
+    def flush(self) -> None:
+        """Torch calls it before the end; what is in the buffer can wait."""
+
+    def fileno(self) -> int:
+        """There is none to write to: torch then hands everything to `write`."""
+        raise io.UnsupportedOperation("fileno")
+
+    def finish(self) -> None:
+        """Write what is left, and wait for all of it.
+
+        Raises:
+            TransferError: It could not be written.
+        """
+        if self._filled:
+            self._drain()
+        for which in (0, 1):
+            self._settle(which)
+
+    def abandon(self) -> None:
+        """Write no more; nothing is in flight after this."""
+        for operation in self._pending:
+            if operation is not None:
+                operation.cancel()
+        for which, operation in enumerate(self._pending):
+            self._pending[which] = None
+            if operation is not None:
+                try:
+                    operation.result()
+                except Exception:
+                    continue
+
+    @property
+    def position(self) -> int:
+        """Bytes taken so far."""
+        return self._offset + self._filled
+
+    def _drain(self) -> None:
+        half = self._halves[self._now][: self._filled]
+        self._pending[self._now] = self._handle.async_pwrite(half, self._file, self._offset)
+        self._offset += self._filled
+        self._filled = 0
+        self._now = 1 - self._now
+        self._settle(self._now)
+
+    def _settle(self, which: int) -> None:
+        operation, self._pending[which] = self._pending[which], None
+        if operation is not None:
+            operation.result()
+
+
+class FastFileWriter:
+    """A file for `torch.save` that replaces `path` at once, durably, at the drive's speed.
+
+    ::
+
+        torch.save(obj, nvmeio.FastFileWriter(path))
+
+        with nvmeio.FastFileWriter(path) as file:  # for all else that writes from start to end
+            file.write(data)
+
+    The bytes go to a temporary file beside `path`. It takes the name `path` when torch.save has
+    written a complete archive, else when it is closed; it is durable then. An error in the body of
+    ``with`` or in torch.save leaves `path` as it was, and so does a writer that is dropped before.
+
+    Args:
+        path: The file to replace; as for `nvmeio.save`.
+        handle: Does the writing, and stays open; None makes one.
+
+    Raises:
+        TransferError: As for `nvmeio.save`; here, when writing, or when closing.
+
+    Cost: one copy of every byte into 32 MiB of huge pages; torch computes the CRCs, if any.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
+        self._replacement = Replacement(path)
+        self._own = handle is None
+        try:
+            self._handle = AioHandle() if handle is None else handle
+            staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
+            self._stream = Stream(self._handle, self._replacement.file, staging)
+        except BaseException:
+            self._replacement.discard()
+            raise
+        self._archive = _ArchiveWatch()
+        self._failed: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        """Take any bytes; returns how many.
+
+        Raises:
+            ClosedError: The file is complete, or closed.
+            TransferError: Earlier bytes could not be written.
+        """
+        if self._failed is not None:
+            raise self._failed
+        if self._replacement.closed:
+            raise ClosedError(f"{self._replacement.path} is complete; open another writer")
+        try:
+            written = self._stream.write(data)
+        except BaseException as failed:
+            self._failed = failed
+            self._give_up()
+            raise
+        self._archive.see(data)
+        return written
+
+    def flush(self) -> None:
+        """What torch.save calls at its end: a complete archive is committed here.
+
+        Raises:
+            TransferError: As for `close`.
+        """
+        if self._replacement.closed:
+            return
+        if self._archive.broken_off():
+            self._give_up()
+        elif self._archive.complete(self._stream.position):
+            self._commit()
+
+    def fileno(self) -> int:
+        """There is none to write to: torch then hands everything to `write`."""
+        raise io.UnsupportedOperation("fileno")
+
+    def close(self) -> None:
+        """Commit what was written: durable, and in the place of `path`. Idempotent.
+
+        Raises:
+            TransferError: It could not be written or renamed; `path` is as it was.
+        """
+        if not self._replacement.closed:
+            self._commit()
+
+    def discard(self) -> None:
+        """Give up what was written; `path` stays as it was. Nothing once it is committed."""
+        if not self._replacement.closed:
+            self._give_up()
+
+    def _commit(self) -> None:
+        try:
+            self._stream.finish()
+            self._replacement.commit()
+        except BaseException:
+            self._give_up()
+            raise
+        self._release()
+
+    def _give_up(self) -> None:
+        try:
+            self._stream.abandon()
+        finally:
+            self._replacement.discard()
+            self._release()
+
+    def _release(self) -> None:
+        if self._own:
+            self._handle.close()
+
+    def __enter__(self) -> FastFileWriter:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self.discard()
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        if not hasattr(self, "_failed") or self._replacement.closed:
+            return
+        try:
+            warn(
+                f"{self!r} was dropped, not closed: the file is as it was before",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+        finally:  # warnings may be errors
+            self.discard()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed or discarded."""
+        return self._replacement.closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._stream.position} bytes so far"
+        return f"<nvmeio.FastFileWriter {self._replacement.path!r} {state}>"
+
+
+class _ArchiveWatch:
+    """Knows when a complete torch archive has been written, from its first and last bytes.
+
+    torch.save says nothing at its end but `flush`, and that after a failure too: it then closes
+    the archive behind whatever was written. A failure that came while torch.save ran is being
+    handled at that moment, and was not when the first bytes came; and an object that could not be
+    pickled leaves an archive that does not begin with ``data.pkl``.
+    """
+
+    _HEAD_BYTES = 30 + 256
+    _END64 = struct.Struct("<4sQHHIIQQQQ")
+    _TAIL_BYTES = _END64.size + 20 + 22  # zip64 end record, locator, end record
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._tail = b""
+        self._handled: BaseException | None = None
+        self._begun = False
+
+    def see(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        if not self._begun:
+            self._begun = True
+            self._handled = sys.exc_info()[1]
+        if len(self._head) < self._HEAD_BYTES:
+            self._head += bytes(view[: self._HEAD_BYTES - len(self._head)])
+        last = bytes(view[-self._TAIL_BYTES :])
+        self._tail = (self._tail + last)[-self._TAIL_BYTES :]
+
+    def broken_off(self) -> bool:
+        return self._begun and sys.exc_info()[1] is not self._handled
+
+    def complete(self, nbytes: int) -> bool:
+        name_length = int.from_bytes(self._head[26:28], "little")
+        name = self._head[30 : 30 + name_length]
+        if not self._head.startswith(_zip.LOCAL_MAGIC) or not name.endswith(b"/data.pkl"):
+            return False
+        if len(self._tail) < self._TAIL_BYTES or self._tail[-22:-18] != _zip.END_MAGIC:
+            return False
+        magic, *_, size, offset = self._END64.unpack_from(self._tail)
+        return bool(magic == _zip.END64_MAGIC and offset + size + self._TAIL_BYTES == nbytes)
+
+
+class FastFileReader:
+    """A file for `torch.load`: large pieces straight into the caller's memory, small ones ahead.
+
+    ::
+
+        torch.load(nvmeio.FastFileReader(path))
+
+    Reads from the drive, past the page cache, whatever lies there when it is opened.
+
+    Args:
+        path: The file.
+        handle: Does the reading, and stays open; None makes one.
+
+    Raises:
+        TransferError: The file cannot be opened; here, or read, later.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
+        self._file = files.open(path, "r")
+        try:
+            self._size = self._file.size()
+            self._own = handle is None
+            self._handle = AioHandle() if handle is None else handle
+        except BaseException:
+            self._file.close()
+            raise
+        self._position = 0
+        self._ahead = b""
+        self._ahead_at = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As for any file."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"cannot seek to byte {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """As for any file."""
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """As for any file."""
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._size - self._position))
+        if wanted >= _READ_AHEAD_BYTES:
+            into = torch.frombuffer(view[:wanted], dtype=torch.uint8)
+            self._handle.sync_pread(into, self._file, self._position)
+        elif wanted:
+            view[:wanted] = self._small(wanted)
+        self._position += wanted
+        return wanted
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """As for any file."""
+        left = max(0, self._size - self._position)
+        data = bytearray(left if nbytes is None or nbytes < 0 else min(nbytes, left))
+        self.readinto(data)
+        return bytes(data)
+
+    def readline(self) -> bytes:
+        """As for any file; what is read by lines is small."""
+        line = b""
+        while piece := self.read(256):
+            head, newline, _ = piece.partition(b"\n")
+            line += head + newline
+            if newline:
+                self._position -= len(piece) - len(head) - 1
+                break
+        return line
+
+    def _small(self, wanted: int) -> bytes:
+        start = self._position - self._ahead_at
+        if not 0 <= start <= len(self._ahead) - wanted:
+            ahead = buffers.empty_aligned(
+                min(_READ_AHEAD_BYTES, self._size - self._position), dtype=torch.uint8
+            )
+            self._handle.sync_pread(ahead, self._file, self._position)
+            self._ahead = ctypes.string_at(ahead.data_ptr(), ahead.numel())
+            self._ahead_at = self._position
+            start = 0
+        return self._ahead[start : start + wanted]
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+        if self._own:
+            self._handle.close()
+
+    def __enter__(self) -> FastFileReader:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._file.closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at byte {self._position} of {self._size}"
+        return f"<nvmeio.FastFileReader {self._file.path!r} {state}>"
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """A CPU tensor's bytes; the caller keeps the tensor."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
