@@ -161,22 +161,7 @@ class _Parser:
         centrals = self._directory(offset, size, count)
         entries = self._local_headers(centrals, offset)
         entries.sort(key=lambda entry: entry.header_offset)
-        position = 0
-        before = ""
-        for entry in entries:
-            if entry.header_offset < position:
-                raise self._wrong(
-                    f"record {entry.name!r} overlaps {before!r}",
-                    f"a start at byte {position} or later",
-                    entry.header_offset,
-                )
-            position, before = entry.end, entry.name
-        if position > offset:
-            raise self._wrong(
-                f"record {before!r} reaches into the central directory",
-                f"an end at byte {offset} or before",
-                position,
-            )
+        self._check_overlap([(e.header_offset, e.end, e.name.encode()) for e in entries])
         return Archive(self._path, self._size, offset, entries)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -293,7 +278,24 @@ class _Parser:
             at = end
         if at != size:
             raise self._wrong("bytes behind the central directory's last entry", at, size)
+        self._check_overlap(
+            [
+                (c.header_offset, c.header_offset + _LOCAL.size + len(c.name) + c.nbytes, c.name)
+                for c in found
+            ]
+        )
         return found
+
+    def _check_overlap(self, spans: list[tuple[int, int, bytes]]) -> None:
+        position, before = 0, b""
+        for start, end, name in sorted(spans):
+            if start < position:
+                raise self._wrong(
+                    f"record {as_text(name)!r} overlaps {as_text(before)!r}",
+                    f"a start at byte {position} or later",
+                    start,
+                )
+            position, before = end, name
 
     def _central(self, name: bytes, entry: tuple[int, ...], extra: bytes, crc_at: int) -> _Central:
         flags, method, crc, packed, nbytes = entry[3], entry[4], entry[7], entry[8], entry[9]

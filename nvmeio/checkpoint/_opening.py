@@ -1,0 +1,107 @@
+"""A torch checkpoint, opened and understood: where its records lie, before any of them is read."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nvmeio.checkpoint import _zip
+from nvmeio.checkpoint._spans import Load, Span
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+
+# More reads than this go to the drive together; a few are made through the page cache meanwhile.
+_FEW = 16
+
+# The records that are not storages are read as a whole: a pickle, and a few words.
+_MAX_PICKLE_BYTES = 1 << 30
+
+
+class Checkpoint:
+    """The records of one open torch archive.
+
+    Args:
+        file: Open for reading; stays open.
+        get_handle: The handle, asked for when many reads are wanted at once.
+        load: Cancels those reads.
+
+    Raises:
+        IntegrityError: The archive is damaged or none; names file and record.
+        TransferError: It cannot be read.
+    """
+
+    def __init__(self, file: File, get_handle: Callable[[], AioHandle], load: Load) -> None:
+        self._file = file
+        self._get_handle = get_handle
+        self._load = load
+        self.archive = _zip.parse(self._read_many, file.size(), file.path)
+        self.records = self.archive.records()
+
+    @property
+    def path(self) -> str:
+        """The file, as the caller named it."""
+        return self._file.path
+
+    def read(self, name: str) -> bytes:
+        """A record that is not a storage, such as "data.pkl".
+
+        Raises:
+            IntegrityError: It is missing, or of absurd size.
+        """
+        entry = self.records.get(name)
+        if entry is None:
+            raise IntegrityError(
+                f"{self.path}: there is no record {name!r}: not written by torch.save",
+                expected=name,
+                found=None,
+            )
+        if entry.nbytes > _MAX_PICKLE_BYTES:
+            raise IntegrityError(
+                f"{self.path}: record {name!r} of absurd size: expected at most "
+                f"{_MAX_PICKLE_BYTES} bytes, found {entry.nbytes}",
+                expected=_MAX_PICKLE_BYTES,
+                found=entry.nbytes,
+            )
+        return self._read_few([(entry.offset, entry.nbytes)])[0]
+
+    def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        if len(wanted) <= _FEW:
+            return self._read_few(wanted)
+        spans = [Span(self._file, offset, nbytes, "a header") for offset, nbytes in wanted]
+        tensors = self._load.run(self._get_handle(), spans, torch.device("cpu"))
+        return [ctypes.string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+    def _read_few(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
+
+
+def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
+    """A few bytes of a file, through the page cache.
+
+    Raises:
+        TransferError: They cannot be read, or the file ends before.
+    """
+    opened = file.acquire(False)
+    try:
+        data = b""
+        while len(data) < nbytes:
+            more = os.pread(opened.buffered_fd(), nbytes - len(data), offset + len(data))
+            if not more:
+                raise OSError(errno.ENODATA, "the file was cut")
+            data += more
+        return data
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO,
+            operation="pread",
+            path=file.path,
+            file_offset=offset,
+            nbytes=nbytes,
+        ) from failed
+    finally:
+        opened.release()
