@@ -2,8 +2,12 @@
 
 Reading order for newcomers: `errors`, `_plan` (what goes direct), `engines.base` (the contract),
 `native_shim/lane.c` (the pump), `operation`, `_core` (who notices an end), `handle`. The map is
-docs/architecture.md.
+docs/architecture.md. Checkpoints (`checkpoint/`) begin in `checkpoint/__init__.py`; their names are
+loaded when they are first asked for.
 """
+
+import importlib
+import typing
 
 from nvmeio._tensor import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio.buffers import empty_aligned as empty_aligned
@@ -23,7 +27,29 @@ from nvmeio.operation import Operation as Operation
 from nvmeio.operation import as_future as as_future
 from nvmeio.pool import PinnedPool as PinnedPool
 
+if typing.TYPE_CHECKING:
+    from nvmeio.checkpoint import FastFileReader as FastFileReader
+    from nvmeio.checkpoint import FastFileWriter as FastFileWriter
+    from nvmeio.checkpoint import async_load as async_load
+    from nvmeio.checkpoint import async_save as async_save
+    from nvmeio.checkpoint import load as load
+    from nvmeio.checkpoint import save as save
+    from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
+    from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
+
 __version__ = "0.1.0"
+
+# Names that are loaded at first use (PEP 562), and from where: `import nvmeio` stays light.
+_LATER = {
+    "FastFileReader": "nvmeio.checkpoint",
+    "FastFileWriter": "nvmeio.checkpoint",
+    "async_load": "nvmeio.checkpoint",
+    "async_save": "nvmeio.checkpoint",
+    "load": "nvmeio.checkpoint",
+    "load_safetensors": "nvmeio.checkpoint.safetensors",
+    "save": "nvmeio.checkpoint",
+    "save_safetensors": "nvmeio.checkpoint.safetensors",
+}
 
 __all__ = [
     "AioHandle",
@@ -31,6 +57,8 @@ __all__ = [
     "BackendUnavailableError",
     "ClosedError",
     "Counters",
+    "FastFileReader",
+    "FastFileWriter",
     "File",
     "IntegrityError",
     "NvmeioError",
@@ -39,8 +67,26 @@ __all__ = [
     "ShortTransferError",
     "TransferError",
     "as_future",
+    "async_load",
+    "async_save",
     "cast_to_byte_tensor",
     "empty_aligned",
     "empty_pinned",
+    "load",
+    "load_safetensors",
     "open",
+    "save",
+    "save_safetensors",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'nvmeio' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -249,9 +249,11 @@ def test_nothing_starts_when_nvmeio_is_imported() -> None:
 
 
 def public_names() -> set[str]:
+    """Those that are loaded at first use included."""
+    everything = {name: getattr(nvmeio, name) for name in dir(nvmeio)}
     return {
         name
-        for name, value in vars(nvmeio).items()
+        for name, value in everything.items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
 

@@ -1,7 +1,7 @@
 """A handle for one call: the caller's, or one that is made and closed beside other work.
 
-To make an AIO context and to give it back each take the kernel about 30 ms (io_destroy waits for an
-RCU grace period): made beside the pickling and closed beside the last fsync, they cost nothing.
+To give an AIO context back takes the kernel about 30 ms (io_destroy waits for an RCU grace period),
+to make one at times as well: beside the pickling and the last fsync it costs nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 
 
@@ -52,7 +53,11 @@ class CallHandle:
 
     def _make(self) -> None:
         try:
-            self._handle = AioHandle()
+            try:
+                # "auto" makes and destroys a context to see whether there are any: 30 ms.
+                self._handle = AioHandle(engine="libaio")
+            except BackendUnavailableError:
+                self._handle = AioHandle()
         except BaseException as failed:
             self._failed = failed
 
