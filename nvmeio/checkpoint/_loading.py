@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -337,7 +337,10 @@ def _destination(map_location: MapLocation, location: str) -> torch.device:
         location = map_location.get(location, location)
     elif map_location is not None:
         location = str(map_location)
-    restored: Any = torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
+    nothing = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    restored: Any = torch.serialization.default_restore_location(  # type: ignore[no-untyped-call]
+        nothing, location
+    )
     device: torch.device = restored.device
     return device
 
