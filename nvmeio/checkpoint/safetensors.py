@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +18,9 @@ from nvmeio import files
 from nvmeio.checkpoint import _safetensors_header as headers
 from nvmeio.checkpoint import _safetensors_shards as shards
 from nvmeio.checkpoint._in_thread import in_thread
+from nvmeio.checkpoint._own_handle import handle_for
 from nvmeio.checkpoint._safetensors_header import Entry, Header
+from nvmeio.checkpoint._safetensors_save import Saving
 from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
@@ -26,6 +28,71 @@ from nvmeio.handle import AioHandle
 
 # What is read of a file at once, in the hope that its header is no larger.
 _PREFIX_BYTES = 64 << 10
+
+
+def save_safetensors(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    max_shard_size: int | str | None = None,
+    handle: AioHandle | None = None,
+) -> None:
+    """Save tensors into a safetensors file, or a set of shards: atomically and durably.
+
+    The safetensors package and transformers read what is written. The header is padded so that the
+    tensors begin on a 4 KiB boundary, those of whole 4 KiB first, so that they are read and written
+    direct.
+
+    Args:
+        tensors: By name; any device, contiguous or not. They must not be changed meanwhile.
+        path: The file; it is the old one or the new one at every moment. Or a directory that is
+            there: ``model.safetensors`` in it.
+        metadata: Texts to go with the tensors; ``{"format": "pt"}`` by default.
+        max_shard_size: Bytes, or a text such as "5GB". If the tensors have more, they go into
+            ``NAME-00001-of-00003.safetensors`` and so on, with an index
+            ``NAME.safetensors.index.json``; a tensor is never divided. The older file or set of
+            this name is removed when the new one is complete: until then it stays whole, and where
+            its shards have the same names, the new ones get others.
+        handle: Writes through this handle; without one, a handle with the setting stored for the
+            file system (`AioHandle.tuned`) lives as long as the call.
+
+    Raises:
+        RuntimeError: Tensors share memory (tied weights): save one of them.
+        TypeError: Not tensors by name, a dtype that the format lacks, a tensor without memory.
+        ValueError: A sparse tensor, an impossible name or size.
+        TransferError: The disk is full, the directory cannot be written in, the drive failed.
+
+    After an error: the older file or set is untouched, the parts of the new one are gone.
+
+    Cost: no copy of contiguous CPU tensors but what the handle bounces; one at a time of those
+    that are not contiguous.
+    """
+    saving = Saving(tensors, path, metadata, max_shard_size)
+    with handle_for(handle, saving.path, saving.nbytes) as writer:
+        saving.run(writer)
+
+
+async def async_save_safetensors(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    max_shard_size: int | str | None = None,
+    handle: AioHandle | None = None,
+) -> None:
+    """`save_safetensors`, awaited: other tasks run meanwhile, but must not change the tensors.
+
+    Cancelling stops it; `CancelledError` is raised once nothing is in flight and the parts of the
+    new file are gone. A save that had reached its last rename is complete.
+    """
+    saving = Saving(tensors, path, metadata, max_shard_size)
+
+    def run() -> None:
+        with handle_for(handle, saving.path, saving.nbytes) as writer:
+            saving.run(writer)
+
+    await in_thread(run, saving.cancel)
 
 
 def load_safetensors(
@@ -81,7 +148,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         IntegrityError: The header is malformed, or does not match the size of the file.
         TransferError: The file cannot be opened or read.
     """
-    with files.open(path) as file, AioHandle(queue_depth=1) as handle:
+    with files.open(path) as file, handle_for(None, path, 0) as handle:
         return _header_of(file, handle)
 
 
@@ -104,17 +171,22 @@ class _Loading:
 
     def run(self) -> dict[str, torch.Tensor]:
         path = shards.find(self._path)
-        with handle_for(self._handle, path) as handle, contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened:
+            # Opened once for header and tensors: a file that replaces it meanwhile is another.
+            parts = [
+                (opened.enter_context(files.open(shard)), names)
+                for shard, names in _shards_of(path)
+            ]
+            nbytes = sum(file.size() for file, _ in parts)
+            handle = opened.enter_context(handle_for(self._handle, path, nbytes))
             found: dict[str, Entry] = {}
             spans: list[Span] = []
-            for shard, names in _shards_of(path):
-                # Opened once for header and tensors: a file that replaces it meanwhile is another.
-                file = opened.enter_context(files.open(shard))
+            for file, names in parts:
                 tensors = _header_of(file, handle).tensors
                 for name in tensors if names is None else names:
                     if name not in tensors:
                         raise IntegrityError(
-                            f"{path} says that {name!r} is in {shard.name}, which lacks it",
+                            f"{path} says that {name!r} is in {file.path}, which lacks it",
                             expected=name,
                             found=list(tensors),
                         )
@@ -126,16 +198,6 @@ class _Loading:
                 name: _tensor_on(memory, found[name])
                 for name, memory in zip(found, memories, strict=True)
             }
-
-
-@contextlib.contextmanager
-def handle_for(given: AioHandle | None, path: Path) -> Iterator[AioHandle]:
-    """The handle that was given, or one of the caller's own for as long as the block lasts."""
-    if given is not None:
-        yield given
-        return
-    with AioHandle.tuned(path) as own:
-        yield own
 
 
 def _shards_of(path: Path) -> list[tuple[Path, list[str] | None]]:
