@@ -6,21 +6,9 @@ take at most, so that free space can be checked before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from _lines import Line
-from _session import Session
+from _program import Row
 
 from rows import event_loop, many, random_reads, sequential, unpinned
-
-
-@dataclass(frozen=True)
-class Row:
-    title: str
-    measure: Callable[[Session], list[Line]]
-    bytes_needed: Callable[[int, bool], int]  # (size, quick)
-
 
 ROWS: dict[str, Row] = {
     "sequential": Row(

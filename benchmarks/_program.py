@@ -1,0 +1,221 @@
+"""A benchmark's command line and its one run: options, checks, rows, table, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+try:
+    from rich.console import Console
+except ImportError:
+    sys.exit("the benchmarks need rich: pip install rich")
+
+from _files import supports_direct
+from _lines import Line
+from _machine import machine, versions
+from _session import Session
+from _table import as_json, show
+
+SPARE_BYTES = 1 << 29
+PIPED_WIDTH = 132
+SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of the table, by the key that `--only` takes.
+
+    Attributes:
+        title: What is measured.
+        measure: Measures this row, and others that come from the same runs; their lines.
+        bytes_needed: What its files take at most, of (size, quick).
+    """
+
+    title: str
+    measure: Callable[[Session], list[Line]]
+    bytes_needed: Callable[[int, bool], int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A benchmark.
+
+    Attributes:
+        description: For `--help`.
+        rows: Its rows, in the table's order.
+        conditions: What a reader of the figures must know.
+        size: Bytes of the large object, as promised.
+        quick_size: The same with `--quick`.
+        repeats: Per contender, as promised.
+    """
+
+    description: str
+    rows: Mapping[str, Row]
+    conditions: Sequence[str]
+    size: int = 1 << 30
+    quick_size: int = 1 << 28
+    repeats: int = 5
+    quick_repeats: int = 3
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Do as the command line says; the exit status."""
+        options = self._parse(arguments)
+        progress = Console(stderr=True)
+        signal.signal(signal.SIGTERM, _interrupt)
+        size = options.size or (self.quick_size if options.quick else self.size)
+        repeats = options.repeats or (self.quick_repeats if options.quick else self.repeats)
+        self._check_space(options.dir, options.only, size, options.quick)
+        directory = Path(tempfile.mkdtemp(prefix="nvmeio-compare-", dir=options.dir))
+        session = Session(directory, size, repeats, options.quick, progress)
+        interrupted = False
+        lines: list[Line] = []
+        facts: dict[str, dict[str, str]] = {}
+        try:
+            if not supports_direct(directory):
+                sys.exit(
+                    f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir"
+                )
+            facts = {
+                "machine": machine(directory, session.disk.name),
+                "versions": versions(),
+            }
+            self._measure(session, options.only, lines)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            try:
+                session.close()
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+        if interrupted:
+            progress.print("interrupted; files removed", style="yellow")
+            if not lines:
+                return 130
+        lines = [line for line in lines if line.row in options.only]
+        conditions = [
+            *self.conditions,
+            f"{size} bytes, {repeats} interleaved repeats, {options.dir}",
+        ]
+        if options.quick or repeats < self.repeats or size != self.size:
+            conditions.append("Not the promised size and repeats: the verdicts are only a hint.")
+        # With JSON on stdout the table moves aside.
+        show(
+            progress if options.json == "-" else _results(),
+            lines,
+            session.skipped.values(),
+            facts,
+            conditions,
+        )
+        if options.json:
+            chosen = {
+                "size": size,
+                "repeats": repeats,
+                "only": options.only,
+                "quick": options.quick,
+            }
+            report = as_json(lines, session.skipped.values(), facts, conditions, chosen)
+            text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+            if options.json == "-":
+                sys.stdout.write(text)
+            else:
+                Path(options.json).write_text(text)
+        return 130 if interrupted else 0
+
+    def _measure(self, session: Session, only: list[str], lines: list[Line]) -> None:
+        """Each measuring function once, however many of its rows are wanted."""
+        done: list[Any] = []
+        for key in only:
+            row = self.rows[key]
+            if row.measure in done:
+                continue
+            done.append(row.measure)
+            session.console.rule(row.title, style="dim")
+            lines += row.measure(session)
+        lines.sort(key=lambda line: list(self.rows).index(line.row))
+
+    def _check_space(self, directory: Path, only: list[str], size: int, quick: bool) -> None:
+        needed = max(self.rows[key].bytes_needed(size, quick) for key in only) + SPARE_BYTES
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            gib = 1 << 30
+            sys.exit(
+                f"{directory} has {free / gib:.1f} GiB free, {needed / gib:.1f} GiB are needed: "
+                "name another --dir, a smaller --size, or fewer rows with --only"
+            )
+
+    def _parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(
+            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        size, quick = _short(self.size), _short(self.quick_size)
+        parser.add_argument("--dir", type=_directory, default=Path("."), help="where the files go")
+        parser.add_argument("--size", type=_bytes, help=f"in bytes ({size}; {quick} with --quick)")
+        parser.add_argument(
+            "--repeats",
+            type=int,
+            help=f"per contender ({self.repeats}; {self.quick_repeats} with --quick)",
+        )
+        parser.add_argument(
+            "--only", type=self._rows, default=list(self.rows), help=", ".join(self.rows)
+        )
+        parser.add_argument(
+            "--json",
+            metavar="FILE",
+            nargs="?",
+            const="-",
+            help="also write JSON there, or to stdout",
+        )
+        parser.add_argument("--quick", action="store_true", help="smaller: does it work")
+        return parser.parse_args(arguments)
+
+    def _rows(self, text: str) -> list[str]:
+        asked = [part.strip() for part in text.split(",") if part.strip()]
+        unknown = sorted(set(asked) - set(self.rows))
+        if unknown or not asked:
+            raise argparse.ArgumentTypeError(
+                f"rows are {', '.join(self.rows)}, not {', '.join(unknown)}"
+            )
+        return [key for key in self.rows if key in asked]
+
+
+def _results() -> Console:
+    """Stdout, wide enough for the table where nobody says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def _short(nbytes: int) -> str:
+    """A size as `_bytes` reads it."""
+    return f"{nbytes >> 30}G" if nbytes % (1 << 30) == 0 else f"{nbytes >> 20}M"
+
+
+def _bytes(text: str) -> int:
+    number = text.upper().removesuffix("IB").removesuffix("B")
+    factor = SUFFIXES.get(number[-1:], 1)
+    try:
+        value = int(number[:-1] if factor > 1 else number) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not a size: {text!r}") from None
+    if value <= 0 or value % (1 << 24):
+        raise argparse.ArgumentTypeError("a positive multiple of 16M is needed")
+    return value
+
+
+def _directory(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"no such directory: {text}")
+    return path
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
