@@ -10,7 +10,19 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-DISTRIBUTIONS = ("nvmeio", "torch", "cffi", "uvloop", "deepspeed", "caio")
+DISTRIBUTIONS = (
+    "nvmeio",
+    "torch",
+    "cffi",
+    "uvloop",
+    "isal",
+    "deepspeed",
+    "caio",
+    "transformers",
+    "safetensors",
+    "fastsafetensors",
+    "runai-model-streamer",
+)
 
 
 def machine(directory: Path, device: str | None) -> dict[str, str]:

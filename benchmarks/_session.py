@@ -20,6 +20,7 @@ TARGETS = {
     "DeepSpeed": "peers.deepspeed:DeepSpeedPeer",
     "caio": "peers.caio_peer:CaioPeer",
     "thread pool": "peers.plain:ThreadPoolPeer",
+    "checkpoints": "peers.checkpoints:Checkpoints",
 }
 
 

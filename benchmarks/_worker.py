@@ -31,6 +31,9 @@ class PeerUnavailable(Exception):
         self.reason = reason
         self.install = install
 
+    def __str__(self) -> str:
+        return self.reason
+
 
 class PeerFailed(Exception):
     """A peer that is there and did not do the work."""

@@ -68,6 +68,29 @@ def sequential(path: Path, nbytes: int, write: bool, setting: Setting) -> Sample
     )
 
 
+def new_file(path: Path, nbytes: int, setting: Setting) -> Sample:
+    """One pass that makes a file, its blocks allocated first, durable in the end."""
+    return _run(path, "--fallocate=native", *_durable_write(nbytes, setting))
+
+
+def overwrite(path: Path, nbytes: int, setting: Setting) -> Sample:
+    """One pass over a file that was written before, durable in the end."""
+    return _run(path, "--overwrite=1", *_durable_write(nbytes, setting))
+
+
+def _durable_write(nbytes: int, setting: Setting) -> list[str]:
+    return [
+        "--rw=write",
+        "--end_fsync=1",
+        f"--size={nbytes >> 20 << 20}",
+        f"--bs={BLOCK_SIZE}",
+        f"--ioengine={setting.engine}",
+        f"--iodepth={setting.queue_depth}",
+        f"--mem={setting.memory}",
+        "--scramble_buffers=0",
+    ]
+
+
 def random_reads(path: Path, nbytes: int, count: int, block: int, depth: int) -> Sample:
     """`count` reads of distinct random blocks with libaio."""
     return _run(

@@ -1,0 +1,23 @@
+"""The rows of the checkpoint benchmark, by the key that `--only` takes."""
+
+from __future__ import annotations
+
+from _program import Row
+
+from checkpoint_rows import dcp, decoupled, loading, saving
+
+ROWS: dict[str, Row] = {
+    "save": Row("save into a new file, durable", saving.measure, lambda size, _: 2 * size),
+    "memory": Row("extra memory of a save", saving.measure_memory, lambda size, _: size),
+    "steady": Row(
+        "Checkpointer in steady state", decoupled.measure_steady, lambda size, _: 6 * size
+    ),
+    "held": Row(
+        "time that a save holds the training", decoupled.measure_steady, lambda size, _: 6 * size
+    ),
+    "training": Row(
+        "training with a save every step", decoupled.measure_training, lambda size, _: 4 * size
+    ),
+    "load": Row("load, cold", loading.measure, lambda size, _: 3 * size),
+    "dcp": Row("torch.distributed.checkpoint", dcp.measure, lambda size, _: 3 * size),
+}

@@ -1,0 +1,33 @@
+"""The worker that holds the state, made on first demand and shared by all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from _session import Session
+from _worker import Worker
+
+NAME = "checkpoints"
+
+
+def worker_with_state(session: Session) -> tuple[Worker, int] | None:
+    """The worker and the state's bytes; None where it cannot be made (and that is said)."""
+    worker = session.worker(NAME)
+    if worker is None or not session.attempt(NAME, worker, "prepare", nbytes=session.size):
+        return None
+    return worker, int(worker.call("state_nbytes"))
+
+
+def drop_from_cache(*paths: Path) -> None:
+    """The next read comes from the drive."""
+    import os
+
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                descriptor = os.open(file, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)  # dirty pages are not dropped
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)

@@ -1,0 +1,70 @@
+"""Row `dcp`: torch.distributed.checkpoint with its own file storage and with nvmeio's."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+
+from _lines import Line, at_least, compare, gb_per_s
+from _measure import Contender
+from _session import Session
+
+from checkpoint_rows._state import drop_from_cache, worker_with_state
+
+
+def measure(session: Session) -> list[Line]:
+    ready = worker_with_state(session)
+    if ready is None:
+        return []
+    worker, _ = ready
+    saved, kept = session.directory / "dcp", session.directory / "dcp-to-load"
+    sides = (("nvmeio", True), ("stock", False))
+    saves = session.measure(
+        "DCP save",
+        [
+            Contender(
+                name,
+                partial(worker.call, "dcp_save", path=str(saved), ours=ours),
+                partial(shutil.rmtree, saved, True),
+            )
+            for name, ours in sides
+        ],
+    )
+    shutil.rmtree(saved, ignore_errors=True)
+    worker.call("dcp_write", path=str(kept))
+    loads = session.measure(
+        "DCP load",
+        [
+            Contender(
+                name,
+                partial(worker.call, "dcp_load", path=str(kept), ours=ours),
+                partial(drop_from_cache, kept),
+            )
+            for name, ours in sides
+        ],
+    )
+    shutil.rmtree(kept, ignore_errors=True)
+    return [
+        compare(
+            "dcp",
+            "DCP save",
+            "FileSystemWriter",
+            "GB/s",
+            gb_per_s,
+            saves["nvmeio"],
+            saves["stock"],
+            at_least(3.0),
+            "one process, durable on both sides",
+        ),
+        compare(
+            "dcp",
+            "DCP load, cold",
+            "FileSystemReader",
+            "GB/s",
+            gb_per_s,
+            loads["nvmeio"],
+            loads["stock"],
+            at_least(1.5),
+            "of the stock writer's files",
+        ),
+    ]

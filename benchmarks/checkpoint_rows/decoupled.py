@@ -1,0 +1,124 @@
+"""Rows `steady`, `held` and `training`: a Checkpointer beside what it checkpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from _files import huge_pages, remove, write_file
+from _lines import Line, at_least, at_most, best, compare, gb_per_s
+from _measure import Contender, Sample, median
+from _session import Session, calling
+from _worker import PeerFailed
+from peers import fio
+
+from checkpoint_rows._state import worker_with_state
+from checkpoint_rows.saving import fio_settings
+
+KEEP = 2
+TRAIN_STEPS = 4
+COMPUTE_PER_WRITE = 1.5  # a step computes longer than its checkpoint is written
+
+
+def measure_steady(session: Session) -> list[Line]:
+    """Rows `steady` and `held`, which come from the same saves."""
+    ready = worker_with_state(session)
+    if ready is None:
+        return []
+    worker, nbytes = ready
+    directory, plain, old = (session.directory / n for n in ("generations", "plain.pt", "old"))
+    with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
+        settings = fio_settings(session, refused)
+        try:
+            worker.call("open_checkpointer", directory=str(directory), keep=KEEP)
+            for _ in range(KEEP + 1):  # from the next one on, the oldest file is recycled
+                worker.call("checkpoint")
+            worker.call("copy")
+            write_file(old, nbytes)
+            contenders = [
+                calling("nvmeio", worker, "checkpoint"),
+                calling("copy", worker, "copy"),
+                Contender(
+                    "torch.save",
+                    partial(worker.call, "torch_save", path=str(plain)),
+                    partial(remove, plain),
+                ),
+                *[Contender(s.name, partial(fio.overwrite, old, nbytes, s)) for s in settings],
+            ]
+            samples = session.measure("steady state", contenders)
+        finally:
+            worker.call("close_checkpointer")
+            remove(plain, old, *directory.glob("*"))
+    ours = samples["nvmeio"]
+    name, limit = best(samples, [s.name for s in settings], gb_per_s, "fio")
+    work = f"Checkpointer(keep={KEEP}), steady state"
+    return [
+        compare(
+            "steady",
+            work,
+            "torch.save",
+            "GB/s",
+            gb_per_s,
+            ours,
+            samples["torch.save"],
+            at_least(5.0),
+            "from the call until it is durable",
+        ),
+        compare("steady", work, name, "GB/s", gb_per_s, ours, list(limit), at_least(0.9)),
+        compare(
+            "held",
+            "held by `await save`",
+            "one copy of the state",
+            "s",
+            _held_s,
+            ours,
+            samples["copy"],
+            at_most(1.2),
+        ),
+    ]
+
+
+def measure_training(session: Session) -> list[Line]:
+    ready = worker_with_state(session)
+    if ready is None:
+        return []
+    worker, _ = ready
+    directory = session.directory / "generations"
+    try:
+        worker.call("open_checkpointer", directory=str(directory), keep=1)
+        writes: list[Sample] = [worker.call("checkpoint") for _ in range(4)]
+        write_s = median([sample.seconds for sample in writes[1:]]) or 1.0
+        worker.call("calibrate", seconds=COMPUTE_PER_WRITE * write_s)
+        samples = session.measure(
+            "training",
+            [
+                calling("saving", worker, "train", steps=TRAIN_STEPS, save=True),
+                calling("without", worker, "train", steps=TRAIN_STEPS, save=False),
+            ],
+        )
+    except PeerFailed as error:
+        session.skip("nvmeio (training)", str(error))
+        return []
+    finally:
+        worker.call("close_checkpointer")
+        remove(*directory.glob("*"))
+    return [
+        compare(
+            "training",
+            "steps with a save each",
+            "without saves",
+            "steps/s",
+            _steps_per_s,
+            samples["saving"],
+            samples["without"],
+            at_least(0.9),
+            f"compute of {COMPUTE_PER_WRITE} times the write, on all cores",
+        )
+    ]
+
+
+def _held_s(sample: Sample) -> float:
+    return sample.extra["held_s"]
+
+
+def _steps_per_s(sample: Sample) -> float:
+    return sample.iops

@@ -1,0 +1,90 @@
+"""Rows `save` and `memory`: a state into a new file, durable when the clock stops."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from _files import huge_pages, remove
+from _lines import Line, at_least, at_most, best, compare, gb_per_s
+from _measure import Contender
+from _session import Session, calling
+from _worker import PeerFailed, PeerUnavailable
+from peers import fio
+
+from checkpoint_rows._state import NAME, worker_with_state
+
+MIB = 1 << 20
+
+
+def measure(session: Session) -> list[Line]:
+    ready = worker_with_state(session)
+    if ready is None:
+        return []
+    worker, nbytes = ready
+    path = session.directory / "new.pt"
+    contenders = [
+        calling("torch.save", worker, "torch_save", path=str(path)),
+        calling("nvmeio", worker, "nvmeio_save", path=str(path)),
+        calling("no checksum", worker, "nvmeio_save", path=str(path), checksum=False),
+        calling("DeepSpeed", worker, "deepspeed_save", path=str(path)),
+    ]
+    with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
+        settings = fio_settings(session, refused)
+        contenders += [Contender(s.name, partial(fio.new_file, path, nbytes, s)) for s in settings]
+        fresh = [Contender(c.name, c.run, partial(remove, path)) for c in contenders]
+        samples = session.measure("save", fresh)
+    remove(path)
+    ours = samples["nvmeio"]
+    name, limit = best(samples, [s.name for s in settings], gb_per_s, "fio")
+    work = "save into a new file"
+
+    def line(peer: str, key: str, least: float | None, note: str = "") -> Line:
+        target = None if least is None else at_least(least)
+        theirs = limit if key == name else samples.get(key, [])
+        return compare("save", work, peer, "GB/s", gb_per_s, ours, list(theirs), target, note)
+
+    return [
+        line("torch.save", "torch.save", 3.5, "fsync on both sides"),
+        line(name, name, 0.9, "a new file, end_fsync"),
+        line("nvmeio without checksums", "no checksum", 0.9),
+        line("DeepSpeed FastFileWriter", "DeepSpeed", None),
+    ]
+
+
+def measure_memory(session: Session) -> list[Line]:
+    path = session.directory / "memory.pt"
+    with session.fresh_worker(NAME) as worker:
+        if worker is None or not session.attempt(NAME, worker, "prepare", nbytes=session.size):
+            return []
+        try:
+            extra = worker.call("extra_memory_of_save", path=str(path))
+        except (PeerFailed, PeerUnavailable) as error:
+            session.skip("nvmeio (extra memory)", str(error))
+            return []
+        finally:
+            remove(path)
+    return [
+        Line(
+            "memory",
+            "extra memory of a blocking save",
+            "256 MiB",
+            "MiB",
+            [extra / MIB],
+            [256.0],
+            at_most(1.0),
+            note="peak resident memory",
+        )
+    ]
+
+
+def fio_settings(session: Session, refused: str | None) -> list[fio.Setting]:
+    """fio with large queues, on huge pages where they can be had."""
+    try:
+        fio.require()
+    except PeerUnavailable as error:
+        session.skip("fio", error.reason, error.install)
+        return []
+    if refused:
+        session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=128")
+        return [s for s in fio.DEFAULT_BUFFERS if s.queue_depth == 128]
+    return [s for s in fio.HUGE_PAGES if s.queue_depth == 128]

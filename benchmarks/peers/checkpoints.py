@@ -1,0 +1,323 @@
+"""Who saves and loads a training's state: nvmeio, torch, DCP, safetensors and its loaders.
+
+One process holds the state once, and all contenders save the same tensors in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measure import Sample, timed
+from _worker import PeerUnavailable
+
+import nvmeio
+from peers import _model_state
+
+Load = Callable[[], Any]
+
+
+class Checkpoints:
+    """The process that holds the state."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._nbytes = 0
+        self._copy: list[torch.Tensor] = []
+        self._loop = asyncio.new_event_loop()
+        self._checkpointer: Any = None
+        self._step = 0
+        self._work: tuple[torch.Tensor, int] | None = None
+
+    def prepare(self, nbytes: int) -> int:
+        """Make the state, unless it is there; how many bytes it has."""
+        if self._state is not None:
+            return self._nbytes
+        self._state = _model_state.make(nbytes)
+        self._nbytes = _model_state.nbytes_of(self._state)
+        return self._nbytes
+
+    def state_nbytes(self) -> int:
+        """Bytes of the state."""
+        return self._nbytes
+
+    def release(self) -> None:
+        """Give everything back."""
+        self.close_checkpointer()
+        self._state, self._copy, self._work = None, [], None
+        gc.collect()
+
+    def close(self) -> None:
+        self.close_checkpointer()
+        self._loop.close()
+
+    # Saving, durable
+
+    def torch_save(self, path: str) -> Sample:
+        with timed(self._nbytes) as sample:
+            torch.save(self._state, path)
+            _fsync(path)
+        return sample
+
+    def nvmeio_save(self, path: str, checksum: bool = True) -> Sample:
+        with timed(self._nbytes) as sample:
+            nvmeio.save(self._state, path, checksum=checksum)
+        return sample
+
+    def deepspeed_save(self, path: str) -> Sample:
+        """DeepSpeed's FastFileWriter on its own op, as its checkpoint engine uses it."""
+        try:
+            from deepspeed.io import FastFileWriter, FastFileWriterConfig
+            from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
+        except ImportError as error:
+            raise PeerUnavailable(str(error), "pip install deepspeed==0.19.8") from error
+        if UtilsBuilder.NAME == "deepspeed_not_implemented":
+            raise PeerUnavailable(
+                "DeepSpeed has no FastFileWriter on a CPU: its UtilsBuilder is for CUDA"
+            )
+        handle = AsyncIOBuilder().load().aio_handle(1 << 20, 128, False, True, 1)
+        pinned = handle.new_cpu_locked_tensor(64 << 20, torch.empty(0, dtype=torch.uint8))
+        with timed(self._nbytes) as sample:
+            config = FastFileWriterConfig(
+                dnvme_handle=handle,
+                pinned_tensor=pinned,
+                double_buffer=True,
+                num_parallel_writers=1,
+                writer_rank=0,
+            )
+            writer = FastFileWriter(file_path=path, config=config)
+            torch.save(self._state, writer)
+            writer.close()
+            _fsync(path)
+        return sample
+
+    def dcp_save(self, path: str, ours: bool) -> Sample:
+        import torch.distributed.checkpoint as dcp
+
+        with timed(self._nbytes) as sample:
+            if ours:
+                from nvmeio.integrations.dcp import NvmeStorageWriter
+
+                dcp.save(self._state, storage_writer=NvmeStorageWriter(path), no_dist=True)
+            else:
+                dcp.save(self._state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        return sample
+
+    def extra_memory_of_save(self, path: str) -> int:
+        """Peak growth of resident memory while a blocking save runs."""
+        gc.collect()
+        before = _resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, proc(5)
+        nvmeio.save(self._state, path)
+        return _resident_bytes("VmHWM") - before
+
+    # Beside the training
+
+    def open_checkpointer(self, directory: str, keep: int) -> None:
+        self.close_checkpointer()
+        Path(directory).mkdir(exist_ok=True)
+        self._checkpointer = nvmeio.Checkpointer(directory, keep=keep)
+
+    def close_checkpointer(self) -> None:
+        if self._checkpointer is not None:
+            self._loop.run_until_complete(self._checkpointer.aclose())
+            self._checkpointer = None
+
+    def checkpoint(self) -> Sample:
+        """One save, from the call until it is durable; `held_s` is what the caller waited."""
+        self._step += 1
+        with timed(self._nbytes) as sample:
+            start = time.perf_counter()
+            self._loop.run_until_complete(self._checkpointer.save(self._state, self._step))
+            sample.extra["held_s"] = time.perf_counter() - start
+            self._loop.run_until_complete(self._checkpointer.wait())
+        return sample
+
+    def copy(self) -> Sample:
+        """One copy of the state in memory, into memory that was touched before."""
+        sources = list(_model_state.tensors(self._state).values())
+        if not self._copy:
+            self._copy = [torch.empty_like(tensor).copy_(tensor) for tensor in sources]
+        with timed(self._nbytes) as sample:
+            for target, tensor in zip(self._copy, sources, strict=True):
+                target.copy_(tensor)
+        sample.extra["held_s"] = sample.seconds
+        return sample
+
+    def calibrate(self, seconds: float) -> None:
+        """Find how many matrix products take so long: the compute of one training step."""
+        matrix = torch.randn(1024, 1024)
+        count, took = 0, 0.0
+        start = time.perf_counter()
+        while took < min(seconds, 1.0):
+            matrix @ matrix
+            count += 1
+            took = time.perf_counter() - start
+        self._work = (matrix, max(1, int(count * seconds / took)))
+
+    def train(self, steps: int, save: bool) -> Sample:
+        """Steps of compute, each followed by a save that goes on beside the next one."""
+        assert self._work is not None
+        matrix, products = self._work
+
+        async def steps_with_saves() -> None:
+            for _ in range(steps):
+                for _ in range(products):
+                    matrix @ matrix
+                if save:
+                    self._step += 1
+                    await self._checkpointer.save(self._state, self._step)
+
+        with timed(self._nbytes, steps) as sample:
+            self._loop.run_until_complete(steps_with_saves())
+        if save:
+            self._loop.run_until_complete(self._checkpointer.wait())
+        return sample
+
+    # Loading, cold: whoever calls has dropped the files from the page cache
+
+    def write_files(self, torch_file: str, safetensors_file: str) -> None:
+        """What is loaded: a file of torch.save's, and the same tensors for safetensors."""
+        from safetensors.torch import save_file
+
+        torch.save(self._state, torch_file)
+        save_file(
+            {k: t.contiguous() for k, t in _model_state.tensors(self._state).items()},
+            safetensors_file,
+        )
+        _fsync(torch_file)
+        _fsync(safetensors_file)
+
+    def load(self, how: str, path: str) -> Sample:
+        """Load with one of the loaders, and let go of it outside the timing."""
+        loader = _LOADERS[how](path)
+        with timed(self._nbytes) as sample:
+            loaded = loader()
+        del loaded
+        gc.collect()
+        return sample
+
+    def dcp_load(self, path: str, ours: bool) -> Sample:
+        """Into tensors that are there already, as DCP does it."""
+        import torch.distributed.checkpoint as dcp
+
+        if not self._copy:
+            self.copy()
+        names = _model_state.tensors(self._state)
+        into = {"tensors": dict(zip(names, self._copy, strict=True))}
+        with timed(self._nbytes) as sample:
+            if ours:
+                from nvmeio.integrations.dcp import NvmeStorageReader
+
+                dcp.load(into, storage_reader=NvmeStorageReader(path), no_dist=True)
+            else:
+                dcp.load(into, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        return sample
+
+    def dcp_write(self, path: str) -> None:
+        """The checkpoint that `dcp_load` loads."""
+        import torch.distributed.checkpoint as dcp
+
+        state = {"tensors": _model_state.tensors(self._state)}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+    def require(self, how: str) -> None:
+        """Whether a loader is there.
+
+        Raises:
+            PeerUnavailable: Its package is missing.
+        """
+        package = {
+            "fastsafetensors": "fastsafetensors",
+            "runai": "runai_model_streamer",
+            "safetensors": "safetensors",
+        }
+        name = package.get(how)
+        if name is not None:
+            try:
+                __import__(name)
+            except ImportError as error:
+                raise PeerUnavailable(
+                    str(error), f"pip install {name.replace('_', '-')}"
+                ) from error
+
+
+def _torch_load(path: str) -> Load:
+    return lambda: torch.load(path, weights_only=True)
+
+
+def _torch_load_mmap(path: str) -> Load:
+    def load() -> Any:
+        loaded = torch.load(path, weights_only=True, mmap=True)
+        _model_state.touch(loaded)
+        return loaded
+
+    return load
+
+
+def _safetensors(path: str) -> Load:
+    from safetensors.torch import load_file
+
+    def load() -> Any:
+        loaded = load_file(path)
+        _model_state.touch(loaded)  # it maps the file and reads nothing itself
+        return loaded
+
+    return load
+
+
+def _fastsafetensors(path: str) -> Load:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    def load() -> Any:
+        loader = SafeTensorsFileLoader(SingleGroup(), torch.device("cpu"), nogds=True)
+        loader.add_filenames({0: [path]})
+        buffers = loader.copy_files_to_device()
+        tensors = {name: buffers.get_tensor(name) for name in loader.get_keys()}
+        _model_state.touch(tensors)
+        return loader, buffers, tensors
+
+    return load
+
+
+def _runai(path: str) -> Load:
+    from runai_model_streamer import SafetensorsStreamer
+
+    def load() -> Any:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(path)
+            return dict(streamer.get_tensors())
+
+    return load
+
+
+_LOADERS: dict[str, Callable[[str], Load]] = {
+    "torch.load": _torch_load,
+    "torch.load, mmap": _torch_load_mmap,
+    "safetensors": _safetensors,
+    "fastsafetensors": _fastsafetensors,
+    "runai": _runai,
+    "nvmeio.load": lambda path: lambda: nvmeio.load(path),
+    "nvmeio.load_safetensors": lambda path: lambda: nvmeio.load_safetensors(path),
+}
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _resident_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
