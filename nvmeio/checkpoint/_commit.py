@@ -226,7 +226,7 @@ def remove_leftovers(directory: str) -> list[str]:
 
 
 def _checked(path: str | os.PathLike[str]) -> str:
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(
             f"expected a path, not {type(path).__name__}; for an open file use torch.save, "
             "or torch.save(obj, nvmeio.FastFileWriter(path))"

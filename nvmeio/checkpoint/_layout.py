@@ -220,15 +220,21 @@ class _Switch:
         self.off()
 
 
-@contextlib.contextmanager
-def _aligned_storages() -> Iterator[None]:
-    """torch.save puts storages on page boundaries; where it cannot (torch 2.6), nothing changes."""
+def _settings() -> Any:
+    """Where torch keeps the alignment of storages; None in a torch that has no choice (2.6)."""
     try:
         from torch.utils.serialization import config
+    except ImportError:
+        return None
+    settings = getattr(config, "save", None)
+    return settings if hasattr(settings, "storage_alignment") else None
 
-        settings: Any = config.save
-        settings.storage_alignment  # noqa: B018
-    except (ImportError, AttributeError):
+
+@contextlib.contextmanager
+def _aligned_storages() -> Iterator[None]:
+    """torch.save puts storages on page boundaries; where it cannot, nothing changes."""
+    settings = _settings()
+    if settings is None:
         yield
         return
     with _aligning:

@@ -150,11 +150,11 @@ class _Loading:
 
     def run(self) -> Any:
         with files.open(self._path) as file:
-            if file.size() < 4 or read_buffered(file, 0, 4) != LOCAL_MAGIC or not _can_do_it():
+            if file.size() < 4 or read_buffered(file, 0, 4) != LOCAL_MAGIC or _seam() is None:
                 return self._through_torch(self._path)
             with CallHandle(self._handle) as handle:
                 checkpoint = Checkpoint(file, handle.get, self._new_load())
-                if "constants.pkl" in checkpoint.records or self._nothing_to_read():
+                if checkpoint.archive.is_script or self._nothing_to_read():
                     with _same_file(file) as same:
                         return self._through_torch(same)
                 scan = _scan(checkpoint)
@@ -181,7 +181,7 @@ class _Loading:
     def _nothing_to_read(self) -> bool:
         """Whether tensors without data are asked for: on the meta device, or fake ones."""
         where = self._map_location
-        if isinstance(where, (str, torch.device)) and torch.device(where).type == "meta":
+        if isinstance(where, (str, torch.device)) and str(where).partition(":")[0] == "meta":
             return True
         return torch._guards.detect_fake_mode(None) is not None
 
@@ -200,7 +200,7 @@ class _Loading:
 
     def _unpickle(self, file: File, reader: _Reader) -> Any:
         arguments = {"encoding": "utf-8", **self._pickle_load_args}
-        unpickle: Any = torch.serialization._load
+        unpickle = _seam()
         if not self._weights_only:
             module = pickle if self._pickle_module is None else self._pickle_module
             return unpickle(reader, self._map_location, module, **arguments)
@@ -359,10 +359,14 @@ def _same_file(file: File) -> Iterator[str]:
         opened.release()
 
 
-def _can_do_it() -> bool:
-    """Whether torch has the seam that is needed, in the form that is known."""
+# The first parameters of `torch.serialization._load`, by position, in every torch so far.
+_SEAM = ["zip_file", "map_location", "pickle_module"]
+
+
+def _seam() -> Any:
+    """What makes the object from a zip reader; None if it is not as it is known here."""
     unpickle = getattr(torch.serialization, "_load", None)
     if unpickle is None or not hasattr(torch, "_weights_only_unpickler"):
-        return False
+        return None
     parameters = list(inspect.signature(unpickle).parameters)
-    return parameters[:3] == ["zip_file", "map_location", "pickle_module"]
+    return unpickle if parameters[: len(_SEAM)] == _SEAM else None

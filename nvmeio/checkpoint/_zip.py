@@ -45,6 +45,9 @@ _FLAG_ENCRYPTED = 1
 _FLAG_DESCRIPTOR = 1 << 3
 _FLAG_STRONG_ENCRYPTION = 1 << 6
 _ZIP64_EXTRA = 1
+
+# A record that TorchScript archives have; they alone compress others (their code).
+SCRIPT_MARK = b"constants.pkl"
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT_BYTES = 0xFFFF
 
@@ -62,7 +65,7 @@ class Entry(NamedTuple):
         name: Within the archive, the leading folder included.
         header_offset: Of its local header.
         offset: Of its first byte.
-        nbytes: Its size.
+        nbytes: Its size in the file.
         crc: Its CRC-32 as the directory has it; 0 with nbytes > 0 most likely means "not computed".
         crc_at: Where in the directory that stands.
         descriptor: Length of the data descriptor behind it, 0 if there is none.
@@ -98,6 +101,11 @@ class Archive(NamedTuple):
     entries: list[Entry]
 
     @property
+    def is_script(self) -> bool:
+        """Whether it is a TorchScript archive, of which some records may be compressed."""
+        return any(entry.name.endswith(SCRIPT_MARK.decode()) for entry in self.entries)
+
+    @property
     def prefix(self) -> str:
         """The folder that torch puts every record in, with a slash; "" where there is none."""
         folder, slash, _ = self.entries[0].name.partition("/") if self.entries else ("", "", "")
@@ -118,6 +126,7 @@ class _Central(NamedTuple):
 
     name: bytes
     flags: int
+    method: int
     header_offset: int
     nbytes: int
     crc: int
@@ -159,6 +168,8 @@ class _Parser:
     def archive(self) -> Archive:
         offset, size, count = self._end_records()
         centrals = self._directory(offset, size, count)
+        if not any(central.name.endswith(SCRIPT_MARK) for central in centrals):
+            self._check_stored(centrals)
         entries = self._local_headers(centrals, offset)
         entries.sort(key=lambda entry: entry.header_offset)
         self._check_overlap([(e.header_offset, e.end, e.name.encode()) for e in entries])
@@ -286,6 +297,15 @@ class _Parser:
         )
         return found
 
+    def _check_stored(self, centrals: list[_Central]) -> None:
+        for central in centrals:
+            if central.method != 0:
+                raise self._wrong(
+                    f"record {as_text(central.name)!r} is compressed",
+                    "method 0 (stored)",
+                    f"method {central.method}",
+                )
+
     def _check_overlap(self, spans: list[tuple[int, int, bytes]]) -> None:
         position, before = 0, b""
         for start, end, name in sorted(spans):
@@ -321,15 +341,11 @@ class _Parser:
                     header_offset = actual
         if flags & (_FLAG_ENCRYPTED | _FLAG_STRONG_ENCRYPTION):
             raise self._wrong(f"record {as_text(name)!r} is encrypted", "plain bytes", hex(flags))
-        if method != 0:
-            raise self._wrong(
-                f"record {as_text(name)!r} is compressed", "method 0 (stored)", f"method {method}"
-            )
-        if packed != nbytes:
+        if method == 0 and packed != nbytes:
             raise self._wrong(f"record {as_text(name)!r} has two sizes", nbytes, packed)
         if disk:
             raise self._wrong(f"record {as_text(name)!r} is on another disk", 0, disk)
-        return _Central(name, flags, header_offset, nbytes, crc, crc_at, wide)
+        return _Central(name, flags, method, header_offset, packed, crc, crc_at, wide)
 
     def _zip64(self, name: bytes, extra: bytes) -> tuple[bool, list[int]]:
         at = 0
@@ -373,15 +389,21 @@ class _Parser:
                 central.name,
                 data[_LOCAL.size :],
             )
-        if (flags, method) != (central.flags, 0):
+        if (flags, method) != (central.flags, central.method):
             raise self._wrong(
                 f"record {name!r}: header and directory disagree on how it is stored",
-                (hex(central.flags), 0),
+                (hex(central.flags), central.method),
                 (hex(flags), method),
             )
         follows = bool(flags & _FLAG_DESCRIPTOR)
         sizes_known = not follows or nbytes or packed
-        if sizes_known and not central.wide and (packed, nbytes) != (central.nbytes,) * 2:
+        stored = method == 0
+        if (
+            stored
+            and sizes_known
+            and not central.wide
+            and (packed, nbytes) != (central.nbytes,) * 2
+        ):
             raise self._wrong(
                 f"record {name!r}: header and directory disagree on its size",
                 central.nbytes,

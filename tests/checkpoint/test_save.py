@@ -1,0 +1,478 @@
+"""`nvmeio.save`: every kind of object, in a file that everybody else reads."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pickle
+import stat
+import threading
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from checkpoint._objects import (
+    SAFE,
+    SAVED_DTYPES,
+    UNSAFE,
+    assert_same,
+    assert_tied,
+    dtype_id,
+    noise,
+    of_dtype,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import HeldEngine, on_every_loop, run_python, until
+
+import nvmeio
+from nvmeio.checkpoint import _layout, _saving
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def torch_load(path: Path, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated and experimental kinds of tensors
+        return torch.load(path, **options)
+
+
+# What stock torch reads
+
+
+@pytest.mark.parametrize("kind", SAFE)
+def test_stock_torch_reads_it(kind: str, path: Path) -> None:
+    wanted = SAFE[kind]()
+    nvmeio.save(wanted, path)
+    assert_same(torch_load(path, weights_only=True), wanted)
+    assert_same(torch_load(path, weights_only=True, mmap=True, map_location="cpu"), wanted)
+    assert zipfile.ZipFile(path).testzip() is None
+    assert names_in(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_stock_torch_reads_what_takes_trust(kind: str, path: Path) -> None:
+    wanted = UNSAFE[kind]()
+    nvmeio.save(wanted, path)
+    assert_same(torch_load(path, weights_only=False), wanted)
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+@pytest.mark.parametrize("dtype", SAVED_DTYPES, ids=dtype_id)
+def test_every_dtype(dtype: torch.dtype, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = of_dtype(dtype)
+        nvmeio.save(wanted, path)
+        assert_same(torch_load(path), wanted)
+        assert_same(nvmeio.load(path), wanted)
+
+
+def test_what_was_tied_is_tied_and_written_once(path: Path) -> None:
+    wanted = SAFE["tied"]()
+    nvmeio.save(wanted, path)
+    assert_tied(torch_load(path))
+    distinct = {t.untyped_storage().data_ptr() for t in wanted.values() if torch.is_tensor(t)}
+    records = [i for i in zipfile.ZipFile(path).infolist() if "/data/" in i.filename]
+    assert len(records) == len(distinct)
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_any_sizes_come_back(data: st.DataObject, tmp_path: Path) -> None:
+    sizes = data.draw(
+        st.lists(
+            st.one_of(
+                st.integers(0, 70),
+                st.integers(0, 20_000),
+                st.integers((1 << 20) - 5000, (1 << 20) + 9000),
+                st.just(5 << 20),
+            ),
+            max_size=12,
+        )
+    )
+    wanted = [noise(size, dtype=torch.uint8, seed=i) for i, size in enumerate(sizes)]
+    nvmeio.save(wanted, tmp_path / "any.pt")
+    assert_same(torch_load(tmp_path / "any.pt"), wanted)
+    assert zipfile.ZipFile(tmp_path / "any.pt").testzip() is None
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol(protocol: int, path: Path) -> None:
+    wanted = {"a": noise(1000), "holder": UNSAFE["user's classes"]()}
+    nvmeio.save(wanted, path, pickle_protocol=protocol)
+    assert_same(torch_load(path, weights_only=False), wanted)
+
+
+def test_a_pickle_module_of_the_users(path: Path) -> None:
+    class Tagging:
+        __name__ = "tagging"
+        load, loads, Unpickler = pickle.load, pickle.loads, pickle.Unpickler
+        seen: ClassVar[list[type]] = []
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                Tagging.seen.append(type(obj))
+                return NotImplemented
+
+    nvmeio.save({"a": noise(10)}, path, Tagging())
+    assert torch.Tensor in Tagging.seen
+    assert_same(torch_load(path), {"a": noise(10)})
+
+
+def test_the_file_is_what_torch_would_write_but_for_the_alignment(
+    path: Path, tmp_path: Path
+) -> None:
+    wanted = SAFE["training"]()
+    nvmeio.save(wanted, path)
+    torch.save(wanted, tmp_path / "torch.pt")
+    ours, theirs = zipfile.ZipFile(path), zipfile.ZipFile(tmp_path / "torch.pt")
+    for own, stock in zip(ours.infolist(), theirs.infolist(), strict=True):
+        name = own.filename.split("/", 1)[1]
+        assert name == stock.filename.split("/", 1)[1]
+        if name not in (".storage_alignment", ".data/serialization_id"):
+            assert ours.read(own) == theirs.read(stock)
+
+
+def test_storages_begin_on_pages(path: Path) -> None:
+    nvmeio.save({"a": noise(100), "b": noise(300_000), "c": noise(3)}, path)
+    reader = torch._C.PyTorchFileReader(str(path))
+    for key in range(3):
+        assert reader.get_record_offset(f"data/{key}") % 4096 == 0
+
+
+def test_without_checksums(path: Path) -> None:
+    wanted = SAFE["sizes"]()
+    nvmeio.save(wanted, path, checksum=False)
+    assert_same(torch_load(path), wanted)
+    crcs = {i.CRC for i in zipfile.ZipFile(path).infolist() if "/data/" in i.filename}
+    assert crcs == {0}
+
+
+def test_checksums_are_right_where_torch_leaves_them_out(path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        nvmeio.save({"a": noise(1000)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def test_an_object_that_saves_within_its_pickle(path: Path) -> None:
+    """skip_data was in force while the object was pickled: the inner file had holes for tensors."""
+    wanted = UNSAFE["saves within"]()
+    nvmeio.save(wanted, path)
+    assert_same(torch_load(path, weights_only=False), wanted)
+    assert_same(nvmeio.load(path, weights_only=False), wanted)
+
+
+def test_torch_is_left_as_it_was(path: Path) -> None:
+    from torch.utils.serialization import config
+
+    nvmeio.save({"a": noise(10)}, path)
+    with pytest.raises(RuntimeError, match="refuses"):
+        nvmeio.save({"a": noise(10), "b": Refuses()}, path)
+    assert config.save.storage_alignment == 64
+    buffer = io.BytesIO()
+    torch.save({"a": noise(1000)}, buffer)
+    buffer.seek(0)
+    assert_same(torch.load(buffer), {"a": noise(1000)})
+
+
+class Refuses:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it refuses to be pickled")
+
+
+@pytest.mark.parametrize("name", ["skip_data", "config"])
+def test_a_torch_without_the_interfaces(
+    name: str, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch 2.6 aligns to 64 bytes; without skip_data everything goes through torch.save."""
+    if name == "skip_data":
+        monkeypatch.delattr(torch.serialization, "skip_data")
+    else:
+        monkeypatch.setattr(_layout, "_settings", lambda: None)
+    wanted = {"sizes": SAFE["sizes"](), "tied": SAFE["tied"]()}
+    nvmeio.save(wanted, path)
+    found = torch_load(path)
+    assert_same(found, wanted)
+    assert_tied(found["tied"])
+    assert zipfile.ZipFile(path).testzip() is None
+    assert ("torch.save" in caplog.text) == (name == "skip_data")
+    assert names_in(path.parent) == [path.name]
+
+
+def test_torch_still_has_the_interfaces_that_save_rests_on(path: Path) -> None:
+    """Were one gone, saving would fall back to torch.save, and only be slow."""
+    layout = _layout.plan_layout({"a": noise(1000)})
+    assert [record.name for record in layout.records] == ["archive/data/0"]
+    assert _layout._settings() is not None
+    assert layout.records[0].offset % 4096 == 0
+
+
+@pytest.mark.parametrize("where", ["meta", "cpu"])
+def test_under_a_default_device(where: str, path: Path) -> None:
+    wanted = {"a": noise(1000), "b": noise(500_000)}
+    with torch.device(where):
+        nvmeio.save(wanted, path)
+        found = nvmeio.load(path)
+    assert_same(found, wanted)
+
+
+def test_meta_tensors(path: Path) -> None:
+    wanted = {"a": torch.empty(3, device="meta"), "b": noise(3)}
+    nvmeio.save(wanted, path)
+    found = nvmeio.load(path)
+    assert found["a"].device.type == "meta" and found["a"].shape == (3,)
+    assert_same(found["b"], wanted["b"])
+
+
+def test_inference_tensors(path: Path) -> None:
+    with torch.inference_mode():
+        wanted = {"a": torch.arange(1000.0), "b": torch.arange(1_000_000.0)}
+        nvmeio.save(wanted, path)
+    found = torch_load(path)
+    assert torch.equal(found["a"], wanted["a"]) and torch.equal(found["b"], wanted["b"])
+
+
+def test_what_was_mapped_from_the_file_itself_may_be_saved_over_it(path: Path) -> None:
+    wanted = SAFE["sizes"]()
+    nvmeio.save(wanted, path)
+    mapped = torch_load(path, mmap=True)
+    nvmeio.save(mapped, path)
+    assert_same(torch_load(path), wanted)
+    assert_same(mapped, wanted)
+
+
+# Where it goes
+
+
+def test_a_smaller_checkpoint_replaces_a_larger_one(path: Path) -> None:
+    nvmeio.save({"a": noise(2_000_000)}, path)
+    nvmeio.save({"a": noise(3)}, path)
+    assert_same(torch_load(path), {"a": noise(3)})
+    assert path.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_mode_of_a_new_file_is_that_of_torch_save(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        nvmeio.save({}, tmp_path / "ours")
+        torch.save({}, tmp_path / "theirs")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
+def test_mode_of_an_old_file_stays(path: Path) -> None:
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    nvmeio.save({}, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_symbolic_link_stays(exists: bool, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "real.pt", tmp_path / "link.pt"
+    if exists:
+        target.write_bytes(b"old")
+    link.symlink_to(target)
+    nvmeio.save({"a": 1}, link)
+    assert link.is_symlink() and torch_load(target) == {"a": 1}
+    assert names_in(tmp_path / "there") == ["real.pt"]
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nvmeio.save({"a": 1}, "here.pt")
+    assert nvmeio.load("here.pt") == {"a": 1}
+
+
+def test_a_name_of_full_length(tmp_path: Path) -> None:
+    for name in ("n" * 255, "ü" * 127):
+        nvmeio.save({"a": 1}, tmp_path / name)
+        assert nvmeio.load(tmp_path / name) == {"a": 1}
+    assert len(names_in(tmp_path)) == 2
+
+
+def test_targets_that_are_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for target, error in (
+        (tmp_path, IsADirectoryError),
+        (tmp_path / "missing" / "a.pt", FileNotFoundError),
+        (tmp_path / "pipe", nvmeio.TransferError),
+        ("/dev/null", nvmeio.TransferError),
+        (tmp_path / "loop", nvmeio.TransferError),
+        ("", nvmeio.TransferError),
+    ):
+        with pytest.raises(error) as raised:
+            nvmeio.save({"a": noise(3)}, target)
+        assert isinstance(raised.value, nvmeio.TransferError) and str(target) in str(raised.value)
+    assert names_in(tmp_path) == ["loop", "pipe"]
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_arguments_of_the_wrong_kind(path: Path) -> None:
+    with pytest.raises(TypeError, match="FastFileWriter"):
+        nvmeio.save({}, io.BytesIO())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fsdecode"):
+        nvmeio.save({}, os.fsencode(path))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="null character"):
+        nvmeio.save({}, "a\0b")
+
+
+def test_a_directory_or_file_that_may_not_be_written(tmp_path: Path) -> None:
+    """As nobody: root may write anywhere."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody who may not write here")
+    locked, own = tmp_path / "locked", tmp_path / "own"
+    locked.mkdir(mode=0o755)
+    own.mkdir()
+    (own / "a.pt").write_bytes(b"old")
+    (own / "a.pt").chmod(0o444)
+    own.chmod(0o777)
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    ran = run_python(
+        f"""
+        import os
+        import nvmeio, nvmeio.checkpoint
+        os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        for path, what in (("{locked}/a.pt", "must be writable"), ("{own}/a.pt", "permissions")):
+            try:
+                nvmeio.save({{"a": 1}}, path)
+            except nvmeio.TransferError as refused:
+                assert isinstance(refused, PermissionError) and what in str(refused), refused
+            else:
+                raise AssertionError(path)
+        """
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert names_in(locked) == [] and (own / "a.pt").read_bytes() == b"old"
+
+
+# Several at once, handles
+
+
+def test_two_saves_at_once_of_one_file(path: Path) -> None:
+    """Whichever is renamed last stays; both are whole."""
+    states = [{"a": noise(300_000, seed=i), "b": noise(10, seed=i)} for i in range(2)]
+    for _ in range(5):
+        threads = [threading.Thread(target=nvmeio.save, args=(s, path)) for s in states]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        found = torch_load(path)
+        which = 0 if torch.equal(found["b"], states[0]["b"]) else 1
+        assert_same(found, states[which])
+        assert names_in(path.parent) == [path.name]
+
+
+def test_many_threads_save_and_torch_saves_beside(tmp_path: Path) -> None:
+    """The settings of torch that a save needs are nobody else's."""
+    wanted = {"a": noise(1000), "b": noise(400_000)}
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(4):
+                path = tmp_path / f"{number}-{turn}"
+                (torch.save if number % 2 else nvmeio.save)(wanted, path)
+                assert_same(torch_load(path), wanted)
+                assert zipfile.ZipFile(path).testzip() is None
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+
+
+def test_the_callers_handle_stays_open(make_handle: Any, path: Path) -> None:
+    """On every engine, one that moves little at a time included."""
+    handle = make_handle()
+    wanted = SAFE["sizes"]()
+    nvmeio.save(wanted, path, handle=handle)
+    assert_same(nvmeio.load(path, handle=handle), wanted)
+    assert handle.stats.in_flight == 0 and not handle.closed
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+# Awaited
+
+
+@on_every_loop
+async def test_saved_and_loaded_beside_the_loop(path: Path) -> None:
+    wanted = SAFE["sizes"]()
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.001)
+
+    ticking = asyncio.ensure_future(tick())
+    await nvmeio.async_save(wanted, path)
+    found = await nvmeio.async_load(path)
+    ticking.cancel()
+    await asyncio.gather(ticking, return_exceptions=True)
+    assert_same(found, wanted)
+    assert ticks > 3
+
+
+@on_every_loop
+async def test_a_cancelled_save_leaves_the_old_file(
+    engine_held: HeldEngine, handle_held: nvmeio.AioHandle, path: Path
+) -> None:
+    nvmeio.save({"old": 1}, path)
+    saving = asyncio.ensure_future(
+        nvmeio.async_save({"a": noise(3_000_000)}, path, handle=handle_held)
+    )
+    await until(lambda: engine_held.begun > 0)
+    saving.cancel()
+    engine_held.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert names_in(path.parent) == [path.name]
+    assert torch_load(path) == {"old": 1}
+    assert handle_held.stats.in_flight == 0
+
+
+@on_every_loop
+async def test_a_save_cancelled_before_it_began(path: Path) -> None:
+    saving = asyncio.ensure_future(nvmeio.async_save({"a": noise(3)}, path))
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert names_in(path.parent) == []
+
+
+def test_cancelled_between_the_last_write_and_the_rename(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = _saving._Save({"a": noise(10)}, path, pickle, 2, True, None)
+    truncate = _saving.Replacement.truncate
+
+    def late(self: Any, nbytes: int) -> None:
+        truncate(self, nbytes)
+        saving.cancel()
+
+    monkeypatch.setattr(_saving.Replacement, "truncate", late)
+    with pytest.raises(_saving.Cancelled):
+        saving.run()
+    assert names_in(path.parent) == []
