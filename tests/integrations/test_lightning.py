@@ -1,0 +1,363 @@
+"""The Lightning plugins under a real Trainer, of both packages that Lightning comes in."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import importlib
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import run_python
+
+import nvmeio
+from nvmeio.integrations import lightning as plugins
+from nvmeio.integrations.lightning import AsyncNvmeCheckpointIO, NvmeCheckpointIO
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+BOTH = [NvmeCheckpointIO, AsyncNvmeCheckpointIO]
+
+
+@pytest.fixture(params=PACKAGES)
+def pl(request: pytest.FixtureRequest) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages it imports
+        pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+        return importlib.import_module(PACKAGES[request.param])
+
+
+@pytest.fixture(params=BOTH)
+def plugin(request: pytest.FixtureRequest) -> Iterator[NvmeCheckpointIO]:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    made = request.param()
+    yield made
+    made.teardown()
+
+
+@pytest.fixture
+def async_plugin() -> Iterator[AsyncNvmeCheckpointIO]:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    made = AsyncNvmeCheckpointIO()
+    yield made
+    made.teardown()
+
+
+def new_module(pl: ModuleType) -> Any:
+    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+            )
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            (x,) = batch
+            loss = (self.net(x).squeeze() - x.sum(1)).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+        def train_dataloader(self) -> Any:
+            data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 16)
+
+    return Module()
+
+
+def fit(
+    pl: ModuleType,
+    directory: Path,
+    epochs: int,
+    plugin: Any = None,
+    resume: Any = None,
+    **options: Any,
+) -> tuple[list[float], Any]:
+    callback = pl.callbacks.ModelCheckpoint(
+        dirpath=directory, filename="{epoch}", save_top_k=options.pop("keep", -1), **options
+    )
+    module = new_module(pl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few workers, few batches, no logger
+        trainer = pl.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            plugins=[plugin] if plugin is not None else None,
+            callbacks=[callback],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, ckpt_path=resume)
+    return module.losses, trainer
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_training_resumes_with_the_same_losses(
+    pl: ModuleType, kind: Callable[[], Any], tmp_path: Path
+) -> None:
+    wanted, _ = fit(pl, tmp_path / "stock", 4)
+    first, trainer = fit(pl, tmp_path / "ours", 2, kind())
+    assert type(trainer.strategy.checkpoint_io) is kind
+    saved = sorted((tmp_path / "ours").iterdir())
+    assert [path.name for path in saved] == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    rest, _ = fit(pl, tmp_path / "ours", 4, kind(), resume=saved[-1])
+    assert first + rest == wanted
+    # and neither side needs the other's plugin
+    rest, _ = fit(pl, tmp_path / "more", 4, resume=saved[-1])
+    assert first + rest == wanted
+    rest, _ = fit(pl, tmp_path / "less", 4, kind(), resume=tmp_path / "stock" / "epoch=1.ckpt")
+    assert first + rest == wanted
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_old_checkpoints_are_removed(
+    pl: ModuleType, kind: Callable[[], Any], tmp_path: Path
+) -> None:
+    fit(pl, tmp_path, 4, kind(), keep=1)
+    assert os.listdir(tmp_path) == ["epoch=3.ckpt"]
+
+
+def test_a_save_that_fails_ends_the_training(pl: ModuleType, tmp_path: Path) -> None:
+    def no_space(kind: str, offset: int, nbytes: int) -> int:
+        return errno.ENOSPC if kind == "pwrite" else 0
+
+    for kind in BOTH:
+        with (
+            nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(fail=no_space)) as handle,
+            pytest.raises(nvmeio.TransferError, match="ENOSPC"),
+        ):
+            fit(pl, tmp_path / kind.__name__, 2, kind(handle=handle))
+        assert os.listdir(tmp_path / kind.__name__) == []
+
+
+# The plugins by themselves
+
+
+def state(seed: int = 0, nbytes: int = 1 << 16) -> dict[str, Any]:
+    weight = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(seed))
+    return {"state_dict": {"w": weight, "tied": weight, "half": weight[::2]}, "epoch": seed}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["epoch"] == wanted["epoch"]
+    assert found["state_dict"].keys() == wanted["state_dict"].keys()
+    for name, tensor in wanted["state_dict"].items():
+        assert found["state_dict"][name].equal(tensor)
+
+
+def test_what_is_saved_is_loaded(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "on the way" / "a.ckpt"
+    plugin.save_checkpoint(state(), path)
+    loaded = plugin.load_checkpoint(path)
+    assert_same(loaded, state())
+    tensors = loaded["state_dict"]
+    assert tensors["w"].data_ptr() == tensors["tied"].data_ptr() == tensors["half"].data_ptr()
+    plugin.teardown()
+    assert_same(torch.load(path), state())
+    plugin.save_checkpoint(state(1), f"file://{path}")  # again, after its end
+    assert_same(plugin.load_checkpoint(path), state(1))
+    plugin.remove_checkpoint(path)
+    plugin.remove_checkpoint(path)
+    plugin.teardown()
+    assert not path.exists()
+
+
+def test_directories_are_removed_too(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+    (tmp_path / "sharded.ckpt").mkdir()
+    (tmp_path / "sharded.ckpt" / "part").write_bytes(b"x")
+    plugin.remove_checkpoint(tmp_path / "sharded.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_is_refused(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        plugin.save_checkpoint({}, tmp_path / "a", storage_options={})
+    for call in (
+        lambda: plugin.save_checkpoint({}, "s3://a/b"),
+        lambda: plugin.load_checkpoint("s3://a"),
+    ):
+        with pytest.raises(ValueError, match="not a file of this machine"):
+            call()
+    with pytest.raises(FileNotFoundError):
+        plugin.load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_weights_only_is_what_none_means(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    plugin.save_checkpoint({"object": threading.Thread}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        plugin.load_checkpoint(path)
+    assert plugin.load_checkpoint(path, weights_only=False) == {"object": threading.Thread}
+
+
+def test_plugins_can_be_sent_elsewhere(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    if isinstance(plugin, AsyncNvmeCheckpointIO):
+        plugin.wait()
+    for other in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
+        assert_same(other.load_checkpoint(tmp_path / "a.ckpt"), state())
+        other.teardown()
+
+
+def test_it_works_in_a_forked_process(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    if isinstance(plugin, AsyncNvmeCheckpointIO):
+        plugin.wait()
+        plugin._executor.shutdown()  # type: ignore[union-attr]
+        plugin._executor = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12: threads and fork
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert_same(plugin.load_checkpoint(tmp_path / "a.ckpt"), state())
+            plugin.teardown()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# Meanwhile
+
+
+class Held:
+    """A handle whose writes wait for a gate."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.failing = False
+
+        def fail(kind: str, offset: int, nbytes: int) -> int:
+            return errno.EIO if kind == "pwrite" and self.failing else 0
+
+        engine = nvmeio.testing.FakeEngine(hold=self.gate, fail=fail)
+        self.handle = nvmeio.AioHandle(engine=engine)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    made = Held()
+    yield made
+    made.gate.set()
+    made.handle.close()
+
+
+@pytest.fixture
+def held_plugin(held: Held) -> Iterator[AsyncNvmeCheckpointIO]:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    made = AsyncNvmeCheckpointIO(handle=held.handle)
+    yield made
+    held.gate.set()
+    made.teardown()
+
+
+def test_the_state_may_change_once_save_returns(
+    held_plugin: AsyncNvmeCheckpointIO, held: Held, tmp_path: Path
+) -> None:
+    changing = state()
+    held_plugin.save_checkpoint(changing, tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    changing["state_dict"]["w"].zero_()
+    changing["epoch"] = 99
+    held.gate.set()
+    assert_same(held_plugin.load_checkpoint(tmp_path / "a.ckpt"), state())
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_durable(
+    held_plugin: AsyncNvmeCheckpointIO, held: Held, tmp_path: Path
+) -> None:
+    held.gate.set()
+    held_plugin.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    held_plugin.wait()
+    held.gate.clear()
+    held_plugin.save_checkpoint(state(2), tmp_path / "2.ckpt")
+    held_plugin.remove_checkpoint(tmp_path / "1.ckpt")
+    assert_same(torch.load(tmp_path / "1.ckpt"), state(1))
+    held.gate.set()
+    held_plugin.wait()
+    assert os.listdir(tmp_path) == ["2.ckpt"]
+
+
+def test_a_failure_is_raised_once_and_keeps_the_old_checkpoint(
+    held_plugin: AsyncNvmeCheckpointIO, held: Held, tmp_path: Path
+) -> None:
+    held.gate.set()
+    held_plugin.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    held_plugin.wait()
+    held.gate.clear()
+    held.failing = True
+    held_plugin.save_checkpoint(state(2), tmp_path / "2.ckpt")
+    held_plugin.remove_checkpoint(tmp_path / "1.ckpt")
+    held.gate.set()
+    with pytest.raises(nvmeio.TransferError, match="EIO"):
+        held_plugin.save_checkpoint(state(3), tmp_path / "3.ckpt")
+    assert os.listdir(tmp_path) == ["1.ckpt"]
+    held.failing = False
+    held_plugin.save_checkpoint(state(3), tmp_path / "3.ckpt")
+    held_plugin.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "3.ckpt"]
+
+
+@pytest.mark.parametrize("call", ["load_checkpoint", "remove_checkpoint", "teardown", "wait"])
+def test_every_call_raises_what_failed(
+    held_plugin: AsyncNvmeCheckpointIO, held: Held, tmp_path: Path, call: str
+) -> None:
+    held.failing = True
+    held.gate.set()
+    held_plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    for future in held_plugin._pending:
+        future.exception()  # done by now
+    arguments = [tmp_path / "a.ckpt"] if call.endswith("checkpoint") else []
+    with pytest.raises(nvmeio.TransferError):
+        getattr(held_plugin, call)(*arguments)
+
+
+def test_memory_is_used_again_and_given_back(
+    async_plugin: AsyncNvmeCheckpointIO, tmp_path: Path
+) -> None:
+    async_plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    memory = async_plugin._memory
+    async_plugin.save_checkpoint(state(1), tmp_path / "b.ckpt")
+    assert async_plugin._memory is memory
+    async_plugin.save_checkpoint(state(2, 1 << 20), tmp_path / "c.ckpt")
+    assert async_plugin._memory is not memory
+    async_plugin.teardown()
+    assert async_plugin._memory is None
+    for number, name in enumerate("ab"):
+        assert_same(torch.load(tmp_path / f"{name}.ckpt"), state(number))
+    assert_same(torch.load(tmp_path / "c.ckpt"), state(2, 1 << 20))
+
+
+# Imports
+
+
+def test_lightning_is_imported_by_its_user_only() -> None:
+    done = run_python(
+        """
+        import sys, nvmeio, nvmeio.integrations.lightning
+        loaded = {name.partition(".")[0] for name in sys.modules}
+        print(sorted(loaded & {"lightning", "pytorch_lightning", "lightning_fabric"}))
+        """
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_PLUGIN_MODULES", {"no_such_lightning": "no_such_lightning.io"})
+    with pytest.raises(nvmeio.BackendUnavailableError, match="pip install lightning"):
+        NvmeCheckpointIO()
