@@ -1,0 +1,227 @@
+"""transformers through nvmeio: a Trainer, `save_pretrained` and `from_pretrained`.
+
+    from nvmeio.integrations.transformers import NvmeTrainer as Trainer
+
+What is saved, under which names and in which format stays transformers' own affair: directories are
+those that transformers writes and reads. Each file is written at the drive's speed, atomically and
+durably.
+
+`NvmeTrainer` is `NvmeTrainerMixin` on `transformers.Trainer`; put the mixin before another Trainer
+to have that one save through nvmeio::
+
+    class MyTrainer(NvmeTrainerMixin, SomeTrainer): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from nvmeio.checkpoint import load, save
+from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.handle import AioHandle
+
+__all__ = ["NvmeTrainer", "NvmeTrainerMixin", "from_pretrained", "save_pretrained"]  # noqa: F822
+
+# transformers' names for the files of a Trainer's checkpoint.
+_OPTIMIZER = "optimizer.pt"
+_SCHEDULER = "scheduler.pt"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def save_pretrained(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    handle: AioHandle | None = None,
+    **options: Any,
+) -> None:
+    """`model.save_pretrained(directory, **options)`, with the weights written by nvmeio.
+
+    Args:
+        model: A `transformers.PreTrainedModel`.
+        directory: Made where it is missing.
+        handle: Moves the bytes and stays open; None makes one for each file.
+        options: As for transformers, such as ``max_shard_size="5GB"``.
+
+    Raises:
+        TransferError: The disk is full, or failed. Each file is whole, old or new.
+        BackendUnavailableError: This version of transformers writes weights in another way.
+        ImportError: transformers is not installed.
+    """
+    with _weights_written_by(handle):
+        model.save_pretrained(directory, **options)
+
+
+def from_pretrained(
+    model_class: Any,
+    directory: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    handle: AioHandle | None = None,
+    **options: Any,
+) -> Any:
+    """`model_class.from_pretrained(directory, **options)`, with the weights read by nvmeio.
+
+    Args:
+        model_class: A model class, or one of the ``AutoModel…`` ones.
+        directory: Of this machine, with safetensors weights: one file or shards with an index.
+        config: The model's configuration; that of the directory by default.
+        handle: Moves the bytes and stays open; None makes one.
+        options: As for transformers, such as ``dtype=`` and ``attn_implementation=``.
+
+    Returns:
+        The model, in evaluation mode. Tensors whose dtype needs no change are those that were read,
+        without a copy.
+
+    Raises:
+        IntegrityError: A file is malformed.
+        TransferError: A file cannot be read.
+        ImportError: transformers is not installed.
+    """
+    transformers = importlib.import_module("transformers")
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(directory)
+    if not hasattr(model_class, "_from_config") or hasattr(model_class, "_model_mapping"):
+        model_class = model_class._model_mapping[type(config)]
+        model_class = model_class[0] if isinstance(model_class, (list, tuple)) else model_class
+    state = load_safetensors(directory, handle=handle)
+    model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+    if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    model.config._name_or_path = model.name_or_path = os.fspath(directory)
+    return model
+
+
+class NvmeTrainerMixin:
+    """Saves and loads a `transformers.Trainer`'s checkpoints through nvmeio.
+
+    Model weights, optimizer and scheduler go through nvmeio, into the files that transformers
+    itself writes: with or without the mixin, each resumes from what the other saved. Under
+    DeepSpeed, FSDP, XLA and SageMaker, which have files of their own, transformers' code runs.
+
+    Each file is atomic and durable; a checkpoint directory is complete when it holds
+    ``trainer_state.json``, which transformers writes after them.
+
+    Attributes:
+        nvme_handle: Moves the bytes and stays open; None makes one for each file.
+    """
+
+    nvme_handle: AioHandle | None = None
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
+    ) -> None:
+        with _weights_written_by(self.nvme_handle):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        if not _is_plain(trainer):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        elif trainer.args.should_save:
+            for name, part in ((_OPTIMIZER, trainer.optimizer), (_SCHEDULER, trainer.lr_scheduler)):
+                save(part.state_dict(), os.path.join(output_dir, name), handle=self.nvme_handle)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        names = [os.path.join(checkpoint or "", name) for name in (_OPTIMIZER, _SCHEDULER)]
+        if checkpoint is None or not _is_plain(trainer) or not all(map(os.path.isfile, names)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        # As transformers does it: on the GPU itself only where several ranks share host memory.
+        device = trainer.args.device
+        to = device if trainer.args.world_size > 1 and device.type != "cpu" else "cpu"
+        trainer.optimizer.load_state_dict(load(names[0], to, handle=self.nvme_handle))
+        trainer.lr_scheduler.load_state_dict(load(names[1], handle=self.nvme_handle))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        trainer: Any = self
+        model = trainer.model if model is None else model
+        weights = (os.path.join(resume_from_checkpoint, name) for name in _WEIGHTS)
+        found = next(filter(os.path.isfile, weights), None)
+        if found is None or not _is_plain(trainer) or hasattr(model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        state = load_safetensors(found, handle=self.nvme_handle)
+        trainer._issue_warnings_after_load(model.load_state_dict(state, strict=False))
+
+
+def _is_plain(trainer: Any) -> bool:
+    """Whether transformers would save with torch.save and safetensors from this process."""
+    module = importlib.import_module("transformers.trainer")
+    special = ("is_deepspeed_enabled", "is_fsdp_enabled", "is_distributed_loading_by_transformers")
+    if any(getattr(trainer, name, False) for name in special):
+        return False
+    return not any(
+        getattr(module, name, bool)()
+        for name in ("is_torch_xla_available", "is_sagemaker_mp_enabled")
+    )
+
+
+# transformers' modeling code writes weights through one name of its module, `safe_save_file`. A
+# function takes its place, once, that asks which writer this thread has chosen: without one, it is
+# what it was.
+_here = threading.local()
+_replacing = threading.Lock()
+_SEAM = "safe_save_file"
+
+
+@contextlib.contextmanager
+def _weights_written_by(handle: AioHandle | None) -> Iterator[None]:
+    """Within the block, this thread's `save_pretrained` calls write through nvmeio."""
+    _install(importlib.import_module("transformers.modeling_utils"))
+    before = getattr(_here, "writer", None)
+    _here.writer = lambda tensors, path, metadata: save_safetensors(
+        tensors, path, metadata, handle=handle
+    )
+    try:
+        yield
+    finally:
+        _here.writer = before
+
+
+def _install(module: Any) -> None:
+    with _replacing:
+        stock = getattr(module, _SEAM, None)
+        if stock is None:
+            version = importlib.import_module("transformers").__version__
+            raise BackendUnavailableError(
+                f"transformers {version} writes weights in a way that is not known here",
+                attempts=[(_SEAM, "transformers.modeling_utils has no such name")],
+                remedy="save with the model's own save_pretrained",
+            )
+        if getattr(stock, "_nvmeio", False):
+            return
+
+        def write(
+            tensors: dict[str, torch.Tensor],
+            filename: str | os.PathLike[str],
+            metadata: dict[str, str] | None = None,
+        ) -> None:
+            writer = getattr(_here, "writer", None) or stock
+            writer(tensors, filename, metadata)
+
+        write._nvmeio = True  # type: ignore[attr-defined]
+        setattr(module, _SEAM, write)
+
+
+def __getattr__(name: str) -> Any:
+    """`NvmeTrainer`, made when it is first asked for: transformers is imported then."""
+    if name != "NvmeTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    stock: Any = importlib.import_module("transformers").Trainer
+    made = type(
+        "NvmeTrainer",
+        (NvmeTrainerMixin, stock),
+        {"__doc__": "`transformers.Trainer` with `NvmeTrainerMixin`.", "__module__": __name__},
+    )
+    globals()[name] = made
+    return made

@@ -1,0 +1,363 @@
+"""transformers through nvmeio: a real Trainer and real models, built from a config."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import run_python
+
+import nvmeio
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the packages it imports
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+    from nvmeio.integrations import transformers as ours
+    from nvmeio.integrations.transformers import (
+        NvmeTrainer,
+        NvmeTrainerMixin,
+        from_pretrained,
+        save_pretrained,
+    )
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=128,
+        )
+    )
+
+
+def gpt2() -> Any:
+    """Its head is tied to its embedding."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config).bfloat16()
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+        )
+    )
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def counting() -> Iterator[nvmeio.AioHandle]:
+    """A handle whose counters tell whether bytes went through it."""
+    with nvmeio.AioHandle(engine="threads") as handle:
+        yield handle
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted)
+    ours, theirs = found.state_dict(), wanted.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert ours[name].equal(tensor), name
+
+
+def weights_of(model: Any) -> int:
+    seen = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    return sum(seen.values())
+
+
+# Models
+
+
+@pytest.mark.parametrize("shards", [None, "100KB"])
+def test_models_are_saved_for_transformers(
+    model: Any, tmp_path: Path, counting: nvmeio.AioHandle, shards: str | None
+) -> None:
+    options = {"max_shard_size": shards} if shards else {}
+    save_pretrained(model, tmp_path / "ours", handle=counting, **options)
+    assert counting.stats.bytes_written >= weights_of(model)
+    model.save_pretrained(tmp_path / "stock", **options)
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "stock"))
+    for name in os.listdir(tmp_path / "ours"):
+        if name.endswith(".json"):
+            texts = [(tmp_path / side / name).read_text() for side in ("ours", "stock")]
+            assert json.loads(texts[0]) == json.loads(texts[1])
+    assert (shards is not None) == any("-of-" in name for name in os.listdir(tmp_path / "ours"))
+    assert_same(type(model).from_pretrained(tmp_path / "ours"), model)
+
+
+@pytest.mark.parametrize("shards", [None, "100KB"])
+def test_models_that_transformers_saved_are_loaded(
+    model: Any, tmp_path: Path, counting: nvmeio.AioHandle, shards: str | None
+) -> None:
+    model.save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
+    loaded = from_pretrained(type(model), tmp_path, handle=counting)
+    assert counting.stats.bytes_read >= weights_of(model)
+    stock = type(model).from_pretrained(tmp_path)
+    assert_same(loaded, model)
+    assert loaded.config.to_dict() == stock.config.to_dict()
+    assert loaded.name_or_path == stock.name_or_path
+    assert not loaded.training
+    if loaded.can_generate():
+        assert loaded.generation_config.to_dict() == stock.generation_config.to_dict()
+
+
+def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
+    save_pretrained(gpt2(), tmp_path)
+    loaded = from_pretrained(transformers.GPT2LMHeadModel, tmp_path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+def test_auto_classes_find_the_model(tmp_path: Path) -> None:
+    save_pretrained(llama(), tmp_path)
+    assert_same(from_pretrained(transformers.AutoModelForCausalLM, tmp_path), llama())
+    base = from_pretrained(transformers.AutoModel, tmp_path)
+    assert_same(base, transformers.AutoModel.from_pretrained(tmp_path))
+
+
+def test_options_reach_transformers(tmp_path: Path) -> None:
+    save_pretrained(llama(), tmp_path)
+    loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path, dtype=torch.bfloat16)
+    assert loaded.dtype == torch.bfloat16
+    assert_same(loaded, llama().bfloat16())
+
+
+def test_loaded_weights_are_not_copied(tmp_path: Path) -> None:
+    save_pretrained(llama(), tmp_path)
+    loaded = from_pretrained(transformers.LlamaForCausalLM, tmp_path)
+    weight = loaded.model.embed_tokens.weight
+    assert nvmeio.buffers.owns(weight.data_ptr(), weight.nbytes)
+
+
+def test_others_keep_the_writer_that_they_had(tmp_path: Path) -> None:
+    """A block changes its own thread, and only while it lasts."""
+    inside = threading.Event()
+    done = threading.Event()
+
+    class Slow:
+        def save_pretrained(self, directory: Path) -> None:
+            inside.set()
+            assert done.wait(20)
+
+    runner = threading.Thread(target=save_pretrained, args=(Slow(), tmp_path))
+    runner.start()
+    assert inside.wait(20)
+    llama().save_pretrained(tmp_path / "stock")
+    done.set()
+    runner.join()
+    llama().save_pretrained(tmp_path / "later")
+    for name in ("stock", "later"):
+        entries = nvmeio.checkpoint.safetensors.read_header(
+            tmp_path / name / "model.safetensors"
+        ).tensors
+        assert min(entry.start for entry in entries.values()) % 4096  # not padded as ours is
+
+
+def test_a_failed_save_leaves_the_old_weights(tmp_path: Path) -> None:
+    save_pretrained(llama(), tmp_path)
+    with (
+        nvmeio.AioHandle(
+            engine=nvmeio.testing.FakeEngine(fail=lambda kind, offset, nbytes: errno.ENOSPC)
+        ) as failing,
+        pytest.raises(nvmeio.TransferError),
+    ):
+        save_pretrained(llama(), tmp_path, handle=failing)
+    assert_same(from_pretrained(transformers.LlamaForCausalLM, tmp_path), llama())
+
+
+def test_an_unknown_transformers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("transformers.modeling_utils.safe_save_file")
+    with pytest.raises(nvmeio.BackendUnavailableError, match="not known here"):
+        save_pretrained(llama(), tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+# The Trainer
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(2, 128, (12,), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+class Losses(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        if "loss" in logs:
+            self.seen[state.global_step] = logs["loss"]
+
+
+def train(
+    trainer_class: Callable[..., Any],
+    directory: Path,
+    steps: int,
+    resume: Path | None = None,
+    handle: nvmeio.AioHandle | None = None,
+    **options: Any,
+) -> tuple[dict[int, float], Any]:
+    losses = Losses()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(directory),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=3,
+        **options,
+    )
+    trainer = trainer_class(
+        model=llama(), args=arguments, train_dataset=Texts(), callbacks=[losses]
+    )
+    if handle is not None:
+        trainer.nvme_handle = handle
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return losses.seen, trainer
+
+
+def test_training_resumes_with_the_same_losses(tmp_path: Path, counting: nvmeio.AioHandle) -> None:
+    wanted, _ = train(transformers.Trainer, tmp_path / "stock", 6)
+    first, _ = train(NvmeTrainer, tmp_path / "ours", 4, handle=counting)
+    assert first == {step: wanted[step] for step in range(1, 5)}
+    checkpoint = tmp_path / "ours" / "checkpoint-4"
+    # two checkpoints of the weights and Adam's two moments
+    assert counting.stats.bytes_written >= 2 * 3 * weights_of(llama())
+    assert sorted(os.listdir(checkpoint)) == sorted(os.listdir(tmp_path / "stock" / "checkpoint-4"))
+    after = {step: wanted[step] for step in (5, 6)}
+    before = counting.stats.bytes_read
+    rest, _ = train(NvmeTrainer, tmp_path / "ours", 6, checkpoint, counting)
+    assert rest == after
+    assert counting.stats.bytes_read - before >= 3 * weights_of(llama())
+    # and neither side needs the other's Trainer
+    assert train(transformers.Trainer, tmp_path / "more", 6, checkpoint)[0] == after
+    stock = tmp_path / "stock" / "checkpoint-4"
+    assert train(NvmeTrainer, tmp_path / "less", 6, stock)[0] == after
+
+
+def test_checkpoints_are_ordinary_ones(tmp_path: Path) -> None:
+    _, trainer = train(NvmeTrainer, tmp_path, 2)
+    checkpoint = tmp_path / "checkpoint-2"
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    moments = trainer.optimizer.state_dict()["state"]
+    assert state["state"].keys() == moments.keys()
+    assert all(state["state"][key]["exp_avg"].equal(moments[key]["exp_avg"]) for key in moments)
+    assert_same(transformers.LlamaForCausalLM.from_pretrained(checkpoint), trainer.model)
+
+
+def test_old_checkpoints_are_rotated(tmp_path: Path) -> None:
+    train(NvmeTrainer, tmp_path, 6, save_total_limit=1)
+    assert os.listdir(tmp_path) == ["checkpoint-6"]
+
+
+def test_weights_in_shards_are_resumed(tmp_path: Path, counting: nvmeio.AioHandle) -> None:
+    wanted, _ = train(transformers.Trainer, tmp_path, 4)
+    checkpoint = tmp_path / "checkpoint-2"
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="100KB")
+    rest, _ = train(NvmeTrainer, tmp_path / "on", 4, checkpoint, counting)
+    assert rest == {step: wanted[step] for step in (3, 4)}
+
+
+def test_a_trainer_of_ones_own_takes_the_mixin(tmp_path: Path, counting: nvmeio.AioHandle) -> None:
+    class Own(NvmeTrainerMixin, transformers.Trainer):  # type: ignore[name-defined,misc]
+        nvme_handle = counting
+
+    train(Own, tmp_path, 2)
+    assert counting.stats.bytes_written >= 3 * weights_of(llama())
+
+
+def test_a_disk_error_ends_the_training(tmp_path: Path) -> None:
+    with (
+        nvmeio.AioHandle(
+            engine=nvmeio.testing.FakeEngine(fail=lambda kind, offset, nbytes: errno.EIO)
+        ) as failing,
+        pytest.raises(nvmeio.TransferError, match="EIO"),
+    ):
+        train(NvmeTrainer, tmp_path, 2, handle=failing)
+
+
+@pytest.mark.parametrize("special", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_files_of_others_are_left_to_transformers(special: str) -> None:
+    class Stock:
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> str:
+            calls.append("save")
+            return ""
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+            calls.append("load")
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any) -> None:
+            calls.append("weights")
+
+    class Special(NvmeTrainerMixin, Stock):
+        model = None
+
+    calls: list[str] = []
+    trainer = Special()
+    setattr(trainer, special, True)
+    trainer._save_optimizer_and_scheduler("/nowhere")
+    trainer._load_optimizer_and_scheduler("/nowhere")
+    trainer._load_from_checkpoint("/nowhere")
+    assert calls == ["save", "load", "weights"]
+
+
+# Imports
+
+
+def test_transformers_is_imported_by_its_user_only() -> None:
+    done = run_python(
+        """
+        import sys, nvmeio, nvmeio.integrations.transformers
+        print(sorted({name.partition(".")[0] for name in sys.modules} & {"transformers"}))
+        """
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_what_the_module_lacks_is_told() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        ours.Nonsense  # noqa: B018
