@@ -52,9 +52,15 @@ class Replacement:
 
     Args:
         path: The file to replace, or to make.
+        recycle: A file in the same directory that is not wanted any more: it becomes the temporary
+            one, under a temporary name that is durable before this returns, and with all its
+            bytes. Overwriting allocated blocks is 1.5 to 2 times as fast as allocating new ones.
+            One that is locked by a reader (flock), has a second name (a hard link) or is gone is
+            left alone, and a new file made.
 
     Attributes:
         file: The temporary file, open for reading and writing.
+        recycled: Whether it is `recycle`.
 
     Raises:
         TransferError: The directory is missing or cannot be written in; the target is a directory,
@@ -63,14 +69,16 @@ class Replacement:
     Used with ``with``, it is discarded at the end unless it was committed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], recycle: str | None = None) -> None:
         self._path = _checked(path)
         # torch.save writes through a link; so does this.
         self._target = os.path.realpath(self._path)
         mode = _check_target(self._path, self._target)
         self._directory = os.path.dirname(self._target)
         remove_leftovers(self._directory)
-        self._temporary, self._fd = _make_temporary(self._path, self._target)
+        taken = None if recycle is None else _take(recycle, self._target)
+        self.recycled = taken is not None
+        self._temporary, self._fd = taken or _make_temporary(self._path, self._target)
         try:
             if mode is not None:
                 _take_over(self._fd, mode)
@@ -166,6 +174,11 @@ class Replacement:
         self.discard()
 
     @property
+    def temporary(self) -> str:
+        """The path of the temporary file, for other processes that write parts of it."""
+        return self._temporary
+
+    @property
     def path(self) -> str:
         """The file to replace, as the caller named it."""
         return self._path
@@ -217,7 +230,7 @@ def remove_leftovers(directory: str) -> list[str]:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     continue
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
-                if _is_named(fd, path):  # not renamed, or made anew, in between
+                if is_named(fd, path):  # not renamed, or made anew, in between
                     os.unlink(path)
                     removed.append(name)
             finally:
@@ -261,16 +274,53 @@ def _check_target(path: str, target: str) -> os.stat_result | None:
     return facts
 
 
+def temporary_name(directory: str, name: str) -> str:
+    """A path beside `name` that nobody has, as `remove_leftovers` knows it."""
+    end = f".{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+    room = _MOST_NAME_BYTES - len(end) - 1
+    stem = os.fsdecode(os.fsencode(name)[:room])
+    return os.path.join(directory, f".{stem}{end}")
+
+
+def _take(recycle: str, target: str) -> tuple[str, int] | None:
+    """Lock a file and give it a temporary name, which is durable; None if it must be left alone.
+
+    Were the name not durable before the first byte is overwritten, a crash of the machine could
+    bring the old name back, with half of a new file behind it.
+    """
+    temporary = temporary_name(*os.path.split(target))
+    try:
+        fd = os.open(recycle, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        facts = os.fstat(fd)
+        # A lock that the file system does not know is none: a reader could not be seen.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and is_named(fd, recycle):
+            os.rename(recycle, temporary)
+            try:
+                sync_directory(os.path.dirname(target))
+                return temporary, fd
+            except BaseException:
+                os.rename(temporary, recycle)
+                raise
+    except OSError:
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
 def _make_temporary(path: str, target: str) -> tuple[str, int]:
     """Create and lock a temporary file beside the target."""
     directory, name = os.path.split(target)
     if not name:
         raise TransferError(errno.EISDIR, operation="open", path=path)
     for _ in range(_ATTEMPTS):
-        end = f".{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
-        room = _MOST_NAME_BYTES - len(end) - 1
-        stem = os.fsdecode(os.fsencode(name)[:room])
-        temporary = os.path.join(directory, f".{stem}{end}")
+        temporary = temporary_name(directory, name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             fd = os.open(temporary, flags, 0o666)
@@ -279,7 +329,7 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
         except OSError as failed:
             raise _creation_error(failed, path, directory) from failed
         try:
-            if _locked(fd) and _is_named(fd, temporary):
+            if _locked(fd) and is_named(fd, temporary):
                 return temporary, fd
         except BaseException:
             os.unlink(temporary)
@@ -313,7 +363,8 @@ def _locked(fd: int) -> bool:
     return True
 
 
-def _is_named(fd: int, path: str) -> bool:
+def is_named(fd: int, path: str) -> bool:
+    """Whether a path leads to the file that is open, not to another one or to none."""
     try:
         named = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -26,9 +26,19 @@ class Flight(Generic[Tag]):
     """The operations of one load or save, each with what its owner wants to know of it.
 
     One thread starts and finishes; `cancel` alone may come from another.
+
+    Args:
+        most_bytes: What may be in flight at once.
+        finished: Called with each operation that ended well, in the order they were started.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        most_bytes: int = FLIGHT_BYTES,
+        finished: Callable[[Operation], None] | None = None,
+    ) -> None:
+        self._most_bytes = most_bytes
+        self._finished = finished
         self._flying: deque[tuple[Operation, Tag]] = deque()
         self._nbytes = 0
         self._lock = threading.Lock()  # of _flying, against `cancel`
@@ -50,7 +60,7 @@ class Flight(Generic[Tag]):
     def is_full(self, nbytes: int) -> bool:
         """Whether something must finish before so many bytes more."""
         return bool(self._flying) and (
-            self._nbytes + nbytes > FLIGHT_BYTES or len(self._flying) >= FLIGHT_OPERATIONS
+            self._nbytes + nbytes > self._most_bytes or len(self._flying) >= FLIGHT_OPERATIONS
         )
 
     def first(self) -> Tag:
@@ -72,6 +82,8 @@ class Flight(Generic[Tag]):
         with self._lock:
             self._flying.popleft()
         self._nbytes -= operation.nbytes
+        if self._finished is not None:
+            self._finished(operation)
 
     def cancel(self) -> None:
         """Begin no more, and end soon what has begun; from any thread."""

@@ -141,7 +141,7 @@ def finish(
     writer = _Writer(handle, file, layout, flight, True)
     writer.know(joined)
     try:
-        for page in _unfinished_pages(layout, parts):
+        for page in unfinished_pages(layout, parts):
             writer.write_gathered(page, page + PAGE_BYTES)
         writer.drain()
     except BaseException:
@@ -170,8 +170,12 @@ def join_crcs(layout: Layout, crcs: Sequence[Crc]) -> list[int]:
     return joined
 
 
-def _unfinished_pages(layout: Layout, parts: Sequence[tuple[int, int]]) -> list[int]:
-    """Pages with a CRC that the part which wrote them did not know."""
+def unfinished_pages(layout: Layout, parts: Sequence[tuple[int, int]]) -> list[int]:
+    """Offsets of the pages with a CRC that the part which wrote them did not know.
+
+    Raises:
+        ValueError: The parts do not make up the whole.
+    """
     ordered = sorted(parts)
     position = 0
     for start, end in ordered:
