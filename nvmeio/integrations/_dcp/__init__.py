@@ -1,0 +1,1 @@
+"""What `nvmeio.integrations.dcp` is made of: items, files, and reading them."""

@@ -1,0 +1,402 @@
+"""What a load wants, read: many small pieces in a few reads, the large ones in place.
+
+Items come in rounds. In each, small items are read as a whole, and of large ones the pages with
+the headers before and behind the data, all with few large reads (`_spans`). Then the data of the
+large items is read, straight into the tensors where that can be, and those reads are in flight
+while the next round begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from nvmeio import files
+from nvmeio.checkpoint import _spans
+from nvmeio.checkpoint._flight import Flight
+from nvmeio.checkpoint._opening import read_buffered
+from nvmeio.checkpoint._spans import Span
+from nvmeio.errors import IntegrityError, ShortTransferError, TransferError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.integrations._dcp.parsing import Parser, Stored, extent
+from nvmeio.integrations._dcp.slices import Part, Stagings, parts
+
+# Up to here an item is read as a whole: one read less than for its headers and its data.
+WHOLE_BYTES = 1 << 20
+
+# Of a larger one, the headers before and behind its data lie in so many bytes at either end. Where
+# they do not, they are read one by one.
+EDGE_BYTES = 4096
+
+# What a round reads as a whole.
+ROUND_BYTES = 256 << 20
+
+# Files that are open at the same time.
+MOST_FILES = 64
+
+
+class Item(NamedTuple):
+    """An item, and what is wanted of it."""
+
+    file: File
+    offset: int
+    nbytes: int
+    transforms: Sequence[str]
+    requests: list[ReadItem]
+
+    @property
+    def name(self) -> str:
+        """File and item, for messages."""
+        return f"{self.file.path}: item {self.requests[0].storage_index.fqn!r}"
+
+    @property
+    def label(self) -> str:
+        """The item, for messages that name the file."""
+        return f"item {self.requests[0].storage_index.fqn!r}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is read as a whole in any case."""
+        return (
+            self.nbytes <= WHOLE_BYTES
+            or bool(self.transforms)
+            or self.requests[0].type == LoadItemType.BYTE_IO
+        )
+
+
+def read_items(
+    handle: AioHandle,
+    folder: Path,
+    wanted: Sequence[tuple[ReadItem, Any]],
+    planner: LoadPlanner,
+    extension_registry: Any = None,
+) -> None:
+    """Read what is wanted into what the planner resolves; blocks.
+
+    Args:
+        handle: Moves the bytes.
+        folder: The directory of the checkpoint.
+        wanted: Requests, each with torch's `_StorageInfo` of the item that it is for.
+        planner: Takes objects, and gives the tensors to fill.
+        extension_registry: For items that torch's writer has sent through a stream transform.
+
+    Raises:
+        TransferError: A file cannot be opened or read.
+        IntegrityError: An item is not what the metadata says.
+        ValueError: The planner's tensor has another size than the request.
+
+    After an error: nothing is in flight.
+    """
+    by_path: dict[str, list[tuple[ReadItem, Any]]] = {}
+    for request, info in wanted:
+        by_path.setdefault(info.relative_path, []).append((request, info))
+    paths = sorted(by_path)
+    for start in range(0, len(paths), MOST_FILES):
+        with contextlib.ExitStack() as opened:
+            reader = _Reader(handle, planner, extension_registry)
+            try:
+                items: list[Item] = []
+                for path in paths[start : start + MOST_FILES]:
+                    file = opened.enter_context(files.open(os.path.join(folder, path)))
+                    items += _items(file, by_path[path])
+                for these in _rounds(items):
+                    reader.read(these)
+                reader.drain()
+            except BaseException:
+                reader.stop()
+                raise
+
+
+def _items(file: File, wanted: Sequence[tuple[ReadItem, Any]]) -> list[Item]:
+    """The items of one file, in its order; known to lie in it and not to overlap."""
+    found: dict[tuple[int, int], Item] = {}
+    for request, info in wanted:
+        key = (info.offset, info.length)
+        if key not in found:
+            transforms = getattr(info, "transform_descriptors", None) or ()
+            found[key] = Item(file, info.offset, info.length, transforms, [])
+        found[key].requests.append(request)
+    size, position = file.size(), 0
+    before = ""
+    for (offset, nbytes), item in sorted(found.items()):
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise IntegrityError(
+                f"{item.name} lies at bytes [{offset}, {offset + nbytes}), and the file has {size}",
+                expected=offset + nbytes,
+                found=size,
+            )
+        if offset < position:
+            raise IntegrityError(
+                f"{item.name} begins at byte {offset}, before the end of {before} at {position}",
+                expected=position,
+                found=offset,
+            )
+        position, before = offset + nbytes, item.label
+    return [found[key] for key in sorted(found)]
+
+
+def _rounds(items: Sequence[Item]) -> Iterator[list[Item]]:
+    these: list[Item] = []
+    nbytes = 0
+    for item in items:
+        these.append(item)
+        nbytes += item.nbytes if item.whole else 2 * EDGE_BYTES
+        if nbytes >= ROUND_BYTES:
+            yield these
+            these, nbytes = [], 0
+    if these:
+        yield these
+
+
+class _Request:
+    """What is left to be read of one request."""
+
+    def __init__(self, planner: LoadPlanner, request: ReadItem, target: torch.Tensor) -> None:
+        self._planner = planner
+        self._request = request
+        self._target = target
+        self._left = 1
+
+    def begin(self) -> None:
+        self._left += 1
+
+    def end(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._planner.commit_tensor(self._request, self._target)
+
+
+class _Flying(NamedTuple):
+    """One read in flight."""
+
+    item: Item
+    finish: Callable[[], None]
+
+
+class _Reader:
+    def __init__(self, handle: AioHandle, planner: LoadPlanner, extension_registry: Any) -> None:
+        self._handle = handle
+        self._planner = planner
+        self._extension_registry = extension_registry
+        self._parser = Parser()
+        self._flight: Flight[_Flying] = Flight()
+        self._stagings = Stagings()
+
+    def read(self, items: Sequence[Item]) -> None:
+        """Read one round; of large items, begin to."""
+        spans: list[Span] = []
+        for item in items:
+            file, start, end = item.file, item.offset, item.offset + item.nbytes
+            if item.whole:
+                spans.append(Span(file, start, item.nbytes, item.label))
+            else:
+                spans.append(Span(file, start, EDGE_BYTES, f"the head of {item.label}"))
+                spans.append(Span(file, end - EDGE_BYTES, EDGE_BYTES, f"the end of {item.label}"))
+        found = iter(_spans.read(self._handle, spans))
+        for item in items:
+            if item.whole:
+                self._take_whole(item, next(found))
+            else:
+                self._begin(item, next(found), next(found))
+
+    def drain(self) -> None:
+        """Finish everything that is in flight."""
+        while len(self._flight):
+            self._finish_first()
+
+    def stop(self) -> None:
+        """Cancel what is in flight, and wait for its end."""
+        self._flight.stop()
+
+    # Items read as a whole
+
+    def _take_whole(self, item: Item, raw: torch.Tensor) -> None:
+        if item.requests[0].type == LoadItemType.BYTE_IO or item.transforms:
+            self._take_stream(item, io.BytesIO(_as_bytes(raw)))
+            return
+
+        def read(offset: int, nbytes: int) -> bytes:
+            return ctypes.string_at(raw.data_ptr() + offset, nbytes)
+
+        stored = self._parser.stored(read, item.nbytes, item.name)
+        if stored is None:
+            self._take_stream(item, io.BytesIO(_as_bytes(raw)))
+            return
+        memory = _laid_over(raw, stored)
+        for request in item.requests:
+            self._fill(request, _narrowed(memory, request, item), item)
+
+    def _take_stream(self, item: Item, stream: Any) -> None:
+        """As torch's own reader does."""
+        loaded: torch.Tensor | None = None
+        for request in item.requests:
+            if item.transforms and loaded is None:
+                transform = filesystem._StorageReaderTransforms(self._extension_registry)
+                raw = transform.transform_load_stream(request, item.transforms, stream)
+                stream = io.BytesIO(raw.read(-1))
+            stream.seek(0)
+            if request.type == LoadItemType.BYTE_IO:
+                self._planner.load_bytes(request, io.BytesIO(stream.getvalue()))
+                continue
+            if loaded is None:
+                loaded = torch.load(stream, map_location="cpu", weights_only=True)
+            if not isinstance(loaded, torch.Tensor):
+                raise IntegrityError(
+                    f"{item.name} is no tensor but {type(loaded).__name__}",
+                    expected="a tensor",
+                    found=type(loaded).__name__,
+                )
+            self._fill(request, _narrowed(loaded, request, item), item)
+
+    def _fill(self, request: ReadItem, source: torch.Tensor, item: Item) -> None:
+        target = self._target(request, source, item)
+        target.copy_(source)
+        self._planner.commit_tensor(request, target)
+
+    def _target(self, request: ReadItem, source: torch.Tensor, item: Item) -> torch.Tensor:
+        target = self._planner.resolve_tensor(request).detach()
+        if target.size() != source.size():
+            raise ValueError(
+                f"{item.name}: the planner gave a tensor of {tuple(target.shape)} to fill with "
+                f"{tuple(source.shape)}"
+            )
+        return target
+
+    # Large items
+
+    def _begin(self, item: Item, head: torch.Tensor, tail: torch.Tensor) -> None:
+        first, last = _as_bytes(head), _as_bytes(tail)
+        tail_at = item.nbytes - EDGE_BYTES
+
+        def read(offset: int, nbytes: int) -> bytes:
+            if offset + nbytes <= EDGE_BYTES:
+                return first[offset : offset + nbytes]
+            if offset >= tail_at:
+                return last[offset - tail_at : offset - tail_at + nbytes]
+            return read_buffered(item.file, item.offset + offset, nbytes)
+
+        stored = self._parser.stored(read, item.nbytes, item.name)
+        if stored is None:
+            span = Span(item.file, item.offset, item.nbytes, item.label)
+            raw = _spans.read(self._handle, [span])[0]
+            self._take_stream(item, io.BytesIO(_as_bytes(raw)))
+            return
+        at = item.offset + stored.offset
+        for asked in item.requests:
+            source = _narrowed(stored.tensor, asked, item)
+            target = self._target(asked, source, item)
+            request = _Request(self._planner, asked, target)
+            for part in parts(source, target):
+                request.begin()
+                if part.direct:
+                    self._read_direct(item, at, part, request)
+                else:
+                    self._read_staged(item, at, part, request)
+            request.end()
+
+    def _read_direct(self, item: Item, at: int, part: Part, request: _Request) -> None:
+        start = at + int(part.source.storage_offset()) * part.source.element_size()
+        self._start(item, part.target, start, request.end)
+
+    def _read_staged(self, item: Item, at: int, part: Part, request: _Request) -> None:
+        itemsize = part.source.element_size()
+        start = at + int(part.source.storage_offset()) * itemsize
+        end = start + extent(part.source) * itemsize
+        # From page to page, so that the staging memory is read into without a bounce.
+        low = start // EDGE_BYTES * EDGE_BYTES
+        high = min(-(-end // EDGE_BYTES) * EDGE_BYTES, item.file.size())
+        while (staging := self._stagings.take(high - low, part.target.device)) is None:
+            self._finish_first()
+        memory = staging
+
+        def finish() -> None:
+            view = _view(memory[start - low : end - low], part.source)
+            part.target.copy_(view)
+            self._stagings.give_back(memory)
+            request.end()
+
+        self._start(item, memory[: high - low], low, finish)
+
+    # What is in flight
+
+    def _start(
+        self, item: Item, memory: torch.Tensor, offset: int, finish: Callable[[], None]
+    ) -> None:
+        while self._flight.is_full(memory.nbytes):
+            self._finish_first()
+        self._flight.start(
+            lambda: self._handle.async_pread(memory, item.file, offset), _Flying(item, finish)
+        )
+
+    def _finish_first(self) -> None:
+        flying = self._flight.first()
+        try:
+            self._flight.finish_first()
+        except TransferError as failed:
+            kind = ShortTransferError if isinstance(failed, ShortTransferError) else TransferError
+            code = failed.errno or errno.EIO
+            raise kind(
+                code,
+                operation=failed.operation,
+                path=failed.path,
+                file_offset=failed.file_offset,
+                nbytes=failed.nbytes,
+                transferred=failed.transferred,
+                detail=f"{os.strerror(code)} (read for {flying.item.label})",
+            ) from failed
+        flying.finish()
+
+
+def _narrowed(tensor: torch.Tensor, request: ReadItem, item: Item) -> torch.Tensor:
+    """What a request wants of an item's tensor."""
+    try:
+        narrow: torch.Tensor = narrow_tensor_by_index(
+            tensor, request.storage_offsets, request.lengths
+        )
+    except (RuntimeError, IndexError) as wrong:
+        raise _too_small(tensor, request, item) from wrong
+    if narrow.shape != torch.Size(request.lengths):
+        raise _too_small(tensor, request, item)
+    return narrow
+
+
+def _too_small(tensor: torch.Tensor, request: ReadItem, item: Item) -> IntegrityError:
+    return IntegrityError(
+        f"{item.name} is a tensor of {tuple(tensor.shape)}, and the metadata says that there are "
+        f"{tuple(request.lengths)} from {tuple(request.storage_offsets)} on",
+        expected=tuple(request.lengths),
+        found=tuple(tensor.shape),
+    )
+
+
+def _laid_over(raw: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """An item's tensor over the item's bytes."""
+    itemsize = stored.tensor.element_size()
+    start = stored.offset + int(stored.tensor.storage_offset()) * itemsize
+    return _view(raw[start : start + extent(stored.tensor) * itemsize], stored.tensor)
+
+
+def _view(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes as a tensor of another's shape, strides and dtype; copied if they lie askew."""
+    itemsize = like.element_size()
+    if int(raw.storage_offset()) % itemsize or raw.data_ptr() % itemsize:
+        raw = raw.clone()
+    start = int(raw.storage_offset()) // itemsize
+    empty = torch.empty(0, dtype=like.dtype, device="cpu")
+    return empty.set_(raw.untyped_storage(), start, like.shape, like.stride())
+
+
+def _as_bytes(raw: torch.Tensor) -> bytes:
+    return ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b""
