@@ -33,7 +33,7 @@ class Directory:
     comment length, disk, attributes, attributes, offset.
     """
 
-    FIELDS = [
+    FIELDS = (
         "magic",
         "made_by",
         "needed",
@@ -51,7 +51,7 @@ class Directory:
         "inner",
         "outer",
         "offset",
-    ]
+    )
 
     def __init__(self, path: Path) -> None:
         self._path = path
