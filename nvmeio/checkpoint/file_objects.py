@@ -186,7 +186,7 @@ class FastFileWriter:
         """
         if self._replacement.closed:
             return
-        if self._archive.broken_off():
+        if self._archive.broken_off(self._stream.position):
             self._give_up()
         elif self._archive.complete(self._stream.position):
             self._commit()
@@ -295,14 +295,23 @@ class _ArchiveWatch:
         last = bytes(view[-self._TAIL_BYTES :])
         self._tail = (self._tail + last)[-self._TAIL_BYTES :]
 
-    def broken_off(self) -> bool:
-        return self._begun and sys.exc_info()[1] is not self._handled
+    def broken_off(self, nbytes: int) -> bool:
+        """Whether torch.save has failed, and now closes the archive of `nbytes` bytes."""
+        handled = sys.exc_info()[1]
+        if not self._begun or handled is None:
+            return False
+        return handled is not self._handled or (not self._is_save() and self._ends(nbytes))
 
     def complete(self, nbytes: int) -> bool:
+        """Whether `nbytes` bytes are all of what torch.save writes."""
+        return self._is_save() and self._ends(nbytes)
+
+    def _is_save(self) -> bool:
         name_length = int.from_bytes(self._head[26:28], "little")
         name = self._head[30 : 30 + name_length]
-        if not self._head.startswith(_zip.LOCAL_MAGIC) or not name.endswith(b"/data.pkl"):
-            return False
+        return self._head.startswith(_zip.LOCAL_MAGIC) and name.endswith(b"/data.pkl")
+
+    def _ends(self, nbytes: int) -> bool:
         if len(self._tail) < self._TAIL_BYTES or self._tail[-22:-18] != _zip.END_MAGIC:
             return False
         magic, *_, size, offset = self._END64.unpack_from(self._tail)

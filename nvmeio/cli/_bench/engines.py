@@ -16,7 +16,7 @@ import torch
 
 import nvmeio
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.cli._bench import torch_files
+from nvmeio.checkpoint.file_objects import FastFileReader, Stream
 from nvmeio.cli._bench.workload import Workload
 from nvmeio.cli._exits import Failed, Refused
 from nvmeio.cli._scratch import buffer_of, fill
@@ -195,15 +195,22 @@ class TorchFast(Engine):
         self._legacy = workload.legacy_save
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
-        with torch_files.Reader(self._handle, path) as reader:
+        with FastFileReader(path, handle=self._handle) as reader:
             file: Any = reader  # has what torch asks of a file, and not all that IO[bytes] has
             loaded: torch.Tensor = torch.load(file, map_location=tensor.device, weights_only=True)
         return loaded
 
     def write(self, tensor: torch.Tensor, path: Path) -> None:
-        with torch_files.Writer(self._handle, path, self._staging) as writer:
-            file: Any = writer
-            torch.save(tensor, file, _use_new_zipfile_serialization=not self._legacy)
+        """What `FastFileWriter` does but for its commit: --fsync is the user's choice here."""
+        with nvmeio.open(path, "w") as target:
+            stream = Stream(self._handle, target, self._staging)
+            file: Any = stream
+            try:
+                torch.save(tensor, file, _use_new_zipfile_serialization=not self._legacy)
+                stream.finish()
+            except BaseException:
+                stream.abandon()
+                raise
 
     def sync(self, path: Path) -> None:
         self._handle.sync_fsync(path)
