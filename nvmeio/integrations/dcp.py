@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import io
+import errno
 import logging
 import os
 import pickle
@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -138,7 +137,7 @@ class NvmeStorageWriter(StorageWriter):
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as failed:
             raise TransferError(
-                failed.errno or 0, operation="mkdir", path=str(self._path)
+                failed.errno or errno.EIO, operation="mkdir", path=str(self._path)
             ) from failed
         if not self._overwrite and self._exists():
             raise RuntimeError(
@@ -326,7 +325,9 @@ class NvmeStorageReader(StorageReader):
         try:
             data = path.read_bytes()
         except OSError as failed:
-            raise TransferError(failed.errno or 0, operation="open", path=str(path)) from failed
+            raise TransferError(
+                failed.errno or errno.EIO, operation="open", path=str(path)
+            ) from failed
         try:
             metadata = pickle.loads(data)
         except Exception as wrong:  # unpickling raises whatever it comes upon

@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _tensor
 from nvmeio._plan import PAGE_BYTES
@@ -179,11 +180,15 @@ def _other_layout(tensor: torch.Tensor) -> Layout:
 def _saved_layout(tensor: torch.Tensor) -> Layout:
     """What this torch saves, in memory: where its skeletons are not known."""
     buffer = io.BytesIO()
-    tensor = tensor.cpu()
-    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    torch.save(tensor, buffer)
+    torch.save(_own_storage(tensor.cpu()), buffer)
     return _bytes_layout(buffer)
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where the storage has more than the tensor shows, for all of it would be saved."""
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return tensor
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _round_up(value: int, multiple: int) -> int:

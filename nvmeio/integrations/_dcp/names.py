@@ -9,6 +9,7 @@ no metadata file refers to are removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
@@ -53,7 +54,7 @@ def write_metadata(path: Path, data: bytes) -> None:
                 done += os.pwrite(opened.buffered_fd(), data[done:], done)
         except OSError as failed:
             raise TransferError(
-                failed.errno or 0, operation="pwrite", path=str(path), nbytes=len(data)
+                failed.errno or errno.EIO, operation="pwrite", path=str(path), nbytes=len(data)
             ) from failed
         finally:
             opened.release()
