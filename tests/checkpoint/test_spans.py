@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import gc
 import os
 import random
@@ -16,10 +18,12 @@ from hypothesis import strategies as st
 from support import HeldEngine, on_every_loop, random_bytes, spin_until, thread, until
 
 import nvmeio
+from nvmeio import _memory
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _span_plan, _spans
+from nvmeio.checkpoint import _span_plan, _spans, _touching
 from nvmeio.checkpoint._span_plan import Span, inside, plan
 from nvmeio.checkpoint._spans import async_read, read
+from nvmeio.checkpoint._touching import Touching
 
 NewHandle = Callable[..., nvmeio.AioHandle]
 
@@ -419,3 +423,50 @@ async def test_results_are_not_kept(path: Path, new_handle: NewHandle) -> None:
     del found
     gc.collect()
     await until(lambda: not nvmeio.buffers.owns(address, 1))  # the thread may not have ended yet
+
+
+# Touching
+
+
+def test_new_memory_is_touched_beside_the_reads(
+    path: Path, new_handle: NewHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[int] = []
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        touched.append(nbytes)
+        return 0
+
+    data = random_bytes(300_000)
+    path.write_bytes(data)
+    spans = some_spans(path, data, 11)
+    handle = new_handle("threads")
+    monkeypatch.setattr(_touching, "LEAST_BYTES", 1)
+    monkeypatch.setattr(_touching, "_PIECE_BYTES", 64 << 10)
+    assert_holds(spans, read(handle, spans), data)  # by the real one
+    monkeypatch.setattr(_touching, "_madvise", madvise)
+    with Touching([_memory.Mapping(1 << 20), _memory.Mapping(96 << 10)]):
+        spin_until(lambda: sum(touched) == (1 << 20) + (96 << 10))
+
+
+def test_it_begins_at_the_end() -> None:
+    first, second = _memory.Mapping(40 << 20), _memory.Mapping(4096)
+    pieces = list(_touching._backwards([first, second]))
+    assert [nbytes >> 12 for _, nbytes in pieces] == [1, 2048, 4096, 4096]
+    assert [address - first.address for address, _ in pieces[1:]] == [32 << 20, 16 << 20, 0]
+
+
+def test_memory_that_is_not_there_is_an_error(
+    path: Path, new_handle: NewHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    path.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(_touching, "LEAST_BYTES", 1)
+    monkeypatch.setattr(_touching, "_madvise", madvise)
+    handle = new_handle(nvmeio.testing.FakeEngine(delay_s=0.01))
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
+        read(handle, [Span(path, 0, 1 << 20)])
+    assert handle.stats.in_flight == 0
