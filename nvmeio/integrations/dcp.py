@@ -22,7 +22,7 @@ import logging
 import os
 import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,9 @@ class NvmeStorageWriter(StorageWriter):
     Raises:
         ValueError: Another serialization format, or a `thread_count` below 1.
 
-    Errors while saving come as torch reports those of any storage: without process group as they
-    are, with one as `CheckpointException` on every rank. They are `TransferError` (disk full, no
-    permission, a failed drive) and, where `overwrite` is False, RuntimeError.
+    Errors while saving come as torch reports those of any storage, as a `CheckpointException` on
+    every rank, whose ``failures`` has the error of each rank that failed: `TransferError` (disk
+    full, no permission, a failed drive) or, where `overwrite` is False, RuntimeError.
 
     Cost: no copy of contiguous tensors; 16 MiB of staging and the handle's bounce memory. Tensors
     on a GPU go through 64 MiB of page-locked memory. What a planner makes anew (in another dtype,
@@ -182,13 +182,14 @@ class NvmeStorageWriter(StorageWriter):
             for number, items in enumerate(self._split(plan.items))
         ]
         with CallHandle(self._handle) as handle:
-            write = partial(self._write_file, handle, planner, len(files) == 1)
-            if self._thread_count == 1 or len(files) <= 1:
-                found = [write(*file) for file in files]
+            if len(files) == 1:
+                # The handle is made beside the planning, and closed beside the last fsync.
+                found = [self._write_file(handle.get, handle.done, planner, *files[0])]
             else:
-                with concurrent.futures.ThreadPoolExecutor(
-                    min(self._thread_count, len(files)), "nvmeio-dcp"
-                ) as pool:
+                mine = handle.get()
+                write = partial(self._write_file, lambda: mine, lambda: None, planner)
+                workers = max(1, min(self._thread_count, len(files)))
+                with concurrent.futures.ThreadPoolExecutor(workers, "nvmeio-dcp") as pool:
                     found = list(pool.map(lambda file: write(*file), files))
         results: Future[list[WriteResult]] = Future()
         results.set_result([result for each in found for result in each])
@@ -211,18 +212,18 @@ class NvmeStorageWriter(StorageWriter):
 
     def _write_file(
         self,
-        handle: CallHandle,
+        get_handle: Callable[[], AioHandle],
+        written: Callable[[], None],
         planner: SavePlanner,
-        only: bool,
         name: str,
         items: Sequence[WriteItem],
     ) -> list[WriteResult]:
         extents = write_file(
-            handle.get,
+            get_handle,
             os.fspath(self._path / name),
             [(item.index.fqn, partial(planner.resolve_data, item)) for item in items],
             checksum=self._checksum,
-            written=handle.done if only else lambda: None,
+            written=written,
         )
         return [
             WriteResult(item.index, extent.nbytes, _StorageInfo(name, extent.offset, extent.nbytes))
@@ -281,10 +282,10 @@ class NvmeStorageReader(StorageReader):
         _extension_registry: As for FileSystemReader, whose stream transforms are read too.
         handle: Moves the bytes, and stays open; None makes one for each load.
 
-    Errors while loading come as torch reports those of any storage: without process group as they
-    are, with one as `CheckpointException` on every rank. They are `TransferError` (no such file, a
-    failed drive) and `IntegrityError` (a file that is cut off, damaged, or not what ``.metadata``
-    says), with the names of the file and the item. Tensors that were read before are filled then.
+    Errors while loading come as torch reports those of any storage, as a `CheckpointException` on
+    every rank, whose ``failures`` has the error of each rank that failed: `TransferError` (no such
+    file, a failed drive) or `IntegrityError` (a file that is cut off, damaged, or not what
+    ``.metadata`` says), with the names of the file and the item. Some tensors are filled by then.
 
     Like torch's own reader, this unpickles ``.metadata``, and the planner unpickles what is no
     tensor: load what you trust.

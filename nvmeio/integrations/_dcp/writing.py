@@ -59,7 +59,7 @@ def write_file(
             writer.add(replacement, name, resolve())
         writer.flush(replacement)
         written()
-        replacement.truncate(writer.nbytes)
+        replacement.truncate(writer.end)
         replacement.commit()
     return writer.extents
 
@@ -73,16 +73,16 @@ class _FileWriter:
         self._pieces: list[Piece] = []
         self._records: list[Record] = []
         self._group_bytes = 0
-        self.nbytes = 0
+        self._position = 0  # the first free byte
         self.extents: list[Extent] = []
 
     def add(self, replacement: Replacement, name: str, data: torch.Tensor | io.BytesIO) -> None:
         layout = self._skeletons.layout(data)
-        placed = place(layout, name, self.nbytes)
+        placed = place(layout, name, self._position)
         self._pieces += placed.pieces
         self._records += placed.records
         self._group_bytes += placed.nbytes
-        self.nbytes = placed.offset + placed.nbytes
+        self._position = placed.offset + placed.nbytes
         self.extents.append(Extent(placed.offset, placed.nbytes))
         if self._group_bytes >= GROUP_BYTES:
             self.flush(replacement)
@@ -90,7 +90,7 @@ class _FileWriter:
     def flush(self, replacement: Replacement) -> None:
         if not self._group_bytes:
             return
-        end = -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
+        end = -(-self._position // PAGE_BYTES) * PAGE_BYTES
         replacement.reserve(end)
         write_part(
             self._get_handle(),
@@ -101,4 +101,9 @@ class _FileWriter:
             checksum=self._checksum,
         )
         self._pieces, self._records, self._group_bytes = [], [], 0
-        self._start = self.nbytes = end
+        self._start = self._position = end
+
+    @property
+    def end(self) -> int:
+        """Where the last item ends: the size of the file."""
+        return sum(self.extents[-1]) if self.extents else 0
