@@ -59,7 +59,7 @@ def read(
     Returns:
         For each span, in the order given, a contiguous 1-D uint8 tensor of `nbytes` elements. Its
         storage is of exactly that size (`tensor.untyped_storage()`), and on the CPU its address
-        equals `offset` modulo the page size. Small spans share an arena of at most 16 MiB that
+        equals `offset` modulo the page size. Small spans share an arena of at most 32 MiB that
         lives as long as any of them; a span of 8 MiB or more shares with none.
 
     Raises:

@@ -112,7 +112,7 @@ def load_safetensors(
 
     Returns:
         Tensors by name, in the order of the file. On the CPU they lie in memory of nvmeio, aligned
-        as in the file: small ones share arenas of at most 16 MiB, larger ones share with none.
+        as in the file: small ones share arenas of at most 32 MiB, larger ones share with none.
 
     Raises:
         IntegrityError: A header or index is malformed, or an index names a tensor that its shard
