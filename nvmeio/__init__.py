@@ -28,6 +28,7 @@ from nvmeio.operation import as_future as as_future
 from nvmeio.pool import PinnedPool as PinnedPool
 
 if typing.TYPE_CHECKING:
+    from nvmeio.checkpoint import Checkpointer as Checkpointer
     from nvmeio.checkpoint import FastFileReader as FastFileReader
     from nvmeio.checkpoint import FastFileWriter as FastFileWriter
     from nvmeio.checkpoint import async_load as async_load
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 # Names that are loaded at first use (PEP 562), and from where: `import nvmeio` stays light.
 _LATER = {
+    "Checkpointer": "nvmeio.checkpoint",
     "FastFileReader": "nvmeio.checkpoint",
     "FastFileWriter": "nvmeio.checkpoint",
     "async_load": "nvmeio.checkpoint",
@@ -55,6 +57,7 @@ __all__ = [
     "AioHandle",
     "AlignmentError",
     "BackendUnavailableError",
+    "Checkpointer",
     "ClosedError",
     "Counters",
     "FastFileReader",

@@ -343,6 +343,11 @@ def _proc_bytes(path: str, field: str) -> int | None:
     return None
 
 
+def available_bytes() -> int | None:
+    """What the kernel says could be allocated now without swapping; None where it says nothing."""
+    return _proc_bytes("/proc/meminfo", "MemAvailable")
+
+
 def _check_available(nbytes: int, length: int) -> None:
     if length < _CHECK_BYTES:
         return

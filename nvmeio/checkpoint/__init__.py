@@ -3,6 +3,8 @@
 Reading order for newcomers: `_zip` (what a torch checkpoint is, on the disk), `_layout` (from an
 object to that), `_writing` (a layout into a file), `_commit` (the file into its place), `_saving`;
 then `_pickles`, `_span_plan`, `_spans` (many parts of files into memory), `_opening`, `_loading`.
+For saves in the background: `_generations` (the directory), `_snapshot`, `_ranks`, `_job`,
+`_job_files`, `_saver`, `checkpointer`.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format.
 """
 
@@ -10,10 +12,12 @@ from nvmeio.checkpoint._loading import async_load as async_load
 from nvmeio.checkpoint._loading import load as load
 from nvmeio.checkpoint._saving import async_save as async_save
 from nvmeio.checkpoint._saving import save as save
+from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
 from nvmeio.checkpoint.file_objects import FastFileReader as FastFileReader
 from nvmeio.checkpoint.file_objects import FastFileWriter as FastFileWriter
 
 __all__ = [
+    "Checkpointer",
     "FastFileReader",
     "FastFileWriter",
     "async_load",

@@ -39,6 +39,15 @@ _MOST_NAME_BYTES = 255  # NAME_MAX of every usual file system
 _ATTEMPTS = 100
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.renameat2.argtypes = [
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_uint,
+]
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 # The kernel or the file system cannot allocate ahead: the writes will tell what does not fit.
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
@@ -90,22 +99,8 @@ class Replacement:
         self._closed = False
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate room for `nbytes` bytes: a full disk is known before anything is written.
-
-        Raises:
-            TransferError: There is no such room (ENOSPC, EDQUOT), or the file may not become so
-                large (EFBIG).
-
-        A file system that cannot allocate ahead is left alone.
-        """
-        if not nbytes:
-            return
-        while _libc.fallocate(self._fd, 0, 0, nbytes) != 0:
-            code = ctypes.get_errno()
-            if code in _CANNOT_ALLOCATE:
-                return
-            if code != errno.EINTR:
-                raise TransferError(code, operation="fallocate", path=self._path, nbytes=nbytes)
+        """Allocate room for `nbytes` bytes; see `allocate`."""
+        allocate(self._fd, nbytes, self._path)
 
     def truncate(self, nbytes: int) -> None:
         """Set the file's size.
@@ -187,6 +182,39 @@ class Replacement:
     def closed(self) -> bool:
         """Whether it was committed or discarded."""
         return self._closed
+
+
+def allocate(fd: int, nbytes: int, path: str) -> None:
+    """Allocate room for a file's `nbytes` bytes: a full disk is known before anything is written.
+
+    Raises:
+        TransferError: There is no such room (ENOSPC, EDQUOT), or the file may not become so large
+            (EFBIG).
+
+    A file system that cannot allocate ahead is left alone.
+    """
+    if not nbytes:
+        return
+    while _libc.fallocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in _CANNOT_ALLOCATE:
+            return
+        if code != errno.EINTR:
+            raise TransferError(code, operation="fallocate", path=path, nbytes=nbytes)
+
+
+def exchange(one: str, other: str) -> None:
+    """Let two paths change places, at once.
+
+    Raises:
+        OSError: The kernel could not; both are as they were.
+
+    Source: man 2 renameat2, RENAME_EXCHANGE.
+    """
+    names = os.fsencode(os.path.abspath(one)), os.fsencode(os.path.abspath(other))
+    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one)
 
 
 def sync_directory(directory: str) -> None:

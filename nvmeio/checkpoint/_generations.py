@@ -1,0 +1,262 @@
+"""The files of a Checkpointer's directory: which steps are there, which is the latest, which goes.
+
+    step-00000012.pt      a checkpoint of one file
+    step-00000012/        one of several ranks: rank-00000.pt … and index.json
+    latest -> step-…      the one that was completed last
+    .….nvmeio-tmp         being written, or left by a writer that was killed
+
+A name ``step-…`` is given only to what is complete and durable. The order is that of completion
+(modification times, which `stamp` keeps apart), not of the step numbers: who goes back to step 50
+after step 100 has step 50 for the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+from typing import NamedTuple
+
+from nvmeio.checkpoint._commit import SUFFIX, sync_directory, temporary_name
+from nvmeio.checkpoint._locks import lock_alone
+from nvmeio.errors import TransferError
+
+logger = logging.getLogger("nvmeio")
+
+LATEST = "latest"
+INDEX = "index.json"
+
+_STEP = re.compile(r"step-(\d{8,})(\.pt)?")
+_MOST_POINTER_BYTES = 255
+
+
+class Generation(NamedTuple):
+    """A complete checkpoint. They sort in the order in which they were completed.
+
+    Attributes:
+        mtime_ns: When it was completed.
+        step: Its number.
+        path: The file, or the directory of one file per rank.
+        of_ranks: Whether it is a directory.
+    """
+
+    mtime_ns: int
+    step: int
+    path: str
+    of_ranks: bool
+
+
+def file_path(directory: str, step: int) -> str:
+    """Where a step of one file lies."""
+    return os.path.join(directory, f"step-{step:08d}.pt")
+
+
+def ranks_path(directory: str, step: int) -> str:
+    """Where a step of one file per rank lies."""
+    return os.path.join(directory, f"step-{step:08d}")
+
+
+def generations(directory: str) -> list[Generation]:
+    """All complete checkpoints of a directory, the oldest first; [] if there is no directory.
+
+    Raises:
+        TransferError: The directory cannot be read.
+    """
+    found: list[Generation] = []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                match = _STEP.fullmatch(entry.name)
+                if match is None:
+                    continue
+                of_ranks = match[2] is None
+                try:
+                    facts = os.stat(os.path.join(entry.path, INDEX) if of_ranks else entry.path)
+                except OSError:
+                    continue  # renamed meanwhile, a dangling link, or no checkpoint
+                if stat.S_ISREG(facts.st_mode):
+                    step = int(match[1])
+                    found.append(Generation(facts.st_mtime_ns, step, entry.path, of_ranks))
+    except FileNotFoundError:
+        return []
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed
+    return sorted(found)
+
+
+def latest(directory: str, there: list[Generation]) -> Generation | None:
+    """The checkpoint that the pointer names; None where that is missing or leads nowhere."""
+    name = _pointer(directory)
+    return next((each for each in there if os.path.basename(each.path) == name), None)
+
+
+def newest(directory: str) -> Generation | None:
+    """The checkpoint to go on from: the latest, or the one that was completed last.
+
+    A pointer that leads nowhere is told in the log.
+    """
+    there = generations(directory)
+    if not there:
+        return None
+    found = latest(directory, there)
+    if found is None:
+        found = there[-1]
+        logger.warning(
+            "%s: the pointer %r %s; going on from step %d, which was completed last",
+            directory,
+            LATEST,
+            f"names {_pointer(directory)!r}, which is not there"
+            if os.path.lexists(os.path.join(directory, LATEST))
+            else "is missing",
+            found.step,
+        )
+    return found
+
+
+def surplus(directory: str, keep: int, path: str) -> list[Generation]:
+    """What may go before a new checkpoint is complete, the oldest first.
+
+    Args:
+        directory: Where they are.
+        keep: How many must stay whole.
+        path: Where the new one will be; what is there is replaced, and not in the list.
+    """
+    there = generations(directory)
+    pinned = latest(directory, there)
+    others = [each for each in there if each.path != path and each != pinned]
+    return others[: max(len(there) - keep, 0)]
+
+
+def remove(generation: Generation) -> None:
+    """Delete a checkpoint, as far as that is possible.
+
+    Whoever has a file open keeps it. A directory that is being read stays, for a later save.
+    """
+    if not generation.of_ranks:
+        with contextlib.suppress(OSError):
+            os.unlink(generation.path)
+        return
+    away = take_directory(generation.path)
+    if away is not None:
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def take_directory(path: str) -> str | None:
+    """Give a directory that nobody reads a temporary name, which is durable; its new path.
+
+    Half a directory must not look like a checkpoint: neither now nor after a crash.
+    """
+    away = temporary_name(*os.path.split(path))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if not lock_alone(fd):
+            return None
+        os.rename(path, away)
+        sync_directory(os.path.dirname(path))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return away
+
+
+def remove_dead(directory: str) -> None:
+    """Delete the temporary directories and pointers of dead writers.
+
+    For whoever holds the directory's lock: nobody else makes such things here. Temporary files
+    have locks of their own (`_commit.remove_leftovers`).
+    """
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            name = entry.name
+            if not (name.endswith(SUFFIX) and name.startswith((".step-", f".{LATEST}."))):
+                continue
+            if entry.is_symlink() or name.startswith(f".{LATEST}."):
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+            elif entry.is_dir():
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def stamp(fd: int, directory: str) -> None:
+    """Give an open file a modification time later than that of every checkpoint there is."""
+    there = generations(directory)
+    now = time.time_ns()
+    if there:
+        now = max(now, there[-1].mtime_ns + 1)
+    with contextlib.suppress(OSError):
+        os.utime(fd, ns=(now, now))
+
+
+def set_latest(directory: str, name: str) -> None:
+    """Let the pointer lead to a checkpoint, atomically and durably.
+
+    Raises:
+        TransferError: It could not be replaced; it is as it was.
+    """
+    pointer = os.path.join(directory, LATEST)
+    temporary = temporary_name(directory, LATEST)
+    try:
+        try:
+            os.symlink(name, temporary)
+        except OSError as refused:
+            if refused.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            _write_pointer(temporary, name)  # a file system without symbolic links
+        os.rename(temporary, pointer)
+        sync_directory(directory)
+    except OSError as failed:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise TransferError(failed.errno or errno.EIO, operation="rename", path=pointer) from failed
+
+
+def _write_pointer(path: str, name: str) -> None:
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(name)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pointer(directory: str) -> str:
+    """What the pointer says, or ""."""
+    path = os.path.join(directory, LATEST)
+    try:
+        return os.readlink(path)
+    except OSError:
+        pass
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_POINTER_BYTES).strip()
+    except OSError:
+        return ""
+
+
+def make_directory(directory: str) -> None:
+    """Make a directory and those above it, durably; fine if it is there.
+
+    Raises:
+        TransferError: It cannot be made, or is something else.
+    """
+    missing: list[str] = []
+    path = os.path.abspath(directory)
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    try:
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(each)
+            sync_directory(os.path.dirname(each))
+        if not os.path.isdir(directory):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed

@@ -1,0 +1,328 @@
+"""One save of a Checkpointer: the snapshot while the caller waits, all else in the background.
+
+    the caller's thread, or one that a coroutine awaits   the save's own thread
+    ───────────────────────────────────────────────────   ─────────────────────────────────────────
+    plan the layout                  _layout
+    the ranks agree                  _ranks
+    copy the storages                _snapshot ─────────▶ take the oldest file, or a new one
+    return: the state may change                          write it, with checksums       _writing
+                                                          make it durable, name it       _commit
+                                                          then move `latest`          _generations
+
+Where the snapshot does not fit into its memory, the right side begins when the copying does.
+The right side is in `_job_files`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import json
+import logging
+import pickle
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from nvmeio.checkpoint._flight import Cancelled, Flight
+from nvmeio.checkpoint._layout import Layout, Piece, plan_layout
+from nvmeio.checkpoint._ranks import Ranks, explain, fingerprint
+from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.handle import AioHandle
+from nvmeio.operation import Operation
+
+logger = logging.getLogger("nvmeio")
+
+_MESSAGES = ("plan", "pieces", "place", "part", "end", "beat")
+
+
+class Setup(NamedTuple):
+    """What all saves of a Checkpointer share.
+
+    Attributes:
+        directory: Where they go.
+        keep: How many checkpoints stay whole at every moment.
+        recycle: Whether the oldest one beyond those may be overwritten.
+        checksum: Whether CRC-32s are computed.
+        memory: Of the snapshots.
+        ranks: Who saves together.
+        get_handle: Gives the handle that moves the bytes.
+        claim: Makes the directory, and takes its lock; for whoever gives names in it.
+    """
+
+    directory: str
+    keep: int
+    recycle: bool
+    checksum: bool
+    memory: SnapshotMemory
+    ranks: Ranks
+    get_handle: Callable[[], AioHandle]
+    claim: Callable[[], None]
+
+
+class _Disagreement(ValueError):
+    """Known to every rank, so nobody has to be told."""
+
+
+class Job(ABC):
+    """One save.
+
+    Args:
+        setup: What it shares with others.
+        step: The number of the checkpoint.
+        number: Of the save: the same on all ranks.
+    """
+
+    LAYOUT = ""
+
+    def __init__(self, setup: Setup, step: int, number: int) -> None:
+        self.setup = setup
+        self.step = step
+        self.round = setup.ranks.new_round(number)
+        self.source: Layout | None = None
+        self.snapshot: Snapshot | None = None
+        self.flight: Flight[torch.Tensor | None] = Flight()
+        self._number = number
+        self._cancelled = False
+        self._thread: threading.Thread | None = None
+        self._ended: concurrent.futures.Future[tuple[bool | None, float]]
+        self._ended = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()  # nobody who awaits it can cancel it
+        self._report: SaveReport | None = None
+        self._taken_at = 0.0
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """Where the checkpoint will be."""
+
+    @abstractmethod
+    def parts(self, source: Layout) -> list[tuple[int, int]]:
+        """The [start, end) of the file that each rank writes."""
+
+    @abstractmethod
+    def pages_beside(self, source: Layout) -> list[int]:
+        """Offsets of the pages outside of this rank's part that it needs as well."""
+
+    @abstractmethod
+    def write(self) -> bool | None:
+        """Write, make durable, name; whether something was recycled. In the background."""
+
+    # In the foreground
+
+    def take(self, state: object, began: float) -> SaveReport:
+        """Take the snapshot, and let the background go on with it.
+
+        Args:
+            state: What to save.
+            began: When the caller called (`time.perf_counter`).
+
+        Raises:
+            ValueError: The ranks do not save the same.
+            TransferError: Another rank failed; or writing did, while the snapshot streamed.
+            MemoryError: There is no room for the snapshot.
+            Cancelled: `cancel` was called.
+            Exception: What pickling the state raises.
+
+        After an error nothing is in flight, and no checkpoint has changed.
+        """
+        times = [time.perf_counter()]
+        try:
+            if self.round.rank == 0:
+                self.setup.claim()
+            source = self._agreed(_planned(state))
+            times.append(time.perf_counter())
+            snapshot = self._new_snapshot(source)
+            times.append(time.perf_counter())
+            if not snapshot.fits:
+                self._start_writing()
+            snapshot.take(self.round.beat)
+            if self._cancelled:
+                raise Cancelled
+        except BaseException as failed:
+            raise self._abandon(failed) from None
+        self._taken_at = time.perf_counter()
+        self._report = SaveReport(
+            step=self.step,
+            path=self.path,
+            nbytes=source.nbytes,
+            copied_bytes=snapshot.copied_bytes,
+            snapshot_bytes=self.setup.memory.nbytes,
+            held_s=self._taken_at - began,
+            waited_s=times[0] - began,
+            planned_s=times[1] - times[0],
+            memory_s=times[2] - times[1],
+            stalled_s=snapshot.stalled_s,
+        )
+        _tell(self._report, snapshot.fits)
+        if self._thread is None:
+            self._start_writing()
+        return self._report
+
+    def _agreed(self, layout: Layout) -> Layout:
+        """The layout that all ranks write, with this rank's storages."""
+        self.check_cancelled()
+        if self.round.size == 1:
+            return layout
+        plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
+        self.round.put("plan", json.dumps(plan | fingerprint(layout)).encode())
+        plans = [json.loads(told) for told in self.round.gather("plan")]
+        self.setup.ranks.new_round(self._number - 1).forget(_MESSAGES)  # all have left it
+        wrong = explain(plans)
+        if wrong is not None:
+            raise _Disagreement(f"{self.path}: {wrong}")
+        same = all(each["pieces"] == plans[0]["pieces"] for each in plans)
+        return layout if same or self.LAYOUT != "one" else self._with_pieces_of_first(layout)
+
+    def _with_pieces_of_first(self, layout: Layout) -> Layout:
+        """Pickles say on which device each tensor was, so they may differ: rank 0's is written."""
+        if self.round.rank == 0:
+            places = [(record.offset, record.crc_at) for record in layout.records]
+            pieces = [tuple(piece) for piece in layout.pieces]
+            self.round.put("pieces", pickle.dumps((layout.nbytes, pieces, places)))
+            return layout
+        nbytes, pieces, places = pickle.loads(self.round.get("pieces", 0))
+        records = [
+            record._replace(offset=offset, crc_at=crc_at)
+            for record, (offset, crc_at) in zip(layout.records, places, strict=True)
+        ]
+        return Layout(nbytes, [Piece(*piece) for piece in pieces], records)
+
+    def _new_snapshot(self, source: Layout) -> Snapshot:
+        start, end = self.parts(source)[self.round.rank]
+        beside = self.pages_beside(source)
+        snapshot = Snapshot(self.setup.memory, source, start, end, beside)
+        self.source, self.snapshot = source, snapshot
+        self.flight = Flight(snapshot.most_in_flight_bytes, self._finished)
+        self.check_cancelled()  # `cancel` may have come before either
+        return snapshot
+
+    def _finished(self, operation: Operation) -> None:
+        if self.snapshot is not None:
+            self.snapshot.written(operation.file_offset + operation.nbytes)
+        self.round.beat()
+
+    def _abandon(self, failed: BaseException) -> BaseException:
+        """End all of it; what is to be raised."""
+        self.cancel()
+        if self._thread is None:
+            if not isinstance(failed, _Disagreement):
+                self.round.fail(failed)
+        else:
+            cause = self._ended.exception()  # waits for the background
+            if isinstance(failed, Cancelled) and cause and not isinstance(cause, Cancelled):
+                failed = cause  # it was the writing that failed, and stopped the copying
+        self._forget()
+        return failed
+
+    def check_cancelled(self) -> None:
+        """Raise Cancelled if `cancel` was called."""
+        if self._cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Stop soon, and leave nothing behind; from any thread."""
+        self._cancelled = True
+        self.flight.cancel()
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.stop()
+
+    # In the background
+
+    def _start_writing(self) -> None:
+        # No daemon: a program that ends without waiting ends with a whole checkpoint.
+        self._thread = threading.Thread(target=self._run, name="nvmeio-checkpointer", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            recycled = self.write()
+        except BaseException as failed:
+            self.round.fail(failed)
+            if self.snapshot is not None:
+                self.snapshot.stop()  # whoever copies has nobody to copy for
+            self._forget()
+            self._ended.set_exception(failed)
+        else:
+            self._forget()
+            self._ended.set_result((recycled, time.perf_counter()))
+
+    def _forget(self) -> None:
+        """Let go of the state, and of the snapshot's memory."""
+        self.source = self.snapshot = None
+        self.flight = Flight()
+
+    # What became of it
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._ended.done()
+
+    def failed(self) -> bool:
+        """Whether it is over, and failed; not if it was cancelled."""
+        if not self._ended.done():
+            return False
+        failed = self._ended.exception()
+        return failed is not None and not isinstance(failed, Cancelled)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until it is over; False if it is not in time."""
+        return bool(concurrent.futures.wait([self._ended], timeout).done)
+
+    def result(self) -> SaveReport | None:
+        """Block until it is over; its report, or None if it was cancelled.
+
+        Raises:
+            Exception: Why it failed.
+        """
+        try:
+            recycled, ended = self._ended.result()
+        except Cancelled:
+            return None
+        report = self._report
+        if report is None:
+            return None
+        written_s = max(ended - self._taken_at, 0.0)
+        return report._replace(durable=True, recycled=recycled, written_s=written_s)
+
+    def call_when_done(self, call: Callable[[], None]) -> None:
+        """Call something once it is over, at once if it is; in whatever thread."""
+        self._ended.add_done_callback(lambda _: call())
+
+
+def _planned(state: object) -> Layout:
+    try:
+        return plan_layout(state)
+    except BackendUnavailableError as unknown:
+        logger.warning("saving through torch.save, which is slower: %s", unknown)
+        whole = io.BytesIO()
+        torch.save(state, whole)
+        data = whole.getvalue()
+        return Layout(len(data), [Piece(0, data)], [])
+
+
+def _tell(report: SaveReport, fits: bool) -> None:
+    if fits:
+        logger.info(
+            "step %d: a snapshot of %d bytes; save took %.3f s",
+            report.step,
+            report.copied_bytes,
+            report.held_s,
+        )
+        return
+    logger.warning(
+        "step %d: %d bytes are more than the snapshot memory of %d bytes: save took %.3f s, and "
+        "waited %.3f s of them for the drive; memory_bytes sets how much it may take",
+        report.step,
+        report.copied_bytes,
+        report.snapshot_bytes,
+        report.held_s,
+        report.stalled_s,
+    )

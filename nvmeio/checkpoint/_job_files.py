@@ -1,0 +1,297 @@
+"""What the background of a save does: files, parts of files, and when they get their names.
+
+Rank 0 makes the file (or the directory), under a temporary name, and tells the others; every rank
+writes its part of it and makes that durable; when all have, rank 0 gives the name, then moves
+`latest`, then tells the others. A process alone is rank 0 of one.
+
+Whoever fails tells the others (`_ranks.Round.fail`), and rank 0 removes what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import shutil
+import stat
+import struct
+
+from nvmeio import files
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.checkpoint import _generations
+from nvmeio.checkpoint._commit import (
+    Replacement,
+    allocate,
+    exchange,
+    sync_directory,
+    temporary_name,
+)
+from nvmeio.checkpoint._job import Job
+from nvmeio.checkpoint._layout import Layout
+from nvmeio.checkpoint._locks import lock_alone
+from nvmeio.checkpoint._writing import Crc, finish, padded_nbytes, unfinished_pages, write_part
+from nvmeio.errors import TransferError
+from nvmeio.files import File
+
+_CRC = struct.Struct("<QQQI")
+
+
+class OneFile(Job):
+    """A save into one file, of which each rank writes a part: they all have the same state."""
+
+    LAYOUT = "one"
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint will be."""
+        return _generations.file_path(self.setup.directory, self.step)
+
+    def parts(self, source: Layout) -> list[tuple[int, int]]:
+        """Even parts of whole pages."""
+        pages, size = padded_nbytes(source) // PAGE_BYTES, self.round.size
+        cuts = [pages * rank // size * PAGE_BYTES for rank in range(size + 1)]
+        return list(itertools.pairwise(cuts))
+
+    def pages_beside(self, source: Layout) -> list[int]:
+        """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
+        if self.round.rank or self.round.size == 1 or not self.setup.checksum:
+            return []
+        return unfinished_pages(source, self.parts(source))
+
+    def write(self) -> bool | None:
+        """Write this rank's part, and commit all of them."""
+        if self.round.rank == 0:
+            return self._write_and_commit()
+        place = self.round.get("place", 0).decode()
+        with files.open(os.path.join(self.setup.directory, place), "r+") as file:
+            crcs = self._write_part(file)
+            _sync(file)
+            self.round.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
+        self.round.get("end", 0)
+        return None
+
+    def _write_and_commit(self) -> bool:
+        setup = self.setup
+        old = _make_room(self)
+        with Replacement(self.path, recycle=old) as replacement:
+            source = self._source()
+            if old is not None and not replacement.recycled:
+                with contextlib.suppress(OSError):
+                    os.unlink(old)  # somebody reads it: let them, and have its blocks later
+            replacement.reserve(padded_nbytes(source))
+            self.round.put("place", os.path.basename(replacement.temporary).encode())
+            crcs = self._write_part(replacement.file)
+            if self.round.size > 1:
+                for rank in range(1, self.round.size):
+                    crcs += map(Crc._make, _CRC.iter_unpack(self.round.get("part", rank)))
+                layout = self._snapshot_layout()
+                finish(setup.get_handle(), replacement.file, layout, self.parts(source), crcs)
+            replacement.truncate(source.nbytes)
+            self.check_cancelled()
+            _stamp(replacement.file, setup.directory)
+            replacement.commit()
+        _generations.set_latest(setup.directory, os.path.basename(self.path))
+        self.round.put("end", b"")
+        _trim(self)
+        return replacement.recycled
+
+    def _write_part(self, file: File) -> list[Crc]:
+        start, end = self.parts(self._source())[self.round.rank]
+        return write_part(
+            self.setup.get_handle(),
+            file,
+            self._snapshot_layout(),
+            start,
+            end,
+            checksum=self.setup.checksum,
+            flight=self.flight,
+        )
+
+    def _source(self) -> Layout:
+        assert self.source is not None  # until the background is over
+        return self.source
+
+    def _snapshot_layout(self) -> Layout:
+        assert self.snapshot is not None  # until the background is over
+        return self.snapshot.layout
+
+
+class FileOfEachRank(Job):
+    """A save into one file per rank, in a directory: each has a state of its own."""
+
+    LAYOUT = "per_rank"
+
+    @property
+    def path(self) -> str:
+        """Where the directory will be."""
+        return _generations.ranks_path(self.setup.directory, self.step)
+
+    def parts(self, source: Layout) -> list[tuple[int, int]]:
+        """All of it, whichever rank."""
+        return [(0, padded_nbytes(source))] * self.round.size
+
+    def pages_beside(self, source: Layout) -> list[int]:
+        """None: no rank writes another one's file."""
+        return []
+
+    def write(self) -> bool | None:
+        """Write this rank's file, and commit all of them."""
+        if self.round.rank:
+            place = self.round.get("place", 0).decode()
+            recycled = self._write_file(os.path.join(self.setup.directory, place))
+            self.round.get("end", 0)
+            return recycled
+        setup = self.setup
+        temporary = self._make_directory()
+        try:
+            self.round.put("place", os.path.basename(temporary).encode())
+            recycled = self._write_file(temporary)
+            names = [_rank_name(rank) for rank in range(self.round.size)]
+            told = [self.round.get("part", rank) for rank in range(1, self.round.size)]
+            sizes = [self._nbytes(), *map(int, told)]
+            self.check_cancelled()
+            self._commit(temporary, dict(zip(names, sizes, strict=True)))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _generations.set_latest(setup.directory, os.path.basename(self.path))
+        self.round.put("end", b"")
+        _trim(self)
+        return recycled
+
+    def _make_directory(self) -> str:
+        """An old directory under a temporary name, or a new one."""
+        old = _make_room(self)
+        taken = None if old is None else _generations.take_directory(old)
+        if taken is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(taken, _generations.INDEX))
+            return taken
+        temporary = temporary_name(*os.path.split(self.path))
+        try:
+            os.mkdir(temporary)
+        except OSError as failed:
+            raise self._error(failed, "open") from failed
+        return temporary
+
+    def _write_file(self, directory: str) -> bool:
+        assert self.snapshot is not None  # until the background is over
+        path = os.path.join(directory, _rank_name(self.round.rank))
+        layout = self.snapshot.layout
+        recycled = _clear_way(path)
+        with files.open(path, "rw") as file:
+            opened = file.acquire(True)
+            try:
+                allocate(opened.any_fd(), padded_nbytes(layout), path)
+                write_part(
+                    self.setup.get_handle(),
+                    file,
+                    layout,
+                    checksum=self.setup.checksum,
+                    flight=self.flight,
+                )
+                os.ftruncate(opened.any_fd(), layout.nbytes)
+            except OSError as failed:
+                raise self._error(failed, "truncate") from failed
+            finally:
+                opened.release()
+            _sync(file)
+        sync_directory(directory)
+        self.round.put("part", str(layout.nbytes).encode())
+        return recycled
+
+    def _commit(self, temporary: str, sizes: dict[str, int]) -> None:
+        """Write the index, make all names durable, and give the directory its own."""
+        try:
+            for name in set(os.listdir(temporary)) - set(sizes):
+                os.unlink(os.path.join(temporary, name))  # of more ranks, once
+            index = {"format": 1, "step": self.step, "files": sizes}
+            with open(os.path.join(temporary, _generations.INDEX), "w", encoding="utf-8") as file:
+                json.dump(index, file, indent=1)
+                file.flush()
+                _generations.stamp(file.fileno(), self.setup.directory)
+                os.fsync(file.fileno())
+            sync_directory(temporary)
+            if os.path.isdir(self.path):
+                exchange(temporary, self.path)
+                sync_directory(self.setup.directory)
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                os.rename(temporary, self.path)
+                sync_directory(self.setup.directory)
+        except OSError as failed:
+            raise self._error(failed, "rename") from failed
+
+    def _nbytes(self) -> int:
+        assert self.source is not None  # until the background is over
+        return self.source.nbytes
+
+    def _error(self, failed: OSError, operation: str) -> OSError:
+        if isinstance(failed, TransferError):
+            return failed
+        return TransferError(failed.errno or errno.EIO, operation=operation, path=self.path)
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _make_room(job: Job) -> str | None:
+    """Remove what is one too many; the path of the checkpoint that is to be recycled."""
+    setup = job.setup
+    going = _generations.surplus(setup.directory, setup.keep, job.path)
+    usable = [each for each in going if each.of_ranks == (job.LAYOUT == "per_rank")]
+    recycled = usable[0] if usable and setup.recycle else None
+    for each in going:
+        if each is not recycled:
+            _generations.remove(each)
+    return None if recycled is None else recycled.path
+
+
+def _trim(job: Job) -> None:
+    """After the commit: without recycling, nothing beyond `keep` stays."""
+    setup = job.setup
+    if not setup.recycle:
+        for each in _generations.surplus(setup.directory, setup.keep, job.path):
+            _generations.remove(each)
+
+
+def _clear_way(path: str) -> bool:
+    """Whether an old file may be overwritten; one that somebody else uses is unlinked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+    try:
+        facts = os.fstat(fd)
+        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and lock_alone(fd):
+            return True
+    finally:
+        os.close(fd)
+    os.unlink(path)
+    return False
+
+
+def _sync(file: File) -> None:
+    """Make what was written durable (fdatasync)."""
+    opened = file.acquire(True)
+    try:
+        os.fdatasync(opened.any_fd())
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO, operation="fsync", path=file.path
+        ) from failed
+    finally:
+        opened.release()
+
+
+def _stamp(file: File, directory: str) -> None:
+    opened = file.acquire(True)
+    try:
+        _generations.stamp(opened.any_fd(), directory)
+    finally:
+        opened.release()

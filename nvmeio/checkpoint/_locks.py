@@ -1,0 +1,151 @@
+"""Locks that say who uses a checkpoint: readers share it, whoever overwrites it has it alone.
+
+A `Checkpointer` overwrites its oldest file in place, under another name. A reader that has opened
+that file before must not find other bytes in it. So readers hold a shared flock for as long as they
+read, and a file is recycled only under an exclusive one. Source: man 2 flock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+
+from nvmeio import files
+from nvmeio.errors import TransferError
+from nvmeio.files import File
+
+# Whoever renames a file holds its lock for a moment while it still has its name.
+_PATIENCE_S = 2.0
+_PAUSE_S = 0.001
+_ATTEMPTS = 5
+
+
+@contextlib.contextmanager
+def open_reading(path: str | os.PathLike[str]) -> Iterator[File]:
+    """Open a file that will not be recycled while the body reads it.
+
+    Raises:
+        TransferError: It cannot be opened, or was recycled again and again; or, where locks do not
+            work, it was recycled while the body read it.
+
+    Cost: two system calls more than `files.open`.
+    """
+    for _ in range(_ATTEMPTS):
+        with files.open(path) as file:
+            opened = file.acquire(False)
+            try:
+                with reading(opened.any_fd(), path) as is_it:
+                    if is_it:
+                        yield file
+                        return
+            finally:
+                opened.release()
+    raise _recycled(path)
+
+
+@contextlib.contextmanager
+def reading(fd: int, path: str | os.PathLike[str]) -> Iterator[bool]:
+    """Keep an open file or directory from being recycled while the body reads it.
+
+    Args:
+        fd: Open on it.
+        path: By which it was opened.
+
+    Yields:
+        False if it was recycled before it could be locked: to be opened once more, then.
+
+    Raises:
+        TransferError: Locks do not work there, and it was recycled while the body read it.
+    """
+    locked = _lock_shared(fd, path)
+    try:
+        if _is_recycled(fd, path):
+            yield False
+            return
+        yield True
+        if not locked and _is_recycled(fd, path):
+            raise _recycled(path)
+    finally:
+        if locked:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _is_recycled(fd: int, path: str | os.PathLike[str]) -> bool:
+    """Whether an open file has another name now. With none at all it is the reader's own."""
+    facts = os.fstat(fd)
+    if not facts.st_nlink:
+        return False
+    try:
+        return not os.path.samestat(os.stat(path), facts)
+    except OSError:
+        return True
+
+
+def _recycled(path: str | os.PathLike[str]) -> TransferError:
+    return TransferError(
+        errno.ESTALE,
+        operation="open",
+        path=os.fspath(path),
+        detail="the checkpoint was recycled while it was being read; open the latest one",
+    )
+
+
+def _lock_shared(fd: int, path: str | os.PathLike[str]) -> bool:
+    """Whether the lock is held; without it the caller has to look again when it has read."""
+    patience = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False  # no locks on this file system
+        # Else somebody else's lock, for reasons of their own, or a writer that is just done.
+        if _is_recycled(fd, path) or time.monotonic() > patience:
+            return False
+        time.sleep(_PAUSE_S)
+
+
+def lock_alone(fd: int) -> bool:
+    """Take an exclusive lock if nobody has one; False where locks do not work."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def lock_directory(directory: str) -> int:
+    """Become the only one that saves into a directory.
+
+    Returns:
+        A descriptor that holds the lock until it is closed, by this process and by the children
+        that it forks.
+
+    Raises:
+        TransferError: Somebody else has the lock (EBUSY), or the directory cannot be opened.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise TransferError(
+            errno.EBUSY,
+            operation="open",
+            path=directory,
+            detail="another Checkpointer saves into this directory (in this process, in another, "
+            "or in a child that one left behind): close it, or choose another directory",
+        ) from None
+    except OSError:
+        pass  # no locks on this file system
+    return fd

@@ -1,0 +1,222 @@
+"""The saves of one Checkpointer, one after another, and what they share.
+
+Apart from `Checkpointer` itself, so that one that is dropped can warn while this goes on: the
+thread that writes holds this, not that.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from nvmeio.checkpoint import _generations
+from nvmeio.checkpoint._flight import Cancelled
+from nvmeio.checkpoint._job import Job, Setup
+from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
+from nvmeio.checkpoint._locks import lock_directory
+from nvmeio.checkpoint._ranks import Ranks
+from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint._snapshot import SnapshotMemory
+from nvmeio.errors import ClosedError
+from nvmeio.handle import AioHandle
+
+# How often a wait looks whether it was cancelled.
+_LOOK_S = 0.05
+
+JOBS: dict[str, type[Job]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
+
+
+class Saver:
+    """What saves. Parameters as for `Checkpointer`, checked already."""
+
+    def __init__(
+        self,
+        directory: str,
+        keep: int,
+        handle: AioHandle | None,
+        ranks: Ranks,
+        memory_bytes: int | None,
+        checksum: bool,
+        layout: str,
+        recycle: bool,
+    ) -> None:
+        self.directory = directory
+        self.setup = Setup(
+            directory,
+            keep,
+            recycle,
+            checksum,
+            SnapshotMemory(memory_bytes),
+            ranks,
+            self.get_handle,
+            self._claim,
+        )
+        self._new_job = JOBS[layout]
+        self._handle = handle
+        self._own = handle is None
+        self._opening = threading.Lock()
+        self._lock_fd = -1
+        self._turn = threading.Lock()  # one call of save or close at a time
+        self._job: Job | None = None  # the last one whose snapshot was taken
+        self._saves = 0
+        self._pid = os.getpid()
+        self.closed = False
+
+    # Saving
+
+    def save(self, call: Call, state: object, step: int) -> SaveReport:
+        """Take a snapshot, once the save before is durable; see `Checkpointer.save_sync`."""
+        began = time.perf_counter()
+        self.check_open()
+        while not self._turn.acquire(timeout=_LOOK_S):
+            call.check()
+        try:
+            self.check_open()
+            job = self._job
+            while job is not None and not job.wait(_LOOK_S):
+                call.check()
+            self.raise_failure()
+            self._saves += 1
+            call.job = job = self._new_job(self.setup, step, self._saves)
+            call.check()
+            report = job.take(state, began)
+            self._job = job
+            return report
+        finally:
+            self._turn.release()
+
+    def raise_failure(self) -> SaveReport | None:
+        """The report of the last save, once that is over; its failure is raised once.
+
+        Raises:
+            Exception: Why it failed.
+        """
+        job = self._job
+        if job is None:
+            return None
+        try:
+            return job.result()
+        except BaseException:
+            if self._job is job:
+                self._job = None
+            raise
+
+    def wait(self, timeout: float | None) -> SaveReport | None:
+        """See `Checkpointer.wait_sync`."""
+        self.check_process()
+        job = self._job
+        if job is not None and not job.wait(timeout):
+            raise TimeoutError(
+                f"step {job.step} is not durable after {timeout} s; it is being written"
+            )
+        return self.raise_failure()
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where nothing can be saved."""
+        self.check_process()
+        if self.closed:
+            raise ClosedError(f"the Checkpointer of {self.directory} is closed; make a new one")
+
+    def check_process(self) -> None:
+        """Raise `ClosedError` in a forked child."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the Checkpointer of {self.directory} belongs to the parent of this forked "
+                "process; make one here, of another directory"
+            )
+
+    # What all saves share
+
+    def get_handle(self) -> AioHandle:
+        """The caller's handle, or one that lives as long as this."""
+        with self._opening:
+            if self._handle is None:
+                self._handle = AioHandle.tuned(self.directory)
+            return self._handle
+
+    @property
+    def open_handle(self) -> AioHandle | None:
+        """The handle, if there is one yet."""
+        return self._handle
+
+    def _claim(self) -> None:
+        """Make the directory, and be the only one that saves there."""
+        if self._lock_fd < 0:
+            _generations.make_directory(self.directory)
+            self._lock_fd = lock_directory(self.directory)
+        _generations.remove_dead(self.directory)
+
+    # The end
+
+    def close(self) -> None:
+        """See `Checkpointer.close`."""
+        if os.getpid() != self._pid:
+            self.closed = True
+            return
+        with self._turn:
+            if self.closed:
+                return
+            self.closed = True
+            job = self._job
+            if job is not None:
+                job.wait(None)
+            self._release()
+        self.raise_failure()
+
+    def abandon(self) -> None:
+        """Nobody has this any more: what is being written is finished, then all is given back."""
+        if os.getpid() != self._pid or self.closed:
+            return
+        self.closed = True
+        job = self._job
+        if job is None:
+            self._release()
+        else:
+            job.call_when_done(self._release)
+
+    def _release(self) -> None:
+        self.setup.memory.release()
+        handle, self._handle = self._handle, None
+        if handle is not None and self._own:
+            handle.close()
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def unfinished(self) -> Job | None:
+        """The save that is being written, or whose failure nobody has seen."""
+        job = self._job
+        if job is None:
+            return None
+        return job if not job.done() or job.failed() else None
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call something once nothing is being written; at once if nothing is."""
+        job = self._job
+        if job is None:
+            call()
+        else:
+            job.call_when_done(call)
+
+
+class Call:
+    """One call of `save`, which another thread may cancel."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Stop soon; from any thread."""
+        self._cancelled = True
+        job = self.job
+        if job is not None:
+            job.cancel()
+
+    def check(self) -> None:
+        """Raise Cancelled if it was cancelled."""
+        if self._cancelled:
+            raise Cancelled

@@ -1,0 +1,359 @@
+"""A copy of a state's bytes in memory that is kept: what is saved while training goes on.
+
+The snapshot of a part [start, end) of a file is a window that moves over it. Byte `o` of the file
+lies at ``(o - start) % capacity`` of one arena, so memory keeps the alignment of the file, and all
+that has to be known is how far the copying and the writing have come:
+
+    start        written                  copied                    end
+      ├─ free again ─┼─ copied, to be written ─┼─ not copied yet ───────┤
+                     └──── at most capacity ────┘
+
+Where the arena holds the whole part nothing is ever waited for. Where it does not, copying goes on
+as writes finish: slower, and never with more memory.
+
+The arena is nvmeio's own memory: on huge pages, touched once, and reused by every later snapshot.
+Copies are memmoves of some MiB each, without the GIL, by a few threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio import _memory, buffers
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.checkpoint._flight import FLIGHT_BYTES, Cancelled
+from nvmeio.checkpoint._layout import Layout, Record
+
+# Two chunks in flight and two being copied (`_writing.CHUNK_BYTES`): below this it cannot go on.
+LEAST_BYTES = 64 << 20
+
+# Wait for this much free memory before copying on: a smaller step costs more than it brings.
+_STEP_BYTES = 8 << 20
+
+# One memmove. Smaller ones leave the GIL and take it again too often, larger ones let a thread
+# wait for the other at the end.
+_COPY_BYTES = 16 << 20
+
+# One core copies 10 to 14 GB/s; a few of them reach what the memory gives.
+_MOST_THREADS = 8
+
+
+class SnapshotMemory:
+    """The arena of one Checkpointer; grows up to a budget, and is reused.
+
+    Args:
+        budget_bytes: What it may take at most; at least `LEAST_BYTES` is used. None: as much as
+            the state, but no more than half of what the machine has available then.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self._budget = None if budget_bytes is None else max(budget_bytes, LEAST_BYTES)
+        self._arena: torch.Tensor | None = None
+        self._pinned = False
+
+    def arena(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        """Memory for `nbytes` bytes, or as much as the budget allows, in whole pages.
+
+        That of the snapshot before, where it is large enough.
+
+        Args:
+            nbytes: How much would be best.
+            pinned: Page-locked, for copies from a GPU, where the process may lock that much.
+
+        Raises:
+            MemoryError: There is not even the least.
+        """
+        nbytes = _memory.round_up(max(nbytes, 1), PAGE_BYTES)
+        wanted = self._allowed(nbytes)
+        old = self._arena
+        if (
+            old is not None
+            and (self._pinned or not pinned)
+            # With no budget the allowance moves with what the machine has available.
+            and (old.nbytes >= wanted or wanted < min(nbytes, old.nbytes * 5 // 4))
+        ):
+            return old
+        self._arena = None
+        del old  # the old one first, so that there are never two
+        self._arena = _new_arena(wanted, pinned)
+        self._pinned = pinned
+        return self._arena
+
+    def _allowed(self, nbytes: int) -> int:
+        held = 0 if self._arena is None else self._arena.nbytes
+        if nbytes <= max(held, LEAST_BYTES):
+            return nbytes
+        budget = self._budget
+        if budget is None:
+            # What is held already counts as available: it would be given back first.
+            available = _memory.available_bytes()
+            budget = nbytes if available is None else max((available + held) // 2, held)
+        budget = max(budget // PAGE_BYTES * PAGE_BYTES, LEAST_BYTES)
+        return min(nbytes, budget)
+
+    @property
+    def nbytes(self) -> int:
+        """What is held."""
+        return 0 if self._arena is None else self._arena.nbytes
+
+    def release(self) -> None:
+        """Give the memory back, once its last user is gone."""
+        self._arena = None
+
+
+class Snapshot:
+    """The bytes of a layout's storages within a part of the file, as they are now.
+
+    One thread calls `take`; another writes `layout`, and tells by `written` how far it is.
+
+    Args:
+        memory: Where it may live.
+        source: The layout, with the storages themselves.
+        start: First byte of the part; a multiple of 4096.
+        end: First byte behind it.
+        also: Pages (their offsets) outside of the part whose storages' bytes are wanted too.
+
+    Attributes:
+        layout: The same layout on the snapshot's memory.
+        copied_bytes: Bytes that `take` has copied.
+        stalled_s: How long `take` waited for memory, in seconds.
+
+    Raises:
+        MemoryError: There is no room for it.
+    """
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        source: Layout,
+        start: int,
+        end: int,
+        also: Sequence[int] = (),
+    ) -> None:
+        self._records = [record for record in source.records if _overlap(record, start, end)]
+        self._start, self._end = start, end
+        self._devices = {_device_of(record) for record in source.records}
+        self._aside = _bytes_in_pages(source.records, also)
+        self._arena = memory.arena(end - start, any(d.type == "cuda" for d in self._devices))
+        self._copied = self._written = start
+        self._stopped = False
+        self._changed = threading.Condition()
+        self.copied_bytes = 0
+        self.stalled_s = 0.0
+        self.layout = source._replace(
+            records=[
+                record._replace(data=self._reader(index, record))
+                for index, record in enumerate(source.records)
+            ]
+        )
+
+    # The copying side
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it is held at once; else the writer has to run beside `take`."""
+        return self._end - self._start <= self._arena.nbytes
+
+    def take(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Copy all of it; waits for memory where not everything fits.
+
+        Args:
+            progress: Called now and then.
+
+        Raises:
+            Cancelled: `stop` was called.
+        """
+        for device in self._devices:
+            _wait_for(device)
+        while self._copied < self._end:
+            window = self._wait_for_room()
+            tasks = list(self._tasks(self._copied, window))
+            _copy_all(tasks, lambda: self._stopped)
+            progress()
+            with self._changed:
+                self._copied = window
+                self._changed.notify_all()
+        self._records = []  # the state is the caller's again
+        if self._stopped:
+            raise Cancelled
+
+    def _wait_for_room(self) -> int:
+        """Up to where the file's bytes can be copied now."""
+        wanted = min(self._end - self._copied, _STEP_BYTES)
+        with self._changed:
+            began = time.perf_counter()
+            while not self._stopped:
+                free = self._arena.nbytes - (self._copied - self._written)
+                if free >= wanted:
+                    break
+                self._changed.wait()
+            if self._copied > self._start:
+                self.stalled_s += time.perf_counter() - began
+            if self._stopped:
+                raise Cancelled
+            return min(self._copied + free, self._end)
+
+    def _tasks(self, start: int, end: int) -> Iterator[_Copy]:
+        """The copies of the file's bytes in [start, end)."""
+        for record in self._records:
+            if not _overlap(record, start, end):
+                continue
+            position, stop = max(record.offset, start), min(record.end, end)
+            while position < stop:
+                at = self._at(position)
+                nbytes = min(stop - position, _COPY_BYTES, self._arena.nbytes - at)
+                yield _Copy(self._arena, at, record, position - record.offset, nbytes)
+                self.copied_bytes += nbytes
+                position += nbytes
+
+    def stop(self) -> None:
+        """Wake whoever waits, with `Cancelled`; from any thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    # The writing side
+
+    def written(self, end: int) -> None:
+        """All of the file's bytes before `end` are in the file: their memory is free again."""
+        with self._changed:
+            self._written = max(self._written, min(end, self._end))
+            self._changed.notify_all()
+
+    @property
+    def most_in_flight_bytes(self) -> int:
+        """What may be in flight at once, so that there is memory to copy into beside it."""
+        return FLIGHT_BYTES if self.fits else min(self._arena.nbytes // 2, FLIGHT_BYTES)
+
+    def _reader(self, index: int, record: Record) -> Callable[[int, int], torch.Tensor]:
+        offset = record.offset
+
+        def read(at: int, nbytes: int) -> torch.Tensor:
+            for low, data in self._aside.get(index, ()):
+                if low <= at and at + nbytes <= low + data.nbytes:
+                    return data[at - low : at - low + nbytes]
+            return self._read(offset + at, nbytes)
+
+        return read
+
+    def _read(self, position: int, nbytes: int) -> torch.Tensor:
+        end = position + nbytes
+        if not self._start <= position <= end <= self._end:
+            raise ValueError(f"[{position}, {end}) is not of the part [{self._start}, {self._end})")
+        with self._changed:
+            while self._copied < end and not self._stopped:
+                self._changed.wait()
+            if self._stopped:
+                raise Cancelled
+        at = self._at(position)
+        first = self._arena[at : at + nbytes]
+        if first.nbytes == nbytes:
+            return first
+        return torch.cat((first, self._arena[: nbytes - first.nbytes]))  # around the arena's end
+
+    def _at(self, position: int) -> int:
+        return (position - self._start) % self._arena.nbytes
+
+
+class _Copy(NamedTuple):
+    arena: torch.Tensor
+    at: int
+    record: Record
+    offset: int
+    nbytes: int
+
+    def run(self) -> None:
+        data = self.record.data
+        assert isinstance(data, torch.Tensor)  # a layout that was just planned
+        if data.is_cpu:
+            source = data.data_ptr() + self.offset
+            ctypes.memmove(self.arena.data_ptr() + self.at, source, self.nbytes)
+            return
+        to = self.arena[self.at : self.at + self.nbytes]
+        to.copy_(data[self.offset : self.offset + self.nbytes], non_blocking=True)
+
+    @property
+    def on_cpu(self) -> bool:
+        return _device_of(self.record).type == "cpu"
+
+
+def _copy_all(tasks: Sequence[_Copy], stopped: Callable[[], bool]) -> None:
+    """Run copies in a few threads; device copies are queued by this one, and waited for."""
+    devices = {_device_of(task.record) for task in tasks if not task.on_cpu}
+    for task in tasks:
+        if not task.on_cpu:
+            task.run()
+    queue = iter([task for task in tasks if task.on_cpu])
+    taking = threading.Lock()
+
+    def work() -> None:
+        while not stopped():
+            with taking:
+                task = next(queue, None)
+            if task is None:
+                return
+            task.run()
+
+    large = sum(task.nbytes for task in tasks if task.on_cpu) // _COPY_BYTES
+    others = min(torch.get_num_threads(), _MOST_THREADS, large) - 1
+    threads = [
+        threading.Thread(target=work, name="nvmeio-snapshot", daemon=True) for _ in range(others)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        work()
+    finally:
+        for thread in threads:
+            thread.join()
+        for device in devices:
+            _wait_for(device)
+
+
+def _device_of(record: Record) -> torch.device:
+    return record.data.device if isinstance(record.data, torch.Tensor) else torch.device("cpu")
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the device has done all that was asked of it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def _overlap(record: Record, start: int, end: int) -> bool:
+    return record.offset < end and start < record.end
+
+
+def _bytes_in_pages(
+    records: Sequence[Record], pages: Sequence[int]
+) -> dict[int, list[tuple[int, torch.Tensor]]]:
+    """Copies of the storages' bytes in some pages: (offset in the record, bytes), by record."""
+    found: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    ends = [record.end for record in records]
+    for page in pages:
+        for index in range(bisect_right(ends, page), len(records)):
+            record = records[index]
+            if record.offset >= page + PAGE_BYTES:
+                break
+            low = max(page - record.offset, 0)
+            high = min(page + PAGE_BYTES, record.end) - record.offset
+            assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
+            data = record.data[low:high].to("cpu", copy=True)
+            found.setdefault(index, []).append((low, data))
+    return found
+
+
+def _new_arena(nbytes: int, pinned: bool) -> torch.Tensor:
+    if pinned:
+        try:
+            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
+        except OSError:
+            pass  # no right to page-lock so much: the copies are slower, nothing else
+    return buffers.empty_aligned(nbytes, dtype=torch.uint8)

@@ -1,0 +1,400 @@
+"""`Checkpointer`: checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import operator
+import os
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nvmeio.checkpoint import _generations
+from nvmeio.checkpoint._in_thread import in_thread
+from nvmeio.checkpoint._loading import MapLocation
+from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, Ranks
+from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint._restoring import Restoring
+from nvmeio.checkpoint._saver import JOBS, Call, Saver
+from nvmeio.errors import TransferError
+from nvmeio.handle import AioHandle
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Checkpointer:
+    """Saves the state of a training loop, step by step, into a directory.
+
+    `save` copies the state and returns; the copy is written in the background, and the state may
+    change meanwhile. Files are ordinary torch checkpoints, ``step-00000012.pt``, that every
+    `torch.load` reads; the link ``latest`` leads to the one that was completed last.
+
+    ::
+
+        async with nvmeio.Checkpointer("checkpoints", keep=3) as ckpt:
+            for step in range(first, last):
+                train(state)
+                await ckpt.save(state, step)  # or, without an event loop, ckpt.save_sync
+
+    What holds at every moment, also after ``kill -9`` or a loss of power: every file called
+    ``step-…`` is complete and durable; `keep` of them are there, once so many were saved;
+    ``latest`` leads to one of them. What a killed process left is removed by the next save.
+
+    With `keep` checkpoints beside it, the oldest file is overwritten in place by the next save,
+    under a temporary name: in the steady state there are ``keep + 1`` files, and a save takes
+    about half the time of one into a new file. Nobody who reads with nvmeio is disturbed by that
+    (it holds a shared flock, and a file that somebody holds is not recycled). Other programs that
+    read the *oldest* file for long, or map it (``torch.load(mmap=True)``), should hold a shared
+    flock too, or make a hard link of it, which is never overwritten; or pass ``recycle=False``.
+
+    Several processes may restore from a directory while one saves into it.
+
+    With a process group all its ranks save together, and each must call every save in the same
+    order with the same step. Nothing is sent through the group, so that the background never meets
+    collectives of the training: the ranks talk through the store of torch.distributed. A save is
+    complete when all ranks have written; where one fails or dies, all others get an error within
+    `timeout_s`, and the checkpoint before stays the latest.
+
+    Args:
+        directory: Made by the first save if it is missing. One Checkpointer saves into it.
+        keep: How many checkpoints stay whole at every moment, 1 or more. A directory with more
+            loses its oldest ones at the first save.
+        handle: Moves the bytes, and stays open. None opens one with the setting that is stored
+            for the file system (`AioHandle.tuned`), at the first save.
+        process_group: A `torch.distributed.ProcessGroup` of any backend. All its members make
+            their Checkpointers in the same order; the directory is one that all of them see.
+        memory_bytes: The most that snapshots may take, of each process; 64 MiB are needed. A state
+            that is larger is saved all the same, but `save` takes as long as writing it. None: as
+            much as the state, and no more than half of what the machine has available.
+        checksum: Write the CRC-32 of every record.
+        layout: Of several ranks. "one": all have the same state, and each writes an even part of
+            one file, which is loaded with any number of ranks. "per_rank": each has a state of its
+            own, which goes into a file of its own, in a directory ``step-00000012``.
+        recycle: Overwrite the oldest file. Without, it is deleted, there are `keep` files, and each
+            save is one into a new file.
+        timeout_s: How long a rank may make no progress before the others give it up, in seconds.
+
+    Raises:
+        TypeError, ValueError: A parameter is none of these.
+        TransferError: `directory` is a file.
+
+    Cost: the memory of one snapshot, allocated by the first save and kept; 16 MiB of staging, and
+    the handle's own.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 3,
+        handle: AioHandle | None = None,
+        process_group: ProcessGroup | None = None,
+        *,
+        memory_bytes: int | None = None,
+        checksum: bool = True,
+        layout: str = "one",
+        recycle: bool = True,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        path = _checked_directory(directory)
+        _checked_count("keep", keep, 1)
+        if memory_bytes is not None:
+            _checked_count("memory_bytes", memory_bytes, 1)
+        if layout not in JOBS:
+            raise ValueError(f"layout must be 'one' or 'per_rank', not {layout!r}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be more than 0 seconds, not {timeout_s!r}")
+        if handle is not None and not isinstance(handle, AioHandle):
+            raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
+        self._ranks = Ranks(process_group, path, timeout_s)
+        self._keep = keep
+        self._saver = Saver(
+            path,
+            keep,
+            handle,
+            self._ranks,
+            memory_bytes,
+            bool(checksum),
+            layout,
+            bool(recycle),
+        )
+
+    # Saving
+
+    async def save(self, state: object, step: int) -> SaveReport:
+        """Take a snapshot of a state; it is written in the background.
+
+        Returns once the snapshot is taken, from when on the state may change. The event loop goes
+        on meanwhile: a thread does the work. A save whose predecessor is still being written waits
+        until that is durable: memory holds one snapshot.
+
+        Args:
+            state: Anything that torch.save takes, on any device; must not change before this
+                returns.
+            step: The number of the checkpoint, 0 or more. One that exists is replaced, at once. A
+                smaller one than before is the latest all the same: the order is that of saving.
+
+        Returns:
+            What was copied, and how long it took; not durable yet (see `wait`).
+
+        Raises:
+            Exception: The failure of the save before, which nobody has seen yet. The state was not
+                saved: call again.
+            TransferError: Another Checkpointer saves into the directory; with several ranks, one
+                failed or is gone; where the state is larger than `memory_bytes`, the disk is full
+                or the drive failed.
+            ValueError: `step` is negative; the ranks do not save the same.
+            TypeError: `step` is no int.
+            MemoryError: There is no room for the snapshot.
+            ClosedError: It is closed, or belongs to the parent of this forked process.
+
+        After an error or cancellation: nothing of this save is left, and older checkpoints are as
+        they were. Cancelling takes as long as copying some MiB; of several ranks, the others get an
+        error.
+
+        Cost: one copy of the state at the speed of memory (of this rank's part with
+        ``layout="one"``), and the pickling: about 15 us a tensor. The first save allocates the
+        memory as well.
+        """
+        number = _checked_step(step)
+        call = Call()
+        return await in_thread(lambda: self._saver.save(call, state, number), call.cancel)
+
+    def save_sync(self, state: object, step: int) -> SaveReport:
+        """`save`, blocking: returns once the snapshot is taken. Everything else is as for that."""
+        number = _checked_step(step)
+        call = Call()
+        return self._saver.save(call, state, number)
+
+    # Waiting
+
+    async def wait(self) -> SaveReport | None:
+        """Wait until what was saved is durable, and ``latest`` leads to it.
+
+        Returns:
+            The report of the last save; None if there was none.
+
+        Raises:
+            Exception: It failed. Raised once, by this or the next call; older checkpoints are as
+                they were.
+
+        Cancelling it cancels no save.
+        """
+        self._saver.check_process()
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                loop.call_soon_threadsafe(over.set)
+
+        self._saver.when_done(wake)
+        await over.wait()
+        return self._saver.raise_failure()
+
+    def wait_sync(self, timeout: float | None = None) -> SaveReport | None:
+        """`wait`, blocking.
+
+        Args:
+            timeout: Seconds at most; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: Not durable in time; it is being written further.
+            Exception: As for `wait`.
+        """
+        return self._saver.wait(timeout)
+
+    # Restoring
+
+    def restore(
+        self,
+        step: int | None = None,
+        map_location: MapLocation = None,
+        weights_only: bool = True,
+        *,
+        rank: int | None = None,
+    ) -> Any:
+        """Load a checkpoint of the directory, as `nvmeio.load` does.
+
+        Args:
+            step: Which; None for the latest. Where ``latest`` is missing or leads nowhere, that is
+                the one that was completed last, and the log says so.
+            map_location: As for torch.load.
+            weights_only: As for torch.load.
+            rank: Of a checkpoint with one file per rank, the state of which.
+
+        Returns:
+            The state. Of a checkpoint with one file per rank, and without `rank`: this rank's own
+            where there are as many ranks now as then, else the list of all states, by rank.
+
+        Raises:
+            TransferError: There is no such step (a `FileNotFoundError`; says which there are), or
+                it cannot be read.
+            IntegrityError: It is damaged; says where.
+            ValueError: It has no file of such a rank.
+            Exception: As for `nvmeio.load`.
+
+        Works on a closed Checkpointer, too. No rank waits for another.
+        """
+        return self._restoring(step, map_location, weights_only, rank).run()
+
+    async def async_restore(
+        self,
+        step: int | None = None,
+        map_location: MapLocation = None,
+        weights_only: bool = True,
+        *,
+        rank: int | None = None,
+    ) -> Any:
+        """`restore`, awaited: a thread does it. Cancelling stops the reading."""
+        work = self._restoring(step, map_location, weights_only, rank)
+        return await in_thread(work.run, work.cancel)
+
+    def _restoring(
+        self, step: int | None, map_location: MapLocation, weights_only: bool, rank: int | None
+    ) -> Restoring:
+        number = None if step is None else _checked_step(step)
+        if rank is not None:
+            _checked_count("rank", rank, 0)
+        return Restoring(
+            self.directory,
+            number,
+            map_location,
+            weights_only,
+            rank,
+            self._ranks.size,
+            self._ranks.rank,
+            self._saver.open_handle,
+        )
+
+    def steps(self) -> list[int]:
+        """The steps that are complete, in ascending order; [] if there is no directory.
+
+        In the steady state ``keep + 1`` of them: the next save overwrites the oldest.
+        """
+        return sorted({each.step for each in _generations.generations(self.directory)})
+
+    def latest_step(self) -> int | None:
+        """The step that `restore` would load; None if there is none."""
+        newest = _generations.newest(self.directory)
+        return None if newest is None else newest.step
+
+    # The end
+
+    def close(self) -> None:
+        """Refuse new saves, wait until all is durable, give memory and handle back.
+
+        Raises the failure of the last save, if nobody has seen it yet; closed all the same.
+        Idempotent. Blocks: in a coroutine use `aclose`.
+        """
+        self._saver.close()
+
+    async def aclose(self) -> None:
+        """`close`, awaited. Cancelling it does not: it is closed, and then `CancelledError`."""
+        await in_thread(self._saver.close, lambda: None)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            self._after(exc, failed)
+
+    async def __aenter__(self) -> Checkpointer:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except Exception as failed:
+            self._after(exc, failed)
+
+    @staticmethod
+    def _after(exc: BaseException | None, failed: Exception) -> None:
+        """A failed save does not hide the error that ended the with statement."""
+        if exc is None:
+            raise failed
+        warnings.warn(f"a save failed too: {failed}", ResourceWarning, stacklevel=3)
+
+    def __del__(self) -> None:
+        saver = getattr(self, "_saver", None)
+        if saver is None or saver.closed:
+            return
+        try:
+            job = saver.unfinished
+            if job is not None:
+                state = "failed" if job.done() else "is being written, and will be finished"
+                warnings.warn(
+                    f"{self!r} was dropped: step {job.step} {state}. Close the Checkpointer, or "
+                    "use it in a with statement",
+                    ResourceWarning,
+                    stacklevel=2,
+                    source=self,
+                )
+        finally:  # warnings may be errors
+            saver.abandon()
+
+    # Properties
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return self._saver.directory
+
+    @property
+    def keep(self) -> int:
+        """How many checkpoints stay whole at every moment."""
+        return self._keep
+
+    @property
+    def closed(self) -> bool:
+        """Whether saves are refused."""
+        return self._saver.closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        job = self._saver.unfinished
+        doing = "" if job is None or job.done() else f", writing step {job.step}"
+        return f"<nvmeio.Checkpointer {self.directory!r} keep={self._keep} {state}{doing}>"
+
+
+def _checked_directory(directory: str | os.PathLike[str]) -> str:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory must be a path, not {type(directory).__name__}")
+    path = os.fspath(directory)
+    if not isinstance(path, str):
+        raise TypeError(f"a path must be a str, not {path!r}; os.fsdecode turns bytes into one")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise TransferError(
+            errno.ENOTDIR,
+            operation="open",
+            path=path,
+            detail="a Checkpointer needs a directory, not a file",
+        )
+    return path
+
+
+def _checked_count(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+    return operator.index(value)
+
+
+def _checked_step(step: int) -> int:
+    return _checked_count("step", step, 0)
