@@ -20,20 +20,26 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from nvmeio import files
 from nvmeio.checkpoint import _pickles
 from nvmeio.checkpoint._handles import CallHandle
 from nvmeio.checkpoint._in_thread import in_thread
-from nvmeio.checkpoint._opening import Checkpoint, read_buffered
+from nvmeio.checkpoint._locks import open_reading
+from nvmeio.checkpoint._opening import (
+    Checkpoint,
+    read_buffered,
+    same_file,
+    scan_pickle,
+    size_error,
+    spans_of,
+    unsafe_globals,
+)
 from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.checkpoint._zip import LOCAL_MAGIC
-from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -42,16 +48,6 @@ MapLocation = (
 )
 
 _CPU = torch.device("cpu")
-
-# What every state dict refers to, and torch allows: no need to ask it.
-_COMMON = frozenset(
-    {
-        _pickles.Global("collections", "OrderedDict"),
-        _pickles.Global("torch._utils", "_rebuild_tensor_v2"),
-        _pickles.Global("torch._utils", "_rebuild_parameter"),
-        *(_pickles.Global("torch", kind) for kind in _pickles.STORAGE_KINDS),
-    }
-)
 
 
 def load(
@@ -67,7 +63,7 @@ def load(
 
     Storages are read in parallel, past the page cache, into huge pages that the tensors then live
     in; for a CUDA device through a ring of page-locked memory. A storage of 8 MiB or more has
-    memory of its own, smaller ones share arenas of at most 16 MiB: that much one small tensor can
+    memory of its own, smaller ones share arenas of at most 32 MiB: that much one small tensor can
     keep alive.
 
     Args:
@@ -149,17 +145,17 @@ class _Loading:
             load.cancel()
 
     def run(self) -> Any:
-        with files.open(self._path) as file:
+        with open_reading(self._path) as file:
             if file.size() < 4 or read_buffered(file, 0, 4) != LOCAL_MAGIC or _seam() is None:
                 return self._through_torch(self._path)
             with CallHandle(self._handle) as handle:
                 checkpoint = Checkpoint(file, handle.get, self._new_load())
                 if checkpoint.archive.is_script or self._nothing_to_read():
-                    with _same_file(file) as same:
+                    with same_file(file) as same:
                         return self._through_torch(same)
-                scan = _scan(checkpoint)
-                spans = _spans_of(checkpoint, file, scan)
-                if self._weights_only and not scan.globals <= _COMMON:
+                scan = scan_pickle(checkpoint)
+                spans = spans_of(checkpoint, file, scan)
+                if self._weights_only and not scan.globals <= _pickles.COMMON_GLOBALS:
                     self._check_globals(file)
                 devices = self._devices(scan, checkpoint)
                 found = self._read(handle.get(), spans, devices)
@@ -187,9 +183,8 @@ class _Loading:
 
     def _check_globals(self, file: File) -> None:
         """Let torch refuse what it forbids, in its own words, before anything is allocated."""
-        unsafe_globals = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-        with _same_file(file) as same:
-            if unsafe_globals is None or unsafe_globals(same):
+        if unsafe_globals(file):
+            with same_file(file) as same:
                 self._refuse(same)
 
     def _refuse(self, path: str) -> None:
@@ -208,7 +203,7 @@ class _Loading:
         try:
             return unpickle(reader, self._map_location, module, **arguments)
         except pickle.UnpicklingError:
-            with _same_file(file) as same:
+            with same_file(file) as same:
                 self._refuse(same)
             raise
 
@@ -275,54 +270,12 @@ class _Reader:
     def get_storage_from_record(self, name: str, nbytes: int, kind: object) -> torch.Tensor:
         storage = self._storages[name.removeprefix("data/")]
         if storage.nbytes != nbytes:
-            raise _size_error(self._checkpoint, name, nbytes)
+            raise size_error(self._checkpoint, name, nbytes)
         return storage
 
     def serialization_id(self) -> str:
         name = ".data/serialization_id"
         return self.get_record(name).decode("latin-1") if self.has_record(name) else ""
-
-
-def _scan(checkpoint: Checkpoint) -> _pickles.Scan:
-    try:
-        return _pickles.scan(checkpoint.read("data.pkl"))
-    except _pickles.PickleError as wrong:
-        raise IntegrityError(
-            f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",
-            expected="a pickle",
-            found=str(wrong),
-        ) from wrong
-
-
-def _spans_of(checkpoint: Checkpoint, file: File, scan: _pickles.Scan) -> dict[str, Span]:
-    """Where each storage lies that the pickle refers to, by key."""
-    spans: dict[str, Span] = {}
-    for key, ref in scan.storages.items():
-        name = f"data/{key}"
-        entry = checkpoint.records.get(name)
-        if entry is None:
-            raise IntegrityError(
-                f"{checkpoint.path}: there is no record {name!r}, to which data.pkl refers",
-                expected=name,
-                found=None,
-            )
-        itemsize = 1 if ref.dtype is None else ref.dtype.itemsize
-        nbytes = entry.nbytes if ref.dtype is None else ref.numel * itemsize
-        # A storage need not be a whole number of elements; what is left over is not loaded.
-        if not 0 <= entry.nbytes - nbytes < itemsize:
-            raise _size_error(checkpoint, name, nbytes)
-        spans[key] = Span(file, entry.offset, nbytes, f"record {name!r}")
-    return spans
-
-
-def _size_error(checkpoint: Checkpoint, name: str, nbytes: int) -> IntegrityError:
-    there = checkpoint.records[name].nbytes
-    return IntegrityError(
-        f"{checkpoint.path}: record {name!r} has another size than data.pkl says: expected "
-        f"{nbytes} bytes, found {there}",
-        expected=nbytes,
-        found=there,
-    )
 
 
 def _is_swapped(checkpoint: Checkpoint) -> bool:
@@ -347,16 +300,6 @@ def _destination(map_location: MapLocation, location: str) -> torch.device:
 
 def _asked_for(variable: str) -> bool:
     return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
-
-
-@contextmanager
-def _same_file(file: File) -> Iterator[str]:
-    """A path to the open file itself: what lies at its own path may be another one by now."""
-    opened = file.acquire(False)
-    try:
-        yield f"/proc/self/fd/{opened.any_fd()}"
-    finally:
-        opened.release()
 
 
 # The first parameters of `torch.serialization._load`, by position, in every torch so far.

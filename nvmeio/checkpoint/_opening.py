@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from nvmeio.checkpoint import _zip
+from nvmeio.checkpoint import _pickles, _zip
 from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
@@ -78,6 +79,80 @@ class Checkpoint:
 
     def _read_few(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
+
+
+def scan_pickle(checkpoint: Checkpoint) -> _pickles.Scan:
+    """What the checkpoint's pickle refers to, found without running any of it.
+
+    Raises:
+        IntegrityError: There is none, or it is damaged.
+    """
+    try:
+        return _pickles.scan(checkpoint.read("data.pkl"))
+    except _pickles.PickleError as wrong:
+        raise IntegrityError(
+            f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",
+            expected="a pickle",
+            found=str(wrong),
+        ) from wrong
+
+
+def spans_of(checkpoint: Checkpoint, file: File, scan: _pickles.Scan) -> dict[str, Span]:
+    """Where each storage lies that the pickle refers to, by key.
+
+    Raises:
+        IntegrityError: A record is missing, or of another size than the pickle says.
+    """
+    spans: dict[str, Span] = {}
+    for key, ref in scan.storages.items():
+        name = f"data/{key}"
+        entry = checkpoint.records.get(name)
+        if entry is None:
+            raise IntegrityError(
+                f"{checkpoint.path}: there is no record {name!r}, to which data.pkl refers",
+                expected=name,
+                found=None,
+            )
+        itemsize = 1 if ref.dtype is None else ref.dtype.itemsize
+        nbytes = entry.nbytes if ref.dtype is None else ref.numel * itemsize
+        # A storage need not be a whole number of elements; what is left over is not loaded.
+        if not 0 <= entry.nbytes - nbytes < itemsize:
+            raise size_error(checkpoint, name, nbytes)
+        spans[key] = Span(file, entry.offset, nbytes, f"record {name!r}")
+    return spans
+
+
+def unsafe_globals(file: File) -> list[str]:
+    """What the pickle refers to and ``weights_only=True`` refuses, by torch's own account.
+
+    A torch that cannot tell is taken to refuse something: it has to be asked.
+    """
+    ask = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    if ask is None:
+        return ["unknown"]
+    with same_file(file) as same:
+        return list(ask(same))
+
+
+@contextmanager
+def same_file(file: File) -> Iterator[str]:
+    """A path to the open file itself: what lies at its own path may be another one by now."""
+    opened = file.acquire(False)
+    try:
+        yield f"/proc/self/fd/{opened.any_fd()}"
+    finally:
+        opened.release()
+
+
+def size_error(checkpoint: Checkpoint, name: str, nbytes: int) -> IntegrityError:
+    """The error of a record that has not the `nbytes` bytes that the pickle says."""
+    there = checkpoint.records[name].nbytes
+    return IntegrityError(
+        f"{checkpoint.path}: record {name!r} has another size than data.pkl says: expected "
+        f"{nbytes} bytes, found {there}",
+        expected=nbytes,
+        found=there,
+    )
 
 
 def read_buffered(file: File, offset: int, nbytes: int) -> bytes:

@@ -89,7 +89,16 @@ _DTYPES: dict[str, torch.dtype] = {
     "QUInt4x2Storage": torch.quint4x2,
     "QUInt2x4Storage": torch.quint2x4,
 }
-STORAGE_KINDS = tuple(_DTYPES)
+
+# What every state dict refers to, and torch allows.
+COMMON_GLOBALS = frozenset(
+    {
+        Global("collections", "OrderedDict"),
+        Global("torch._utils", "_rebuild_tensor_v2"),
+        Global("torch._utils", "_rebuild_parameter"),
+        *(Global("torch", kind) for kind in _DTYPES),
+    }
+)
 
 
 class Scan(NamedTuple):

@@ -46,6 +46,9 @@ _FLAG_DESCRIPTOR = 1 << 3
 _FLAG_STRONG_ENCRYPTION = 1 << 6
 _ZIP64_EXTRA = 1
 
+# Where an entry of the central directory has its CRC-32.
+CENTRAL_CRC_OFFSET = 16
+
 # A record that TorchScript archives have; they alone compress others (their code).
 SCRIPT_MARK = b"constants.pkl"
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
@@ -275,7 +278,7 @@ class _Parser:
             name_at = at + _CENTRAL.size
             name = data[name_at : name_at + entry[10]]
             extra = data[name_at + entry[10] : name_at + entry[10] + entry[11]]
-            central = self._central(name, entry, extra, offset + at + 16)
+            central = self._central(name, entry, extra, offset + at + CENTRAL_CRC_OFFSET)
             if name in names:
                 raise self._wrong(f"record {as_text(name)!r} is there twice", "one", "two")
             names.add(name)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import bench, deepspeed, report, tune
+from nvmeio.cli import bench, deepspeed, inspect, report, tune, verify
 
 app = typer.Typer(
     help="Tensors to and from files at the speed of the drive.",
@@ -121,3 +121,5 @@ _UNDERSCORES = {"token_normalize_func": lambda token: token.replace("_", "-")}
 
 app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
+app.command("verify")(verify.command)
+app.command("inspect")(inspect.command)

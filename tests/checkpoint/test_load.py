@@ -413,13 +413,13 @@ def test_a_file_replaced_while_it_is_loaded(path: Path, monkeypatch: pytest.Monk
     """All of it comes from the file that was opened, also what torch looks at again."""
     old = {"a": noise(300_000), "b": noise(4)}
     nvmeio.save(old, path)
-    scan = _loading._scan
+    scan = _loading.scan_pickle
 
     def replace_first(checkpoint: Any) -> Any:
         nvmeio.save({"other": noise(5)}, path)
         return scan(checkpoint)
 
-    monkeypatch.setattr(_loading, "_scan", replace_first)
+    monkeypatch.setattr(_loading, "scan_pickle", replace_first)
     assert_same(load(path), old)
 
 

@@ -1,0 +1,198 @@
+"""What is in a checkpoint, without loading it: tensors, where each lies, how it is aligned."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from nvmeio import files
+from nvmeio.checkpoint import _pickles
+from nvmeio.checkpoint._handles import CallHandle
+from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
+from nvmeio.checkpoint._opening import Checkpoint, scan_pickle, spans_of, unsafe_globals
+from nvmeio.checkpoint._pickles import Call, Global, StorageRef
+from nvmeio.checkpoint._spans import Load
+from nvmeio.checkpoint.safetensors import read_header
+
+
+class RecordFacts(NamedTuple):
+    """A record of an archive.
+
+    Attributes:
+        name: Its name in the archive.
+        offset: Of its first byte in the file.
+        nbytes: Its size.
+        crc32: Its CRC-32, or None where none was written.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two that divides its offset, at most 2 MiB."""
+        return alignment_of(self.offset)
+
+
+class TensorFacts(NamedTuple):
+    """A tensor in a checkpoint.
+
+    Attributes:
+        name: Its place in the saved object, such as "model.layer.weight"; "" for the object itself.
+        dtype: Its dtype as torch calls it, without "torch."; what the file says, if unknown.
+        shape: Its shape.
+        nbytes: The size of its elements.
+        record: The record that its bytes are in; tied tensors have one in common.
+        offset: Of its first byte in the file.
+        device: The device that it was saved from.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    record: str
+    offset: int
+    device: str
+
+
+class Description(NamedTuple):
+    """What is in a file.
+
+    Attributes:
+        path: The file.
+        kind: Its format.
+        nbytes: Its size.
+        records: Its records, in the order of the file; of safetensors, none.
+        tensors: Its tensors, in the order of the object.
+        forbidden: What its pickle would import or call that ``weights_only=True`` refuses.
+    """
+
+    path: str
+    kind: Kind
+    nbytes: int
+    records: list[RecordFacts]
+    tensors: list[TensorFacts]
+    forbidden: list[str]
+
+
+def describe(path: str | os.PathLike[str]) -> Description:
+    """Look into a checkpoint; no tensor is read, and nothing of its pickle is run.
+
+    Raises:
+        NoCheckpointError: It is none, or one in torch's format from before its zip files.
+        IntegrityError: It is damaged.
+        TransferError: It cannot be opened or read.
+    """
+    kind = kind_of(path)
+    if kind == "safetensors":
+        return _of_safetensors(path)
+    if kind == "torch legacy":
+        raise NoCheckpointError(
+            f"{path} is in torch's format from before its zip files, which has no directory"
+        )
+    with files.open(path) as file, CallHandle(None) as handle:
+        checkpoint = Checkpoint(file, handle.get, Load())
+        records = [
+            RecordFacts(e.name, e.offset, e.nbytes, e.crc if e.crc or not e.nbytes else None)
+            for e in checkpoint.archive.entries
+        ]
+        if checkpoint.archive.is_script:
+            raise NoCheckpointError(f"{path} is a TorchScript archive")
+        scan = scan_pickle(checkpoint)
+        spans_of(checkpoint, file, scan)
+        prefix = checkpoint.archive.prefix
+        offsets = {key: checkpoint.records[f"data/{key}"].offset for key in scan.storages}
+        tensors = [
+            _tensor(name, call, ref, f"{prefix}data/{ref.key}", offsets[ref.key])
+            for name, call, ref in _tensors_in(scan.value)
+        ]
+        forbidden = [] if scan.globals <= _pickles.COMMON_GLOBALS else unsafe_globals(file)
+        return Description(file.path, kind, file.size(), records, tensors, sorted(forbidden))
+
+
+def alignment_of(offset: int) -> int:
+    """The largest power of two that divides an offset, at most 2 MiB."""
+    return min(offset & -offset, 2 << 20) if offset else 2 << 20
+
+
+def _of_safetensors(path: str | os.PathLike[str]) -> Description:
+    header = read_header(path)
+    tensors = [
+        TensorFacts(name, entry.dtype, entry.shape, entry.nbytes, "", entry.start, "cpu")
+        for name, entry in header.tensors.items()
+    ]
+    return Description(os.fspath(path), "safetensors", os.stat(path).st_size, [], tensors, [])
+
+
+# The tensors of a scanned pickle
+
+
+def _tensors_in(value: object) -> Iterator[tuple[str, Call, StorageRef]]:
+    """Every call that rebuilds a tensor from a storage: its name, the call, the storage."""
+    # What occurs twice is looked into once: its parts could double at every level.
+    seen: set[int] = set()
+    waiting: list[tuple[str, object]] = [("", value)]
+    while waiting:
+        name, value = waiting.pop()
+        ref = _storage_of(value) if isinstance(value, Call) else None
+        if isinstance(value, Call) and ref is not None:
+            yield name, value, ref
+        if isinstance(value, (dict, list, tuple, set, frozenset, Call)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += reversed(list(_children(name, value)))
+
+
+def _storage_of(call: Call) -> StorageRef | None:
+    args = call.args
+    if isinstance(args, tuple) and args and isinstance(args[0], StorageRef):
+        return args[0]
+    return None
+
+
+def _children(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield _joined(name, key), item
+    elif isinstance(value, (list, tuple)) and not isinstance(value, (Global, StorageRef)):
+        for index, item in enumerate(value):
+            yield _joined(name, index), item
+    elif isinstance(value, (set, frozenset)):
+        for item in value:
+            yield name, item
+    elif isinstance(value, Call):
+        # A call's arguments go by its own name: _rebuild_parameter has a tensor in it, and so on.
+        for item in value.args if isinstance(value.args, tuple) else ():
+            yield name, item
+        if value.state is not None:
+            yield name, value.state
+        for key, item in value.items:
+            yield _joined(name, key), item
+        for index, item in enumerate(value.elements):
+            yield _joined(name, index), item
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _tensor(name: str, call: Call, ref: StorageRef, record: str, start: int) -> TensorFacts:
+    args = call.args if isinstance(call.args, tuple) else ()
+    dtype = ref.kind if ref.dtype is None else str(ref.dtype).removeprefix("torch.")
+    itemsize = 1 if ref.dtype is None else ref.dtype.itemsize
+    if getattr(call.function, "name", "") == "_rebuild_tensor_v3" and len(args) > 6:
+        dtype = str(getattr(args[6], "name", dtype))  # of storages that have no kind of their own
+    offset = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+    shape = args[2] if len(args) > 2 else ()
+    if isinstance(shape, Call):  # torch.Size
+        shape = shape.args[0] if isinstance(shape.args, tuple) and shape.args else ()
+    sizes = tuple(n for n in shape if isinstance(n, int)) if isinstance(shape, tuple) else ()
+    known = getattr(torch, dtype, None)
+    nbytes = math.prod(sizes) * (known.itemsize if isinstance(known, torch.dtype) else itemsize)
+    return TensorFacts(name, dtype, sizes, nbytes, record, start + offset * itemsize, ref.location)

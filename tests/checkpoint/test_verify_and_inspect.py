@@ -1,0 +1,320 @@
+"""`nvmeio verify` and `nvmeio inspect`, and what they stand on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint._archives import records_of, write_records
+from checkpoint._objects import SAFE, UNSAFE, Holder, noise
+from support import run_python
+from typer.testing import CliRunner, Result
+
+import nvmeio
+from nvmeio.checkpoint._kinds import NoCheckpointError
+from nvmeio.checkpoint.describing import TensorFacts, alignment_of, describe
+from nvmeio.checkpoint.verifying import verify
+from nvmeio.cli import app
+
+
+def run(command: str, *arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [command, *map(str, arguments)])
+
+
+def flip(path: Path, at: int, mask: int = 0x10) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+
+
+SAVES = {"nvmeio": nvmeio.save, "torch": torch.save}
+
+
+# verify
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("kind", [*SAFE, *UNSAFE])
+def test_whole_checkpoints_are_whole(save: str, kind: str, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        SAVES[save]({**SAFE, **UNSAFE}[kind](), path)
+    verdict = verify(path)
+    assert verdict.problems == [] and verdict.unchecked == 0
+    assert verdict.records == len(zipfile.ZipFile(path).infolist())
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_flipped_bit_anywhere_in_a_record_is_found(save: str, path: Path) -> None:
+    """One byte in 3 of a small file that torch wrote, one in 71 of ours, which is mostly padding."""
+    SAVES[save]({"a": noise(20), "b": [noise(3), 7]}, path)
+    whole = path.read_bytes()
+    end = zipfile.ZipFile(path).start_dir
+    starts = [(info.header_offset, info.filename) for info in zipfile.ZipFile(path).infolist()]
+    chosen = random.Random(1)
+    with nvmeio.AioHandle() as handle:
+        for at in range(0, end, 3 if save == "torch" else 71):
+            path.write_bytes(whole)
+            flip(path, at, 1 << chosen.randrange(8))
+            name = [name for start, name in starts if start <= at][-1]
+            if at < 4:  # nothing tells any more that it is an archive
+                with pytest.raises(NoCheckpointError):
+                    verify(path, handle=handle)
+                continue
+            problems = verify(path, handle=handle).problems
+            assert problems, (at, name)
+            assert any(name in problem.record + problem.what for problem in problems), (at, name)
+
+
+def test_a_flipped_bit_in_a_large_record_is_found(path: Path) -> None:
+    nvmeio.save({"a": noise(5_000_000), "b": noise(6_000_001, dtype=torch.uint8)}, path)
+    entries = zipfile.ZipFile(path).infolist()
+    for at in (100_000, 8 << 20, (8 << 20) - 1, 19_999_000, 25_000_000):
+        flip(path, at)
+        (name,) = {p.record for p in verify(path).problems}
+        flip(path, at)
+        assert name == [e.filename for e in entries if e.header_offset <= at][-1]
+    assert verify(path).problems == []
+
+
+def test_a_file_cut_off_is_damaged(path: Path) -> None:
+    nvmeio.save({"a": noise(300_000)}, path)
+    os.truncate(path, 1_000_000)
+    (problem,) = verify(path).problems
+    assert "cut off" in problem.what
+
+
+def test_records_without_checksums_are_counted(path: Path) -> None:
+    nvmeio.save({"a": noise(300), "b": noise(400), "none": torch.empty(0)}, path, checksum=False)
+    verdict = verify(path)
+    assert (verdict.unchecked, verdict.problems) == (2, [])
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": noise(300)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    verdict = verify(path)
+    assert (verdict.unchecked, verdict.problems) == (verdict.records, [])
+
+
+def test_archives_that_another_tool_packed(path: Path) -> None:
+    """Fields and times of its own are no damage."""
+    nvmeio.save({"a": noise(300)}, path)
+    write_records(path, records_of(path))
+    assert verify(path).problems == []
+
+
+def test_a_pickle_that_says_something_else_than_the_archive(path: Path) -> None:
+    nvmeio.save({"a": noise(300)}, path)
+    records = records_of(path)
+    write_records(path, {**records, "archive/data/0": bytes(100)})
+    (problem,) = verify(path).problems
+    assert "another size" in problem.what and "data/0" in problem.what
+
+
+def test_progress_is_told_to_the_last_byte(path: Path) -> None:
+    nvmeio.save({"a": noise(6_000_000)}, path)
+    told: list[int] = []
+    verify(path, progress=told.append)
+    assert sum(told) == path.stat().st_size and len(told) > 2
+
+
+def test_memory_is_bounded(path: Path) -> None:
+    ran = run_python(
+        f"""
+        import torch, nvmeio, nvmeio.checkpoint
+        from nvmeio.checkpoint.verifying import verify
+        def peak():
+            with open("/proc/self/status") as status:
+                return next(int(l.split()[1]) << 10 for l in status if l.startswith("VmHWM"))
+        nvmeio.save({{"a": torch.ones(1)}}, {str(path)!r})
+        verify({str(path)!r})
+        state = {{"a": torch.ones(60 << 20)}}
+        nvmeio.save(state, {str(path)!r})
+        del state
+        with open("/proc/self/clear_refs", "w") as clear:
+            clear.write("5")
+        before = peak()
+        assert not verify({str(path)!r}).problems
+        print((peak() - before) >> 20)
+        """
+    )
+    path.unlink()
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) <= 96
+
+
+# The command
+
+
+def test_verify_says_whole(path: Path) -> None:
+    nvmeio.save({"a": noise(300)}, path)
+    done = run("verify", path)
+    assert done.exit_code == 0 and done.stderr == ""
+    assert re.fullmatch(rf"{re.escape(str(path))}: whole, \d+ records, .+ KiB\n", done.stdout)
+
+
+def test_verify_names_the_damaged_record(path: Path, tmp_path: Path) -> None:
+    nvmeio.save({"a": noise(300), "b": noise(4000)}, path)
+    other = tmp_path / "other.pt"
+    nvmeio.save({"a": 1}, other)
+    at = [i for i in zipfile.ZipFile(path).infolist() if i.filename.endswith("data/1")]
+    flip(path, at[0].header_offset + 5000)
+    done = run("verify", other, path)
+    assert done.exit_code == 1
+    assert f"{path}: DAMAGED\n  archive/data/1: its CRC-32 is 0x" in done.stdout
+    assert f"{other}: whole" in done.stdout
+    told = json.loads(run("verify", "--json", path).stdout)
+    assert told["files"][0]["whole"] is False
+    assert told["files"][0]["problems"][0]["record"] == "archive/data/1"
+
+
+def test_verify_of_what_is_none(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no checkpoint")
+    torch.save({"a": noise(3)}, tmp_path / "legacy", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        torch.jit.save(torch.jit.trace(lambda x: x * 2, torch.ones(2)), tmp_path / "script")
+    for name, says in (
+        ("text", "no checkpoint"),
+        ("legacy", "no checksums"),
+        ("script", "TorchScript"),
+        ("missing", "No such file"),
+    ):
+        done = run("verify", tmp_path / name)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert says in done.stderr and name in done.stderr
+
+
+def test_verify_of_a_directory(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert run("verify", empty).exit_code == 2
+    for name in ("b.pt", "a.pt"):
+        nvmeio.save({"a": noise(3)}, tmp_path / name)
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / ".hidden.pt").write_bytes(b"PK\x03\x04 half of a checkpoint")
+    done = run("verify", tmp_path)
+    assert done.exit_code == 0
+    assert [Path(line.split(":")[0]).name for line in done.stdout.splitlines()] == ["a.pt", "b.pt"]
+
+
+def safetensors_file(path: Path) -> bytes:
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {}}
+    ).encode()
+    whole = struct.pack("<Q", len(header)) + header + bytes(12)
+    path.write_bytes(whole)
+    return whole
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    whole = safetensors_file(path)
+    done = run("verify", path)
+    assert done.exit_code == 0 and "whole, 1 tensors" in done.stdout
+    assert "structure only" in done.stdout
+    (tensor,) = describe(path).tensors
+    assert tensor == TensorFacts("w", "BF16", (2, 3), 12, "", len(whole) - 12, "cpu")
+    assert "2x3" in run("inspect", path).stdout
+    path.write_bytes(whole[:-1])
+    assert run("verify", path).exit_code == 1
+    assert run("inspect", path).exit_code == 1
+
+
+# inspect
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_inspect_tells_where_every_tensor_lies(save: str, path: Path) -> None:
+    wanted = {"model": SAFE["tied"](), "list": [noise(3, 4, dtype=torch.bfloat16), 5]}
+    SAVES[save](wanted, path)
+    found = {tensor.name: tensor for tensor in describe(path).tensors}
+    reader = torch._C.PyTorchFileReader(str(path))
+    assert list(found) == [f"model.{name}" for name in wanted["model"]] + ["list.0"]
+    for name, tensor in found.items():
+        group, _, key = name.partition(".")
+        real: torch.Tensor = wanted["model"][key] if group == "model" else wanted["list"][0]
+        assert tensor.dtype == str(real.dtype).removeprefix("torch.")
+        assert (tensor.shape, tensor.nbytes) == (tuple(real.shape), real.nbytes)
+        start = reader.get_record_offset(tensor.record.split("/", 1)[1])
+        assert tensor.offset == start + real.storage_offset() * real.element_size()
+
+
+def test_inspect_runs_and_reads_nothing(path: Path) -> None:
+    nvmeio.save({"held": Holder(noise(300)), "w": UNSAFE["wrapped"]()}, path)
+    description = describe(path)
+    names = {tensor.name for tensor in description.tensors}
+    assert names == {"held.tensor", "w.two.a", "w.two.b", "w.beside"}
+    assert any(name.endswith("Holder") for name in description.forbidden)
+    assert "weights_only=True refuses it" in run("inspect", path).stdout
+    nvmeio.save(SAFE["training"](), path)
+    assert describe(path).forbidden == []
+
+
+def test_inspect_in_json(path: Path) -> None:
+    nvmeio.save({"a": noise(300)}, path)
+    done = run("inspect", "--json", path)
+    told = json.loads(done.stdout)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert told["kind"] == "torch" and told["nbytes"] == path.stat().st_size
+    (tensor,) = told["tensors"]
+    assert tensor["shape"] == [300] and tensor["alignment"] >= 4096
+    data = [record for record in told["records"] if record["name"] == tensor["record"]]
+    assert data[0]["nbytes"] == 1200 and data[0]["crc32"] is not None
+
+
+def test_inspect_as_a_table(path: Path) -> None:
+    nvmeio.save({"a": noise(300, 2), "b": torch.tensor(1)}, path, checksum=False)
+    done = run("inspect", path)
+    assert done.exit_code == 0
+    assert re.search(r"a +float32 +300x2 +2.3 KiB +\d+ +\d+ [KM]iB +archive/data/0", done.stdout)
+    assert re.search(r"b +int64 +scalar", done.stdout)
+    assert "written without checksums" in done.stdout
+    done = run("inspect", "--records", path)
+    assert re.search(r"archive/data/0 +2400 +\d+ .+none", done.stdout)
+    assert re.search(r"archive/data.pkl +\d+ .+[0-9a-f]{8}", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("content", "status"), [(b"text", 2), (None, 2), (b"PK\x03\x04" + b"x" * 100, 1)]
+)
+def test_inspect_of_what_cannot_be(content: bytes | None, status: int, path: Path) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    done = run("inspect", path)
+    assert (done.exit_code, done.stdout) == (status, "")
+    assert path.name in done.stderr
+
+
+def test_a_pickle_that_doubles_at_every_level(path: Path) -> None:
+    """Each tuple holds the one before twice: 2**60 names, were they all told."""
+    value: Any = (noise(2),)
+    for _ in range(60):
+        value = (value, value)
+    torch.save(value, path)
+    assert len(describe(path).tensors) == 1
+
+
+def test_alignments() -> None:
+    assert [alignment_of(n) for n in (0, 1, 64, 4096, 12288, 1 << 30)] == [
+        *(2 << 20, 1, 64, 4096, 4096, 2 << 20)
+    ]
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_help_has_an_example_and_the_statuses(command: str) -> None:
+    done = run(command, "--help")
+    assert done.exit_code == 0
+    assert f"nvmeio {command}" in done.stdout and "Exit status" in done.stdout
