@@ -57,7 +57,7 @@ def test_whole_checkpoints_are_whole(save: str, kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("save", SAVES)
 def test_a_flipped_bit_anywhere_in_a_record_is_found(save: str, path: Path) -> None:
-    """One byte in 3 of a small file that torch wrote, one in 71 of ours, which is mostly padding."""
+    """One byte in 3 of a small file of torch, one in 71 of ours, which is mostly padding."""
     SAVES[save]({"a": noise(20), "b": [noise(3), 7]}, path)
     whole = path.read_bytes()
     end = zipfile.ZipFile(path).start_dir
@@ -185,7 +185,7 @@ def test_verify_of_what_is_none(tmp_path: Path) -> None:
     torch.save({"a": noise(3)}, tmp_path / "legacy", _use_new_zipfile_serialization=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
-        torch.jit.save(torch.jit.trace(lambda x: x * 2, torch.ones(2)), tmp_path / "script")
+        torch.jit.save(torch.jit.trace(lambda x: x * 2, torch.ones(2)), str(tmp_path / "script"))
     for name, says in (
         ("text", "no checkpoint"),
         ("legacy", "no checksums"),
