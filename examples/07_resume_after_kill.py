@@ -1,0 +1,125 @@
+"""A training that checkpoints every step, is killed with SIGKILL, and loses nothing but a step.
+
+    python examples/07_resume_after_kill.py --dir /mnt/nvme
+    python examples/07_resume_after_kill.py --kills 10 --steps 60
+
+A process trains a small model and saves its state after every step, beside the next one. Another
+one kills it at random moments and starts it again, until it is through. Its losses must be those of
+a training that nobody has disturbed, to the last bit. The training itself is `train`, below.
+"""
+
+import argparse
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import _common
+import torch
+from _common import say, verify
+from torch import nn
+
+import nvmeio
+
+WIDTH, BATCH, KEEP = 512, 64, 2
+
+
+async def train(directory: Path, steps: int) -> None:
+    """Train up to `steps`, from the latest checkpoint on if there is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    first = 0
+    async with nvmeio.Checkpointer(directory, keep=KEEP) as checkpointer:
+        if checkpointer.latest_step() is not None:
+            state = await checkpointer.async_restore()
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["rng"])
+            first = state["step"] + 1
+        for step in range(first, steps):
+            batch = torch.randn(BATCH, WIDTH)
+            loss = (model(batch) - batch.roll(1, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(step, loss.item().hex(), flush=True)
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "rng": torch.get_rng_state(),
+                "step": step,
+            }
+            await checkpointer.save(state, step)  # a copy is taken; the writing goes on beside
+
+
+def training(directory: Path, steps: int) -> "subprocess.Popen[str]":
+    """`train` in a process of its own, which prints a step and its loss on each line."""
+    command = [sys.executable, __file__, "--train", str(directory), "--steps", str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def losses(printed: str) -> dict[int, str]:
+    """What a training printed; the last line may be torn."""
+    whole = [line.split() for line in printed.split("\n")[:-1]]
+    return {int(step): loss for step, loss in whole}
+
+
+def undisturbed(directory: Path, steps: int) -> dict[int, str]:
+    with training(directory, steps) as process:
+        printed, _ = process.communicate()
+    verify(process.returncode == 0, "an undisturbed training ends well")
+    return losses(printed)
+
+
+def killed_and_resumed(directory: Path, steps: int, kills: int) -> dict[int, str]:
+    """Start it again and again; the last time it may finish."""
+    seen: dict[int, str] = {}
+    chance = random.Random(0)
+    for number in range(kills + 1):
+        with training(directory, steps) as process:
+            assert process.stdout is not None
+            printed = ""
+            if number < kills:
+                for _ in range(chance.randint(1, max(1, steps // (kills + 1)))):
+                    printed += process.stdout.readline()
+                time.sleep(chance.random() * 0.02)  # in the middle of a step, a copy or a write
+                process.send_signal(signal.SIGKILL)
+            printed += process.stdout.read()
+        now = losses(printed)
+        began = f"at step {min(now)}" if now else "and took no step"
+        ended = "killed" if process.returncode == -signal.SIGKILL else "done"
+        say(f"process {number}", f"went on {began}, {ended} after step {max(now, default='none')}")
+        for step, loss in now.items():
+            verify(seen.setdefault(step, loss) == loss, f"step {step} has the same loss again")
+    return seen
+
+
+def main(options: argparse.Namespace) -> None:
+    with _common.scratch(options.dir, 200 << 20) as folder:
+        expected = undisturbed(folder / "undisturbed", options.steps)
+        found = killed_and_resumed(folder / "killed", options.steps, options.kills)
+        verify(found == expected, "the losses are those of an undisturbed training")
+        with nvmeio.Checkpointer(folder / "killed", keep=KEEP) as checkpointer:
+            steps = checkpointer.steps()
+        verify(steps[-1] == options.steps - 1, "the last step was saved")
+        say("on disk", f"steps {', '.join(map(str, steps))}, each a file for torch.load")
+        _common.verified(
+            f"killed {options.kills} times, and every loss of {options.steps} steps is that of an "
+            "undisturbed training, bit for bit"
+        )
+
+
+if __name__ == "__main__":
+    parser = _common.arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=30, help="of the training (default: 30)")
+    parser.add_argument("--kills", type=int, default=3, help="how often (default: 3)")
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train is not None:
+        asyncio.run(train(options.train, options.steps))
+    else:
+        main(options)

@@ -1,0 +1,110 @@
+"""A script that used torch.save and torch.load: what changes, and what that brings.
+
+    python examples/09_in_place_of_torch_save.py --dir /mnt/nvme --size 1G
+
+Three ways in, from one line to none that knows nvmeio:
+
+    nvmeio.save(state, path)                         in place of torch.save(state, path)
+    torch.save(state, nvmeio.FastFileWriter(path))   where torch.save must stay
+    torch.load(path)                                 everywhere: the files are torch's own
+
+What was saved is durable and replaces the old file at once, whichever of them it was.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _common
+import torch
+from _common import say, verify
+from torch import nn
+
+import nvmeio
+
+
+def make_state(nbytes: int) -> dict[str, Any]:
+    """A model and its Adam after a step, with tied weights."""
+    width = 1024
+    layers = max(2, nbytes // (12 * width * width))
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model[-1].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() / 100
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [tensor for value in state.values() for tensor in tensors(value)]
+    return (
+        [tensor for value in state for tensor in tensors(value)] if isinstance(state, list) else []
+    )
+
+
+def same(first: Any, second: Any) -> bool:
+    return all(map(torch.equal, tensors(first), tensors(second)))
+
+
+def with_fsync(state: Any, path: Path) -> None:
+    """torch.save leaves the bytes in the page cache: a loss of power would lose them."""
+    torch.save(state, path)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def timed(label: str, nbytes: int, work: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    result = work()
+    took = time.perf_counter() - began
+    say(label, f"{took:.2f} s, {nbytes / took / 1e9:.2f} GB/s")
+    return result
+
+
+def cold(path: Path) -> Path:
+    """The next read of the file comes from the drive."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def main(folder: Path, size: int) -> None:
+    state = make_state(size)
+    plain, fast, written = (folder / f"{n}.pt" for n in ("torch", "nvmeio", "writer"))
+    nbytes = sum({t.data_ptr(): t.nbytes for t in tensors(state)}.values())
+
+    say("saving", f"{nbytes / 1e9:.2f} GB, durable")
+    timed("torch", nbytes, lambda: with_fsync(state, plain))
+    timed("nvmeio", nbytes, lambda: nvmeio.save(state, fast))
+
+    def through_a_writer() -> None:
+        with nvmeio.FastFileWriter(written) as file:
+            torch.save(state, file)
+
+    timed("writer", nbytes, through_a_writer)
+
+    say("loading", "cold, each from the file of the other")
+    loaded = timed("torch", nbytes, lambda: torch.load(cold(fast)))
+    verify(same(loaded, state), "torch.load reads what nvmeio saved")
+    loaded = timed("nvmeio", nbytes, lambda: nvmeio.load(cold(plain)))
+    verify(same(loaded, state), "nvmeio.load reads what torch saved")
+    with nvmeio.FastFileReader(written) as file:
+        verify(same(torch.load(file), state), "torch.load reads through nvmeio")
+    first, last = loaded["model"]["0.weight"], list(loaded["model"].values())[-2]
+    verify(first.data_ptr() == last.data_ptr(), "tied weights are tied again")
+    _common.verified("three files, read by torch and by nvmeio, equal bit for bit")
+
+
+if __name__ == "__main__":
+    parser = _common.arguments(__doc__)
+    parser.add_argument("--size", type=_common.nbytes, default="256M", help="of the state (256M)")
+    options = parser.parse_args()
+    with _common.scratch(options.dir, 4 * options.size) as folder:
+        main(folder, options.size)
