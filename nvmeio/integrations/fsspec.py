@@ -46,6 +46,10 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
     Files opened with "rb" are read past the page cache, and those with "wb" or "xb" replace what is
     there when they are closed, durably. Anything else is `LocalFileSystem`.
 
+    An error in the body of ``with fs.open(…)`` leaves the old file, and so does a file that is
+    dropped. ``with fsspec.open(…)``, as with any file system, closes the file after an error too,
+    which gives it its name: use ``fs.open`` or a transaction where that matters.
+
     Args:
         auto_mkdir: Make missing directories when a file is opened for writing.
         handle: Moves the bytes, and stays open; None makes one for each file that is not small.
