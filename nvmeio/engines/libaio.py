@@ -12,9 +12,9 @@ from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio.engines.base import Counters, Options, Outcome, Port, Ticket, Transfer
 from nvmeio.errors import BackendUnavailableError
 
-# A ring of bounce blocks: enough in flight to keep a drive busy while one is copied.
-# See docs/architecture.md for the measurement.
-BOUNCE_BYTES = 64 << 20
+# A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, and a little
+# less than a default queue, which may be filled. See docs/architecture.md for the measurement.
+BOUNCE_BYTES = 112 << 20
 MIN_BOUNCE_BLOCKS = 4
 _REAP_MAX = 64
 
