@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,13 @@ settings.register_profile(
     "nvmeio", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("nvmeio")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """What a shell starts in its background ignores SIGINT, and hands that on to its children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
