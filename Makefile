@@ -16,10 +16,10 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.nvmeio-installed
 BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
-DEEPSPEED_STAMP := $(VENV)/.nvmeio-deepspeed-installed
+CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress native-check lint type format bench deepspeed wheel-check clean
+.PHONY: help demo test stress native-check lint type format bench bench-checkpoint clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -51,6 +51,9 @@ format: $(STAMP) ## let ruff format and fix what it can
 bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
 	@$(BIN)/python benchmarks/compare_peers.py $(BENCH_ARGS)
 
+bench-checkpoint: $(BENCH_STAMP) ## checkpoints beside torch, DCP, safetensors and others
+	@$(BIN)/python benchmarks/checkpoint.py $(BENCH_ARGS)
+
 wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
 
@@ -71,17 +74,17 @@ $(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch]
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
-deepspeed: $(DEEPSPEED_STAMP) ## install DeepSpeed, so that `make test` runs it on nvmeio
+clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers: `make test` runs them on nvmeio
 
-$(DEEPSPEED_STAMP): $(STAMP)
-	@echo "== installing DeepSpeed"
-	@DS_BUILD_OPS=0 $(PIP) install --quiet 'deepspeed==0.19.8' ninja
+$(CLIENTS_STAMP): $(STAMP)
+	@echo "== installing the libraries that nvmeio adapts to"
+	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers]'
 	@touch $@
 
-# What cannot be installed is skipped: compare_peers.py names the peers that are missing. fio comes from the system.
+# What cannot be installed is skipped: the benchmarks name the peers that are missing. fio comes from the system.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== installing the peers"
-	@for peer in ninja caio deepspeed==0.19.8; do \
+	@for peer in ninja caio deepspeed==0.19.8 transformers safetensors fastsafetensors runai-model-streamer; do \
 	    $(PIP) install --quiet "$$peer" || echo "== $$peer cannot be installed here: the table goes without it" >&2; \
 	done
 	@touch $@
