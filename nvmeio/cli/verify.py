@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,18 +92,24 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """The path itself, or the checkpoints in the directory that it is."""
+    """The path itself, or the checkpoints in the directory that it is, and in those below it.
+
+    A link that leads to another file of the directory, as `latest` does, is not looked at twice.
+    """
     if not path.is_dir():
         yield path
         return
     for inside in sorted(path.iterdir()):
-        if inside.name.startswith(".") or not inside.is_file():
+        if inside.name.startswith("."):
             continue
-        try:
-            kind_of(inside)
-        except (NoCheckpointError, TransferError):
+        if inside.is_symlink() and path.resolve() in inside.resolve().parents:
             continue
-        yield inside
+        if inside.is_dir():
+            yield from _files_in(inside)
+        elif inside.is_file():
+            with contextlib.suppress(NoCheckpointError, TransferError):
+                kind_of(inside)
+                yield inside
 
 
 @contextmanager

@@ -201,13 +201,16 @@ def test_verify_of_a_directory(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert run("verify", empty).exit_code == 2
-    for name in ("b.pt", "a.pt"):
+    (tmp_path / "step-00000001").mkdir()
+    for name in ("b.pt", "a.pt", "step-00000001/rank-00000.pt"):
         nvmeio.save({"a": noise(3)}, tmp_path / name)
+    (tmp_path / "latest").symlink_to("b.pt")
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / ".hidden.pt").write_bytes(b"PK\x03\x04 half of a checkpoint")
     done = run("verify", tmp_path)
     assert done.exit_code == 0
-    assert [Path(line.split(":")[0]).name for line in done.stdout.splitlines()] == ["a.pt", "b.pt"]
+    told = [Path(line.split(":")[0]).relative_to(tmp_path) for line in done.stdout.splitlines()]
+    assert list(map(str, told)) == ["a.pt", "b.pt", "step-00000001/rank-00000.pt"]
 
 
 def safetensors_file(path: Path) -> bytes:
