@@ -35,7 +35,7 @@ class Ports:
         self._engine = engine
         self._reap = reap
         self._orphaned = orphaned
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may drop the handle while it is held
         self._loops: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
         self._latest: tuple[asyncio.AbstractEventLoop | None, Port]
         self._dispatcher: threading.Thread | None = None
@@ -52,17 +52,22 @@ class Ports:
         return self.default if loop is None else self.of(loop)
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Port:
-        """The port that a loop watches; called in the loop's own thread."""
+        """The port that a loop watches; called in the loop's own thread.
+
+        After `release` that is the default one, at which nothing arrives any more.
+        """
         latest, port = self._latest
         if latest is loop:
             return port
-        known = self._loops.get(loop)
-        if known is None:
+        if loop not in self._loops:
             self.forget_closed_loops()
-            known = _LoopPort(self._engine.open_port(), loop, self._reap)
-            with self._lock:
-                self._loops[loop] = known
-        self._latest = (loop, known.port)
+        with self._lock:
+            if self._released:  # by another thread: a port that is opened now nobody would close
+                return self.default
+            known = self._loops.get(loop)
+            if known is None:
+                known = self._loops[loop] = _LoopPort(self._engine.open_port(), loop, self._reap)
+            self._latest = (loop, known.port)
         return known.port
 
     def forget_closed_loops(self) -> None:
@@ -112,7 +117,7 @@ class Ports:
 
     def after_fork(self) -> None:
         """In the child: locks may have been copied while held, and there is no dispatcher."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._released = True
 
 

@@ -137,6 +137,12 @@ class ThreadsPort:
                 os.close(self._fd)
             self._fd = -1
 
+    def __del__(self) -> None:
+        # A loop that ends in this moment forgets that it was to close the port.
+        fd = getattr(self, "_fd", -1)
+        if fd >= 0:
+            os.close(fd)
+
     def link(self, request: Request) -> None:
         if self._fd >= 0:
             request.linked = True

@@ -1223,6 +1223,28 @@ def test_a_closed_handle_refuses(make_handle: Make, file: Path) -> None:
     assert run_on("asyncio", handle.drain()) == 0
 
 
+@on_every_loop
+async def test_a_loop_that_comes_while_another_thread_closes_opens_no_port(
+    make_handle: Make, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would close it: `nothing_leaks` looks at the descriptors."""
+    handle = make_handle()
+    ports = handle._core._ports
+    of = ports.of
+
+    def late(loop: asyncio.AbstractEventLoop) -> Any:
+        closing = threading.Thread(target=handle.close)
+        closing.start()
+        closing.join()
+        return of(loop)
+
+    monkeypatch.setattr(ports, "of", late)
+    before = open_descriptors()
+    with pytest.raises(nvmeio.ClosedError, match="the handle is closed"):
+        handle.async_pread(target(), file)
+    assert open_descriptors().keys() <= before.keys()
+
+
 def test_a_closed_handle_still_tells_what_it_did(make_handle: Make, file: Path) -> None:
     handle = make_handle(queue_depth=7)
     handle.sync_pread(target(), file)
