@@ -33,7 +33,8 @@ def measure_steady(session: Session) -> list[Line]:
             for _ in range(KEEP + 1):  # from the next one on, the oldest file is recycled
                 worker.call("checkpoint")
             worker.call("copy")
-            write_file(old, nbytes)
+            whole = nbytes >> 20 << 20  # in blocks of fio's
+            write_file(old, whole)
             contenders = [
                 calling("nvmeio", worker, "checkpoint"),
                 calling("copy", worker, "copy"),
@@ -42,7 +43,7 @@ def measure_steady(session: Session) -> list[Line]:
                     partial(worker.call, "torch_save", path=str(plain)),
                     partial(remove, plain),
                 ),
-                *[Contender(s.name, partial(fio.overwrite, old, nbytes, s)) for s in settings],
+                *[Contender(s.name, partial(fio.overwrite, old, whole, s)) for s in settings],
             ]
             samples = session.measure("steady state", contenders)
         finally:
