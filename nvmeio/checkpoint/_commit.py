@@ -12,7 +12,8 @@ new file; after 5 a crash does, too.
 The temporary file's name ends in ``.nvmeio-tmp`` and its writer holds an flock on it for as long as
 it lives, so a file of that name which nobody has locked is what a killed writer left: the next save
 into the directory removes it. (The lock is that of the open file, which a forked child shares: what
-a killed writer left is removed once its children are gone too.)
+a killed writer left is removed once its children are gone too. One that ends gives the lock back
+itself, whatever children it has.)
 
 Source: man 2 rename, man 2 fsync (NOTES, on directories), man 2 flock.
 """
@@ -93,9 +94,11 @@ class Replacement:
                 _take_over(self._fd, mode)
             self.file = files.open(self._temporary, "r+")
         except BaseException:
-            self._unlink()
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
             os.close(self._fd)
             raise
+        self._pid = os.getpid()
         self._closed = False
 
     def reserve(self, nbytes: int) -> None:
@@ -120,10 +123,13 @@ class Replacement:
             TransferError: The file could not be made durable or renamed: the target is untouched,
                 and the temporary file is gone. Or the directory could not be synchronised: the new
                 file is in its place, but a crash of the machine may bring the old one back.
-            ClosedError: It was committed or discarded before.
+            ClosedError: It was committed or discarded before, or belongs to the parent of this
+                forked process.
         """
         if self._closed:
             raise ClosedError(f"the replacement of {self._path} is over")
+        if os.getpid() != self._pid:
+            raise ClosedError(f"the replacement of {self._path} belongs to the parent process")
         try:
             self._step("fsync", lambda: os.fdatasync(self._fd))
             self._step("rename", lambda: os.rename(self._temporary, self._target))
@@ -134,18 +140,24 @@ class Replacement:
         self._step("fsync", lambda: sync_directory(self._directory))
 
     def discard(self) -> None:
-        """Remove the temporary file; the target stays. Idempotent, and nothing after `commit`."""
-        if not self._closed:
-            self._unlink()
-            self._close()
+        """Remove the temporary file; the target stays. Idempotent, and nothing after `commit`.
 
-    def _unlink(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._temporary)
+        In a forked child the file is the parent's, and stays.
+        """
+        if self._closed:
+            return
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+        self._close()
 
     def _close(self) -> None:
         self._closed = True
         self.file.close()
+        if os.getpid() == self._pid:
+            # A child that was forked meanwhile shares the lock, and would go on holding it.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
     def _step(self, operation: str, call: Callable[[], None]) -> None:

@@ -77,13 +77,15 @@ def reading(fd: int, path: str | os.PathLike[str]) -> Iterator[bool]:
 
 def _is_recycled(fd: int, path: str | os.PathLike[str]) -> bool:
     """Whether an open file has another name now. With none at all it is the reader's own."""
-    facts = os.fstat(fd)
-    if not facts.st_nlink:
-        return False
+    return bool(os.fstat(fd).st_nlink) and not leads_to(path, fd)
+
+
+def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
+    """Whether a path leads to what is open, not to something else or to nothing."""
     try:
-        return not os.path.samestat(os.stat(path), facts)
+        return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
-        return True
+        return False
 
 
 def _recycled(path: str | os.PathLike[str]) -> TransferError:
@@ -121,12 +123,27 @@ def lock_alone(fd: int) -> bool:
     return True
 
 
+# Directories' locks of this process. A child that it forks shares them: it must not go on holding
+# what its parent gives back, or leaves behind when it is killed.
+_held: set[int] = set()
+
+
+def _let_go_in_child() -> None:
+    for fd in _held:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def lock_directory(directory: str) -> int:
     """Become the only one that saves into a directory.
 
     Returns:
-        A descriptor that holds the lock until it is closed, by this process and by the children
-        that it forks.
+        A descriptor that holds the lock until `unlock_directory`, or until this process ends. In
+        children that it forks it is closed.
 
     Raises:
         TransferError: Somebody else has the lock (EBUSY), or the directory cannot be opened.
@@ -143,9 +160,19 @@ def lock_directory(directory: str) -> int:
             errno.EBUSY,
             operation="open",
             path=directory,
-            detail="another Checkpointer saves into this directory (in this process, in another, "
-            "or in a child that one left behind): close it, or choose another directory",
+            detail="another Checkpointer saves into this directory, in this process or in another: "
+            "close it, or choose another directory",
         ) from None
     except OSError:
         pass  # no locks on this file system
+    _held.add(fd)
     return fd
+
+
+def unlock_directory(fd: int) -> None:
+    """Give back what `lock_directory` returned."""
+    _held.discard(fd)
+    # Not by closing alone: a child may have been forked between the opening and the noting.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
