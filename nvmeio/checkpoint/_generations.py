@@ -31,7 +31,7 @@ logger = logging.getLogger("nvmeio")
 LATEST = "latest"
 INDEX = "index.json"
 
-_STEP = re.compile(r"step-(\d{8,})(\.pt)?")
+_STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")
 _MOST_POINTER_BYTES = 255
 
 
@@ -91,8 +91,8 @@ def generations(directory: str) -> list[Generation]:
 
 def latest(directory: str, there: list[Generation]) -> Generation | None:
     """The checkpoint that the pointer names; None where that is missing or leads nowhere."""
-    name = _pointer(directory)
-    return next((each for each in there if os.path.basename(each.path) == name), None)
+    path = os.path.normpath(os.path.join(directory, _pointer(directory)))
+    return next((each for each in there if os.path.normpath(each.path) == path), None)
 
 
 def newest(directory: str) -> Generation | None:
@@ -234,10 +234,17 @@ def _pointer(directory: str) -> str:
     except OSError:
         pass
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_POINTER_BYTES).strip()
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
     except OSError:
         return ""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return ""
+        return os.read(fd, _MOST_POINTER_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def make_directory(directory: str) -> None:
