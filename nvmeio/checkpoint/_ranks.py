@@ -26,6 +26,7 @@ from hashlib import sha256
 from typing import Any
 
 from nvmeio.checkpoint import _zip
+from nvmeio.checkpoint._flight import Cancelled
 from nvmeio.checkpoint._layout import Layout
 from nvmeio.errors import TransferError
 
@@ -101,7 +102,7 @@ class Ranks:
 class Round:
     """The messages of one save; for a process alone, none are sent.
 
-    Used by one thread at a time, but for `beat` and `fail`, which may come from any.
+    Used by one thread at a time, but for `beat`, `fail` and `stop`, which may come from any.
     """
 
     def __init__(self, ranks: Ranks, store: Any, number: int, directory: str) -> None:
@@ -111,6 +112,7 @@ class Round:
         self._number = number
         self._directory = directory
         self._beaten = 0.0
+        self._stopped = False
         self._said: dict[int, tuple[int, float]] = {}  # rank → its count, when that was new
 
     # Sending
@@ -141,14 +143,25 @@ class Round:
             self._ask(self._store.add, self._key("beat", self.rank), 1)
 
     def fail(self, failed: BaseException) -> None:
-        """Tell all ranks that this one cannot go on. Never raises."""
+        """Tell all ranks that this one cannot go on. Never raises.
+
+        Where one has said so before, that stays: it is the cause.
+        """
         if self._store is None:
             return
         code = failed.errno if isinstance(failed, OSError) else None
+        if isinstance(failed, Cancelled):
+            failed = Cancelled("it was cancelled")
         text = f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__
         told = json.dumps({"rank": self.rank, "errno": code, "text": text[:4096]})
+        key = f"{self._number}/failed"
         with contextlib.suppress(Exception):
-            self._store.set(f"{self._number}/failed", told.encode())
+            if not self._store.check([key]):
+                self._store.set(key, told.encode())
+
+    def stop(self) -> None:
+        """Let this rank wait for nobody any more: whatever waits raises `Cancelled`."""
+        self._stopped = True
 
     # Receiving
 
@@ -157,6 +170,7 @@ class Round:
 
         Raises:
             TransferError: A rank failed (with its errno), or made no progress (ETIMEDOUT).
+            Cancelled: `stop` was called.
         """
         key = self._key(name, rank)
         self._wait_for(key, rank)
@@ -171,16 +185,31 @@ class Round:
         """What each rank told, by rank. Raises as `get`."""
         return [self.get(name, rank) for rank in range(self.size)]
 
+    def check(self) -> None:
+        """Raise if a rank has failed, as `get` does."""
+        key = f"{self._number}/failed"
+        if self._store is not None and self._ask(self._store.check, [key]):
+            raise self._failure(json.loads(self._ask(self._store.get, key)))
+
+    def wait_for_others(self, name: str, limit_s: float) -> None:
+        """Until all others have told something; for a limited time, and never raises."""
+        until = time.monotonic() + limit_s
+        keys = [self._key(name, rank) for rank in range(self.size) if rank != self.rank]
+        with contextlib.suppress(TransferError):
+            while self._store is not None and time.monotonic() < until:
+                if self._ask(self._store.check, keys):
+                    return
+                time.sleep(_MOST_PAUSE_S)
+
     def _wait_for(self, key: str, rank: int) -> None:
         pause = _FIRST_PAUSE_S
         self._said.pop(rank, None)
         while True:
-            if self._ask(self._store.check, [f"{self._number}/failed"]):
-                raise self._failure(
-                    json.loads(self._ask(self._store.get, f"{self._number}/failed"))
-                )
+            if self._stopped:
+                raise Cancelled
             if self._ask(self._store.check, [key]):
-                return
+                return  # whoever else failed: what was told holds
+            self.check()
             self.beat()
             self._check_progress(rank)
             time.sleep(pause)
@@ -230,11 +259,16 @@ class Round:
         return f"{self._number}/{name}/{rank}"
 
     def forget(self, names: Sequence[str]) -> None:
-        """Delete the keys of a round that all ranks have left."""
+        """Delete this rank's keys of a round that all ranks have left.
+
+        Not those of others: to get a key that another one deletes just now would wait for it.
+        """
         if self._store is None:
             return
-        keys = [self._key(name, rank) for name in names for rank in range(self.size)]
-        for key in (*keys, f"{self._number}/failed"):
+        keys = [self._key(name, self.rank) for name in names]
+        if self.rank == 0:
+            keys.append(f"{self._number}/failed")
+        for key in keys:
             with contextlib.suppress(Exception):  # a store that cannot: a few bytes stay
                 if not self._store.check([key]):
                     continue
