@@ -39,7 +39,11 @@ from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
 
-_MESSAGES = ("plan", "pieces", "place", "part", "end", "beat")
+_MESSAGES = ("plan", "pieces", "place", "part", "end", "seen", "beat")
+
+# The rank with the store may end its process once all know that the save is over: they ask for it
+# every 20 ms. One that died meanwhile is not waited for any longer than this.
+_PARTING_S = 5.0
 
 
 class Setup(NamedTuple):
@@ -85,12 +89,11 @@ class Job(ABC):
         self.setup = setup
         self.step = step
         self.round = setup.ranks.new_round(number)
-        self.source: Layout | None = None
         self.snapshot: Snapshot | None = None
         self.flight: Flight[torch.Tensor | None] = Flight()
         self._number = number
+        self.going_on = False  # in the background
         self._cancelled = False
-        self._thread: threading.Thread | None = None
         self._ended: concurrent.futures.Future[tuple[bool | None, float]]
         self._ended = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # nobody who awaits it can cancel it
@@ -103,11 +106,11 @@ class Job(ABC):
         """Where the checkpoint will be."""
 
     @abstractmethod
-    def parts(self, source: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: Layout) -> list[tuple[int, int]]:
         """The [start, end) of the file that each rank writes."""
 
     @abstractmethod
-    def pages_beside(self, source: Layout) -> list[int]:
+    def pages_beside(self, layout: Layout) -> list[int]:
         """Offsets of the pages outside of this rank's part that it needs as well."""
 
     @abstractmethod
@@ -143,27 +146,26 @@ class Job(ABC):
             if not snapshot.fits:
                 self._start_writing()
             snapshot.take(self.round.beat)
-            if self._cancelled:
-                raise Cancelled
+            self.check_cancelled()
+            self._taken_at = time.perf_counter()
+            self._report = report = SaveReport(
+                step=self.step,
+                path=self.path,
+                nbytes=source.nbytes,
+                copied_bytes=snapshot.copied_bytes,
+                snapshot_bytes=self.setup.memory.nbytes,
+                held_s=self._taken_at - began,
+                waited_s=times[0] - began,
+                planned_s=times[1] - times[0],
+                memory_s=times[2] - times[1],
+                stalled_s=snapshot.stalled_s,
+            )
+            if not self.going_on:
+                self._start_writing()
         except BaseException as failed:
             raise self._abandon(failed) from None
-        self._taken_at = time.perf_counter()
-        self._report = SaveReport(
-            step=self.step,
-            path=self.path,
-            nbytes=source.nbytes,
-            copied_bytes=snapshot.copied_bytes,
-            snapshot_bytes=self.setup.memory.nbytes,
-            held_s=self._taken_at - began,
-            waited_s=times[0] - began,
-            planned_s=times[1] - times[0],
-            memory_s=times[2] - times[1],
-            stalled_s=snapshot.stalled_s,
-        )
-        _tell(self._report, snapshot.fits)
-        if self._thread is None:
-            self._start_writing()
-        return self._report
+        _tell(report, snapshot.fits)
+        return report
 
     def _agreed(self, layout: Layout) -> Layout:
         """The layout that all ranks write, with this rank's storages."""
@@ -198,10 +200,15 @@ class Job(ABC):
         start, end = self.parts(source)[self.round.rank]
         beside = self.pages_beside(source)
         snapshot = Snapshot(self.setup.memory, source, start, end, beside)
-        self.source, self.snapshot = source, snapshot
+        self.snapshot = snapshot
         self.flight = Flight(snapshot.most_in_flight_bytes, self._finished)
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
+
+    def layout(self) -> Layout:
+        """What is written: the pieces, and the storages as they were."""
+        assert self.snapshot is not None  # until the background is over
+        return self.snapshot.layout
 
     def _finished(self, operation: Operation) -> None:
         if self.snapshot is not None:
@@ -211,15 +218,20 @@ class Job(ABC):
     def _abandon(self, failed: BaseException) -> BaseException:
         """End all of it; what is to be raised."""
         self.cancel()
-        if self._thread is None:
+        if not self.going_on:
             if not isinstance(failed, _Disagreement):
                 self.round.fail(failed)
         else:
             cause = self._ended.exception()  # waits for the background
             if isinstance(failed, Cancelled) and cause and not isinstance(cause, Cancelled):
                 failed = cause  # it was the writing that failed, and stopped the copying
+            self.going_on = False
         self._forget()
         return failed
+
+    def give_up(self) -> None:
+        """It is not even begun; tell the others."""
+        self.round.fail(Cancelled())
 
     def check_cancelled(self) -> None:
         """Raise Cancelled if `cancel` was called."""
@@ -229,6 +241,7 @@ class Job(ABC):
     def cancel(self) -> None:
         """Stop soon, and leave nothing behind; from any thread."""
         self._cancelled = True
+        self.round.stop()
         self.flight.cancel()
         snapshot = self.snapshot
         if snapshot is not None:
@@ -238,8 +251,13 @@ class Job(ABC):
 
     def _start_writing(self) -> None:
         # No daemon: a program that ends without waiting ends with a whole checkpoint.
-        self._thread = threading.Thread(target=self._run, name="nvmeio-checkpointer", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="nvmeio-checkpointer", daemon=False)
+        self.going_on = True  # before Ctrl-C can come
+        try:
+            thread.start()
+        except Exception:  # the process may have no more threads
+            self.going_on = False
+            raise
 
     def _run(self) -> None:
         try:
@@ -255,8 +273,8 @@ class Job(ABC):
             self._ended.set_result((recycled, time.perf_counter()))
 
     def _forget(self) -> None:
-        """Let go of the state, and of the snapshot's memory."""
-        self.source = self.snapshot = None
+        """Let go of the snapshot's memory."""
+        self.snapshot = None
         self.flight = Flight()
 
     # What became of it
@@ -291,6 +309,11 @@ class Job(ABC):
             return None
         written_s = max(ended - self._taken_at, 0.0)
         return report._replace(durable=True, recycled=recycled, written_s=written_s)
+
+    def part_from_others(self) -> None:
+        """Where this rank has committed for all: until they know. For a limited time; quiet."""
+        if self.round.rank == 0 and self.done() and self._ended.exception() is None:
+            self.round.wait_for_others("seen", _PARTING_S)
 
     def call_when_done(self, call: Callable[[], None]) -> None:
         """Call something once it is over, at once if it is; in whatever thread."""

@@ -48,17 +48,17 @@ class OneFile(Job):
         """Where the checkpoint will be."""
         return _generations.file_path(self.setup.directory, self.step)
 
-    def parts(self, source: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: Layout) -> list[tuple[int, int]]:
         """Even parts of whole pages."""
-        pages, size = padded_nbytes(source) // PAGE_BYTES, self.round.size
+        pages, size = padded_nbytes(layout) // PAGE_BYTES, self.round.size
         cuts = [pages * rank // size * PAGE_BYTES for rank in range(size + 1)]
         return list(itertools.pairwise(cuts))
 
-    def pages_beside(self, source: Layout) -> list[int]:
+    def pages_beside(self, layout: Layout) -> list[int]:
         """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
         if self.round.rank or self.round.size == 1 or not self.setup.checksum:
             return []
-        return unfinished_pages(source, self.parts(source))
+        return unfinished_pages(layout, self.parts(layout))
 
     def write(self) -> bool | None:
         """Write this rank's part, and commit all of them."""
@@ -69,28 +69,28 @@ class OneFile(Job):
             crcs = self._write_part(file)
             _sync(file)
             self.round.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
-        self.round.get("end", 0)
+        _wait_for_end(self)
         return None
 
     def _write_and_commit(self) -> bool:
         setup = self.setup
         old = _make_room(self)
         with Replacement(self.path, recycle=old) as replacement:
-            source = self._source()
+            layout = self.layout()
             if old is not None and not replacement.recycled:
                 with contextlib.suppress(OSError):
                     os.unlink(old)  # somebody reads it: let them, and have its blocks later
-            replacement.reserve(padded_nbytes(source))
+            replacement.reserve(padded_nbytes(layout))
             self.round.put("place", os.path.basename(replacement.temporary).encode())
             crcs = self._write_part(replacement.file)
             if self.round.size > 1:
+                _sync(replacement.file)  # while the others write: the commit is a moment, then
                 for rank in range(1, self.round.size):
                     crcs += map(Crc._make, _CRC.iter_unpack(self.round.get("part", rank)))
-                layout = self._snapshot_layout()
-                finish(setup.get_handle(), replacement.file, layout, self.parts(source), crcs)
-            replacement.truncate(source.nbytes)
-            self.check_cancelled()
+                finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)
+            replacement.truncate(layout.nbytes)
             _stamp(replacement.file, setup.directory)
+            _check_before_commit(self)
             replacement.commit()
         _generations.set_latest(setup.directory, os.path.basename(self.path))
         self.round.put("end", b"")
@@ -98,24 +98,17 @@ class OneFile(Job):
         return replacement.recycled
 
     def _write_part(self, file: File) -> list[Crc]:
-        start, end = self.parts(self._source())[self.round.rank]
+        layout = self.layout()
+        start, end = self.parts(layout)[self.round.rank]
         return write_part(
             self.setup.get_handle(),
             file,
-            self._snapshot_layout(),
+            layout,
             start,
             end,
             checksum=self.setup.checksum,
             flight=self.flight,
         )
-
-    def _source(self) -> Layout:
-        assert self.source is not None  # until the background is over
-        return self.source
-
-    def _snapshot_layout(self) -> Layout:
-        assert self.snapshot is not None  # until the background is over
-        return self.snapshot.layout
 
 
 class FileOfEachRank(Job):
@@ -128,11 +121,11 @@ class FileOfEachRank(Job):
         """Where the directory will be."""
         return _generations.ranks_path(self.setup.directory, self.step)
 
-    def parts(self, source: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: Layout) -> list[tuple[int, int]]:
         """All of it, whichever rank."""
-        return [(0, padded_nbytes(source))] * self.round.size
+        return [(0, padded_nbytes(layout))] * self.round.size
 
-    def pages_beside(self, source: Layout) -> list[int]:
+    def pages_beside(self, layout: Layout) -> list[int]:
         """None: no rank writes another one's file."""
         return []
 
@@ -141,7 +134,7 @@ class FileOfEachRank(Job):
         if self.round.rank:
             place = self.round.get("place", 0).decode()
             recycled = self._write_file(os.path.join(self.setup.directory, place))
-            self.round.get("end", 0)
+            _wait_for_end(self)
             return recycled
         setup = self.setup
         temporary = self._make_directory()
@@ -150,8 +143,8 @@ class FileOfEachRank(Job):
             recycled = self._write_file(temporary)
             names = [_rank_name(rank) for rank in range(self.round.size)]
             told = [self.round.get("part", rank) for rank in range(1, self.round.size)]
-            sizes = [self._nbytes(), *map(int, told)]
-            self.check_cancelled()
+            sizes = [self.layout().nbytes, *map(int, told)]
+            _check_before_commit(self)
             self._commit(temporary, dict(zip(names, sizes, strict=True)))
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -163,6 +156,16 @@ class FileOfEachRank(Job):
 
     def _make_directory(self) -> str:
         """An old directory under a temporary name, or a new one."""
+        if os.path.isdir(self.path) and not os.path.exists(
+            os.path.join(self.path, _generations.INDEX)
+        ):
+            raise TransferError(
+                errno.EEXIST,
+                operation="open",
+                path=self.path,
+                detail="there is a directory of this name that no Checkpointer has written: move "
+                "it away",
+            )
         old = _make_room(self)
         taken = None if old is None else _generations.take_directory(old)
         if taken is not None:
@@ -177,9 +180,8 @@ class FileOfEachRank(Job):
         return temporary
 
     def _write_file(self, directory: str) -> bool:
-        assert self.snapshot is not None  # until the background is over
         path = os.path.join(directory, _rank_name(self.round.rank))
-        layout = self.snapshot.layout
+        layout = self.layout()
         recycled = _clear_way(path)
         with files.open(path, "rw") as file:
             opened = file.acquire(True)
@@ -215,7 +217,7 @@ class FileOfEachRank(Job):
                 os.fsync(file.fileno())
             sync_directory(temporary)
             if os.path.isdir(self.path):
-                exchange(temporary, self.path)
+                self._exchange(temporary)
                 sync_directory(self.setup.directory)
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
@@ -224,9 +226,20 @@ class FileOfEachRank(Job):
         except OSError as failed:
             raise self._error(failed, "rename") from failed
 
-    def _nbytes(self) -> int:
-        assert self.source is not None  # until the background is over
-        return self.source.nbytes
+    def _exchange(self, temporary: str) -> None:
+        try:
+            exchange(temporary, self.path)
+        except OSError as refused:
+            if refused.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            raise TransferError(
+                refused.errno,
+                operation="rename",
+                path=self.path,
+                detail="this file system cannot exchange two directories, so that a checkpoint "
+                "of several files cannot be replaced at once: delete it before, or save under "
+                "another step",
+            ) from refused
 
     def _error(self, failed: OSError, operation: str) -> OSError:
         if isinstance(failed, TransferError):
@@ -236,6 +249,19 @@ class FileOfEachRank(Job):
 
 def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
+
+
+def _wait_for_end(job: Job) -> None:
+    """Until rank 0 has committed; it may end its process once all have said that they know."""
+    job.round.get("end", 0)
+    with contextlib.suppress(TransferError):  # it did not wait for us
+        job.round.put("seen", b"")
+
+
+def _check_before_commit(job: Job) -> None:
+    """The last moment to stop: a rank that has given up must not find the checkpoint there."""
+    job.check_cancelled()
+    job.round.check()
 
 
 def _make_room(job: Job) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._generations import Generation
 from nvmeio.checkpoint._loading import MapLocation, _Loading
-from nvmeio.checkpoint._locks import reading
+from nvmeio.checkpoint._locks import leads_to, reading
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 
@@ -59,9 +59,11 @@ class Restoring:
             try:
                 return self._load(generation)
             except OSError as failed:
-                # Recycled between the look into the directory and the opening.
-                gone = failed.errno in (errno.ENOENT, errno.ESTALE)
-                if not gone or attempt + 1 == _ATTEMPTS or os.path.exists(generation.path):
+                # Recycled between the look into the directory and the opening, or replaced.
+                gone = failed.errno == errno.ESTALE or (
+                    failed.errno == errno.ENOENT and not os.path.exists(generation.path)
+                )
+                if not gone or attempt + 1 == _ATTEMPTS:
                     raise
         raise AssertionError("unreachable")
 
@@ -99,11 +101,24 @@ class Restoring:
             ) from failed
         try:
             with reading(fd, generation.path) as is_it:
-                if not is_it:
-                    raise TransferError(errno.ESTALE, operation="open", path=generation.path)
-                return self._load_ranks(generation.path)
+                if is_it:
+                    try:
+                        found = self._load_ranks(generation.path)
+                    except (OSError, IntegrityError):
+                        if leads_to(generation.path, fd):
+                            raise
+                    # A save of the same step may have put a new directory in its place: then some
+                    # files may have been of the one, some of the other.
+                    if leads_to(generation.path, fd):
+                        return found
         finally:
             os.close(fd)
+        raise TransferError(
+            errno.ESTALE,
+            operation="open",
+            path=generation.path,
+            detail="the checkpoint was replaced while it was being read",
+        )
 
     def _load_ranks(self, path: str) -> Any:
         names = _files_of(path)

@@ -6,21 +6,26 @@ thread that writes holds this, not that.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._flight import Cancelled
 from nvmeio.checkpoint._job import Job, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
-from nvmeio.checkpoint._locks import lock_directory
+from nvmeio.checkpoint._locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint._ranks import Ranks
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
+
+logger = logging.getLogger("nvmeio")
 
 # How often a wait looks whether it was cancelled.
 _LOOK_S = 0.05
@@ -62,7 +67,9 @@ class Saver:
         self._job: Job | None = None  # the last one whose snapshot was taken
         self._saves = 0
         self._pid = os.getpid()
+        self._released = False
         self.closed = False
+        _savers.add(self)
 
     # Saving
 
@@ -76,24 +83,30 @@ class Saver:
             self.check_open()
             job = self._job
             while job is not None and not job.wait(_LOOK_S):
+                if call.cancelled:
+                    self._new(step).give_up()  # the other ranks wait for this save
                 call.check()
-            self.raise_failure()
-            self._saves += 1
-            call.job = job = self._new_job(self.setup, step, self._saves)
+            self._result(job)
+            call.job = job = self._new(step)
             call.check()
-            report = job.take(state, began)
-            self._job = job
-            return report
+            try:
+                return job.take(state, began)
+            finally:  # also when Ctrl-C comes between the two
+                if job.going_on:
+                    self._job = job
         finally:
             self._turn.release()
 
-    def raise_failure(self) -> SaveReport | None:
-        """The report of the last save, once that is over; its failure is raised once.
+    def _new(self, step: int) -> Job:
+        self._saves += 1
+        return self._new_job(self.setup, step, self._saves)
+
+    def _result(self, job: Job | None) -> SaveReport | None:
+        """The report of a save that is over; whoever waited for it has seen its failure.
 
         Raises:
             Exception: Why it failed.
         """
-        job = self._job
         if job is None:
             return None
         try:
@@ -111,7 +124,20 @@ class Saver:
             raise TimeoutError(
                 f"step {job.step} is not durable after {timeout} s; it is being written"
             )
-        return self.raise_failure()
+        return self._result(job)
+
+    def waiting(self, call: Callable[[], None]) -> Callable[[], SaveReport | None]:
+        """`wait` in two halves: `call` says when the second one will not block.
+
+        The second belongs to the save that was the last one at the first: another may have begun.
+        """
+        self.check_process()
+        job = self._job
+        if job is None:
+            call()
+        else:
+            job.call_when_done(call)
+        return lambda: self._result(job)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where nothing can be saved."""
@@ -138,15 +164,22 @@ class Saver:
 
     @property
     def open_handle(self) -> AioHandle | None:
-        """The handle, if there is one yet."""
-        return self._handle
+        """The handle, if there is one yet; a forked child needs one of its own."""
+        return self._handle if os.getpid() == self._pid else None
 
     def _claim(self) -> None:
         """Make the directory, and be the only one that saves there."""
+        if self._lock_fd >= 0 and not leads_to(self.directory, self._lock_fd):
+            self._unlock()  # removed, or replaced by another one
         if self._lock_fd < 0:
             _generations.make_directory(self.directory)
             self._lock_fd = lock_directory(self.directory)
         _generations.remove_dead(self.directory)
+
+    def _unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            unlock_directory(fd)
 
     # The end
 
@@ -156,14 +189,14 @@ class Saver:
             self.closed = True
             return
         with self._turn:
-            if self.closed:
-                return
-            self.closed = True
+            self.closed = True  # also if Ctrl-C ends the waiting; the next call waits again
             job = self._job
             if job is not None:
                 job.wait(None)
+                if not self._released:
+                    job.part_from_others()
             self._release()
-        self.raise_failure()
+        self._result(job)
 
     def abandon(self) -> None:
         """Nobody has this any more: what is being written is finished, then all is given back."""
@@ -174,32 +207,33 @@ class Saver:
         if job is None:
             self._release()
         else:
-            job.call_when_done(self._release)
+            job.call_when_done(lambda: self._end_abandoned(job))
+
+    def _end_abandoned(self, job: Job) -> None:
+        try:
+            job.result()
+        except Exception as failed:
+            logger.error("step %d was not saved, and nobody has asked for it: %s", job.step, failed)
+        finally:
+            self._release()
 
     def _release(self) -> None:
+        self._released = True
         self.setup.memory.release()
         handle, self._handle = self._handle, None
-        if handle is not None and self._own:
-            handle.close()
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        try:
+            if handle is not None and self._own:
+                handle.close()
+        finally:
+            self._unlock()
 
     @property
     def unfinished(self) -> Job | None:
-        """The save that is being written, or whose failure nobody has seen."""
+        """The save that is being written, or whose failure nobody has seen; not in a child."""
         job = self._job
-        if job is None:
+        if job is None or os.getpid() != self._pid:
             return None
         return job if not job.done() or job.failed() else None
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call something once nothing is being written; at once if nothing is."""
-        job = self._job
-        if job is None:
-            call()
-        else:
-            job.call_when_done(call)
 
 
 class Call:
@@ -207,16 +241,28 @@ class Call:
 
     def __init__(self) -> None:
         self.job: Job | None = None
-        self._cancelled = False
+        self.cancelled = False
 
     def cancel(self) -> None:
         """Stop soon; from any thread."""
-        self._cancelled = True
+        self.cancelled = True
         job = self.job
         if job is not None:
             job.cancel()
 
     def check(self) -> None:
         """Raise Cancelled if it was cancelled."""
-        if self._cancelled:
+        if self.cancelled:
             raise Cancelled
+
+
+# A program may end without having closed its Checkpointers, or dropped them.
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    for saver in list(_savers):
+        saver.abandon()
+
+
+atexit.register(_at_exit)

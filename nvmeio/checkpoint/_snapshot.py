@@ -17,6 +17,7 @@ Copies are memmoves of some MiB each, without the GIL, by a few threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -306,12 +307,15 @@ def _copy_all(tasks: Sequence[_Copy], stopped: Callable[[], bool]) -> None:
     threads = [
         threading.Thread(target=work, name="nvmeio-snapshot", daemon=True) for _ in range(others)
     ]
-    for thread in threads:
-        thread.start()
+    started: list[threading.Thread] = []
     try:
+        with contextlib.suppress(RuntimeError):  # no more threads in this process: fewer will do
+            for thread in threads:
+                thread.start()
+                started.append(thread)
         work()
     finally:
-        for thread in threads:
+        for thread in started:
             thread.join()
         for device in devices:
             _wait_for(device)

@@ -150,9 +150,9 @@ class Checkpointer:
             MemoryError: There is no room for the snapshot.
             ClosedError: It is closed, or belongs to the parent of this forked process.
 
-        After an error or cancellation: nothing of this save is left, and older checkpoints are as
-        they were. Cancelling takes as long as copying some MiB; of several ranks, the others get an
-        error.
+        After an error or cancellation: nothing of this save is left (but for a cancellation that
+        came when all of it was durable), and older checkpoints are as they were. Cancelling takes
+        as long as copying some MiB; of several ranks, the others get an error.
 
         Cost: one copy of the state at the speed of memory (of this rank's part with
         ``layout="one"``), and the pickling: about 15 us a tensor. The first save allocates the
@@ -177,12 +177,11 @@ class Checkpointer:
             The report of the last save; None if there was none.
 
         Raises:
-            Exception: It failed. Raised once, by this or the next call; older checkpoints are as
-                they were.
+            Exception: It failed. Raised by all calls that wait for it, or else once, by the next
+                one; older checkpoints are as they were.
 
         Cancelling it cancels no save.
         """
-        self._saver.check_process()
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -190,9 +189,9 @@ class Checkpointer:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
                 loop.call_soon_threadsafe(over.set)
 
-        self._saver.when_done(wake)
+        result = self._saver.waiting(wake)
         await over.wait()
-        return self._saver.raise_failure()
+        return result()
 
     def wait_sync(self, timeout: float | None = None) -> SaveReport | None:
         """`wait`, blocking.
@@ -378,6 +377,9 @@ def _checked_directory(directory: str | os.PathLike[str]) -> str:
     path = os.fspath(directory)
     if not isinstance(path, str):
         raise TypeError(f"a path must be a str, not {path!r}; os.fsdecode turns bytes into one")
+    if not path or "\0" in path:
+        raise ValueError(f"directory must be the path of a directory, not {path!r}")
+    path = os.path.abspath(path)  # os.chdir must not move it between two saves
     if os.path.exists(path) and not os.path.isdir(path):
         raise TransferError(
             errno.ENOTDIR,
