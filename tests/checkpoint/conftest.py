@@ -1,0 +1,39 @@
+"""Checkpointers for the tests, closed after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults._support import MIB
+from support import HeldEngine
+
+import nvmeio
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def new(directory: Path) -> Iterator[Callable[..., nvmeio.Checkpointer]]:
+    """Makes Checkpointers of `directory` that are closed after the test."""
+    made: list[nvmeio.Checkpointer] = []
+
+    def make(**options: Any) -> nvmeio.Checkpointer:
+        made.append(nvmeio.Checkpointer(directory, **options))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+@pytest.fixture
+def held(new: Any, engine_held: HeldEngine, new_handle: Any) -> nvmeio.Checkpointer:
+    """One that writes nothing before the gate of `engine_held` is opened."""
+    checkpointer: nvmeio.Checkpointer = new(handle=new_handle(engine_held, block_size=MIB))
+    return checkpointer

@@ -1,0 +1,428 @@
+"""`Checkpointer` in one process: what is saved and when, how much memory, which arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import io
+import os
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint._checkpointers import (
+    check_file,
+    file_of,
+    large_state,
+    names,
+    scramble,
+    state_of,
+)
+from checkpoint._objects import SAFE, UNSAFE, assert_same, assert_tied
+from faults._support import MIB
+from support import HeldEngine, on_every_loop, spin_until, thread, until
+
+import nvmeio
+from nvmeio import _memory
+from nvmeio.testing import FakeEngine
+
+OBJECTS = {**SAFE, **UNSAFE}
+
+
+# The state may change
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+async def test_the_state_may_change_once_saved(
+    name: str, held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    state = OBJECTS[name]()
+    reference = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some layouts are in beta
+        torch.save(state, reference)
+        await held.save(state, 1)
+        scramble(state)
+        engine_held.gate.set()
+        await held.wait()
+        reference.seek(0)
+        wanted = torch.load(reference, weights_only=False)
+        assert_same(held.restore(weights_only=False), wanted)
+        found = torch.load(file_of(Path(held.directory), 1), weights_only=False)
+    assert_same(found, wanted)
+    if name == "tied":
+        assert_tied(found)
+        assert_tied(held.restore())
+
+
+async def test_training_goes_on(new: Any) -> None:
+    """What is restored is the model and the optimizer of that very step."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[float] = []
+
+    def train() -> float:
+        loss = model(torch.linspace(0, 1, 300)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    checkpointer = new(keep=3)
+    for step in range(6):
+        losses.append(train())
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        await checkpointer.save(state, step)
+    await checkpointer.wait()
+    for step in (2, 3, 4):
+        found = checkpointer.restore(step)
+        assert found["step"] == step
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        assert train() == losses[step + 1]
+
+
+def test_the_state_is_let_go_of_before_it_is_durable(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """The whole state was kept until the last byte was written, beside the snapshot."""
+    tensor = nvmeio.empty_aligned(MIB, dtype=torch.uint8).fill_(7)
+    address = tensor.data_ptr()
+    held.save_sync({"a": tensor}, 1)
+    engine_held.wait_until_begun()
+    assert _memory.mapped.covers(address, MIB)
+    del tensor
+    gc.collect()
+    assert not _memory.mapped.covers(address, MIB)
+    engine_held.gate.set()
+    held.wait_sync()
+    assert bool((held.restore()["a"] == 7).all())
+
+
+# Saving, waiting
+
+
+@on_every_loop
+async def test_save_and_wait(tmp_path: Path) -> None:
+    async with nvmeio.Checkpointer(tmp_path / "c") as checkpointer:
+        assert await checkpointer.wait() is None
+        report = await checkpointer.save(state_of(3), 3)
+        assert (report.step, report.durable, report.written_s) == (3, False, None)
+        report = await checkpointer.wait()
+        assert report is not None and report.durable and report.recycled is False
+        assert report.written_s is not None and report.written_s >= 0
+        assert report.path == str(file_of(tmp_path / "c", 3))
+        assert report.nbytes == os.stat(report.path).st_size
+        assert report.copied_bytes == 5000 * 4 + 7 * 4 <= report.snapshot_bytes
+        times = report.waited_s + report.planned_s + report.memory_s + report.stalled_s
+        assert 0 < times <= report.held_s and report.stalled_s == 0
+        assert_same(await checkpointer.async_restore(), state_of(3))
+
+
+async def test_save_returns_before_anything_is_written(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, directory: Path
+) -> None:
+    await held.save(state_of(0), 0)
+    engine_held.wait_until_begun()
+    assert "writing step 0" in repr(held)
+    assert held.steps() == [] and held.latest_step() is None
+    (temporary,) = names(directory)
+    assert temporary.endswith(".nvmeio-tmp")
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        held.restore()
+    engine_held.gate.set()
+    await held.wait()
+    assert names(directory) == ["latest", "step-00000000.pt"]
+    assert "writing" not in repr(held) and "open" in repr(held)
+
+
+def test_a_plain_loop(directory: Path) -> None:
+    with nvmeio.Checkpointer(directory, keep=2) as checkpointer:
+        assert checkpointer.wait_sync() is None
+        for step in range(5):
+            assert not checkpointer.save_sync(state_of(step), step).durable
+        report = checkpointer.wait_sync()
+        assert report is not None and report.durable and report.step == 4
+        assert checkpointer.wait_sync() == report
+        checkpointer.save_sync(state_of(5), 5)
+    assert checkpointer.closed
+    assert checkpointer.steps() == [3, 4, 5]  # durable: the with statement has waited
+    for step in (3, 4, 5):
+        check_file(file_of(directory, step), step)
+
+
+async def test_async_with_waits_until_all_is_durable(directory: Path) -> None:
+    async with nvmeio.Checkpointer(directory) as checkpointer:
+        await checkpointer.save(state_of(0), 0)
+    assert checkpointer.closed and checkpointer.steps() == [0]
+    check_file(file_of(directory, 0), 0)
+
+
+def test_waiting_with_a_time_limit(held: nvmeio.Checkpointer, engine_held: HeldEngine) -> None:
+    held.save_sync(state_of(0), 0)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="step 0 is not durable"):
+            held.wait_sync(timeout)
+    engine_held.gate.set()
+    report = held.wait_sync(20)
+    assert report is not None and report.durable
+
+
+async def test_a_second_save_waits_for_the_first(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """And the event loop goes on meanwhile."""
+    first = await held.save(state_of(0), 0)
+    second = asyncio.create_task(held.save(state_of(1), 1))
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+        assert not second.done()
+    assert held.steps() == []
+    engine_held.gate.set()
+    report = await second
+    assert report.waited_s >= 0.1 and first.waited_s < 0.1
+    assert report.snapshot_bytes == first.snapshot_bytes  # memory of one, not of two
+    assert 0 in held.steps()
+    await held.wait()
+    assert held.steps() == [0, 1]
+
+
+async def test_waiting_is_for_what_was_saved_before(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """`wait` blocked the event loop until the next save was durable, had one begun by then."""
+    await held.save(state_of(1), 1)
+    first = held._saver._job
+    waiting = asyncio.create_task(held.wait())
+    saving = asyncio.create_task(held.save(state_of(2), 2))
+    await until(lambda: held._saver._turn.locked())
+    assert first is not None
+    engine_held.gate.set()
+    spin_until(lambda: held._saver._job is not first)  # the loop comes to the end of it later
+    report = await waiting
+    assert report is not None and report.step == 1
+    await saving
+    report = await held.wait()
+    assert report is not None and report.step == 2
+
+
+async def test_many_tasks_save_at_once(new: Any) -> None:
+    checkpointer = new(keep=100)
+    reports = await asyncio.gather(*(checkpointer.save(state_of(i), i) for i in range(12)))
+    assert [report.step for report in reports] == list(range(12))
+    await checkpointer.wait()
+    assert checkpointer.steps() == list(range(12))
+    for step in range(12):
+        assert_same(checkpointer.restore(step), state_of(step))
+
+
+def test_many_threads_save_at_once(new: Any) -> None:
+    checkpointer = new(keep=100)
+    with contextlib.ExitStack() as beside:
+        for step in range(6):
+            beside.enter_context(thread(checkpointer.save_sync, state_of(step), step))
+    checkpointer.wait_sync()
+    for step in range(6):
+        assert_same(checkpointer.restore(step), state_of(step))
+
+
+def test_a_handle_of_the_callers_stays_open(directory: Path, new_handle: Any) -> None:
+    handle = new_handle("threads", block_size=MIB)
+    with nvmeio.Checkpointer(directory, handle=handle) as checkpointer:
+        checkpointer.save_sync(state_of(0), 0)
+    assert not handle.closed and handle.stats.bytes_written >= 20000
+    before = handle.stats.operations
+    assert_same(checkpointer.restore(), state_of(0))
+    assert handle.stats.operations == before  # a closed one does not use it
+
+
+def test_without_checksums(new: Any, directory: Path) -> None:
+    checkpointer = new(checksum=False)
+    checkpointer.save_sync(state_of(0), 0)
+    checkpointer.wait_sync()
+    assert_same(torch.load(file_of(directory, 0)), state_of(0))
+    with zipfile.ZipFile(file_of(directory, 0)) as archive:
+        assert archive.getinfo("archive/data/0").CRC == 0
+
+
+# Memory
+
+
+async def test_a_state_that_is_larger_than_the_memory_streams(
+    new: Any, new_handle: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = FakeEngine(delay_s=lambda kind, *_: 0.002 if kind == "pwrite" else 0)
+    checkpointer = new(keep=1, memory_bytes=64 * MIB, handle=new_handle(slow, block_size=MIB))
+    for step in range(3):  # new files, and a recycled one
+        caplog.clear()
+        state = large_state()
+        state["step"] = step
+        report = await checkpointer.save(state, step)
+        scramble(state)
+        assert report.snapshot_bytes == 64 * MIB < report.copied_bytes
+        assert 0 < report.stalled_s < report.held_s and not report.durable
+        assert f"waited {report.stalled_s:.3f} s" in caplog.text and "memory_bytes" in caplog.text
+        await checkpointer.wait()
+        wanted = large_state()
+        wanted["step"] = step
+        assert_same(torch.load(file_of(directory, step)), wanted)
+        with zipfile.ZipFile(file_of(directory, step)) as archive:
+            assert archive.testzip() is None
+
+
+def test_a_budget_that_is_too_small_to_work_with(new: Any) -> None:
+    """64 MiB are used then, as is documented, and no more."""
+    checkpointer = new(memory_bytes=1)
+    before = _memory.mapped.covers
+    report = checkpointer.save_sync(large_state(70 * MIB), 0)
+    assert report.snapshot_bytes == 64 * MIB and before is not None
+    checkpointer.wait_sync()
+    assert_same(checkpointer.restore(), large_state(70 * MIB))
+
+
+def test_memory_is_that_of_the_largest_snapshot(new: Any, directory: Path) -> None:
+    checkpointer = new(keep=1)
+    held = [
+        checkpointer.save_sync(state_of(step, numel), step).snapshot_bytes
+        for step, numel in enumerate((1000, 2_000_000, 10, 1_000_000))
+    ]
+    assert held[0] < held[1] == held[2] == held[3] < 9 * MIB
+    checkpointer.wait_sync()
+    check_file(file_of(directory, 3), 3, 1_000_000)
+    checkpointer.close()
+    assert checkpointer._saver.setup.memory.nbytes == 0
+
+
+def test_a_streaming_save_fails_at_once(new: Any, new_handle: Any, directory: Path) -> None:
+    """The state is not all copied yet when the drive fails: the call itself says so."""
+    failing = [False]
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        return errno.ENOSPC if failing[0] and kind == "pwrite" and offset > 50 * MIB else 0
+
+    checkpointer = new(
+        keep=1, memory_bytes=64 * MIB, handle=new_handle(FakeEngine(fail=fail), block_size=MIB)
+    )
+    for step in range(2):
+        checkpointer.save_sync(state_of(step), step)
+    failing[0] = True
+    with pytest.raises(nvmeio.TransferError) as raised:
+        checkpointer.save_sync(large_state(200 * MIB), 2)
+    assert raised.value.errno == errno.ENOSPC
+    assert names(directory) == ["latest", "step-00000001.pt"]  # the oldest was recycled
+    report = checkpointer.wait_sync()
+    assert report is not None and report.step == 1
+    failing[0] = False
+    checkpointer.save_sync(state_of(3), 3)
+    checkpointer.wait_sync()
+    assert checkpointer.steps() == [1, 3]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"keep": 0}, ValueError, "keep must be at least 1, not 0"),
+        ({"keep": -1}, ValueError, "keep must be at least 1"),
+        ({"keep": 1.0}, TypeError, "keep must be an int"),
+        ({"keep": True}, TypeError, "keep must be an int"),
+        ({"keep": None}, TypeError, "keep must be an int"),
+        ({"memory_bytes": 0}, ValueError, "memory_bytes must be at least 1"),
+        ({"memory_bytes": "1G"}, TypeError, "memory_bytes must be an int"),
+        ({"layout": "two"}, ValueError, "layout must be 'one' or 'per_rank', not 'two'"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be more than 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be more than 0"),
+        ({"handle": "libaio"}, TypeError, "handle must be an nvmeio.AioHandle"),
+        ({"process_group": "WORLD"}, TypeError, r"torch\.distributed\.group\.WORLD"),
+    ],
+)
+def test_wrong_parameters(options: Any, error: Any, text: str, directory: Path) -> None:
+    with pytest.raises(error, match=text):
+        nvmeio.Checkpointer(directory, **options)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [(7, TypeError), (None, TypeError), (b"x", TypeError), ("", ValueError), ("a\0b", ValueError)],
+)
+def test_no_directory(path: Any, error: Any) -> None:
+    with pytest.raises(error):
+        nvmeio.Checkpointer(path)
+
+
+def test_a_file_is_no_directory(directory: Path) -> None:
+    directory.write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match="needs a directory, not a file"):
+        nvmeio.Checkpointer(directory)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (None, TypeError), (True, TypeError)],
+)
+async def test_a_wrong_step(step: Any, error: Any, new: Any, directory: Path) -> None:
+    checkpointer = new()
+    with pytest.raises(error, match="step must be"):
+        checkpointer.save_sync(state_of(0), step)
+    with pytest.raises(error, match="step must be"):
+        await checkpointer.save(state_of(0), step)
+    if step is not None:
+        with pytest.raises(error, match="step must be"):
+            checkpointer.restore(step)
+        with pytest.raises(error, match="step must be"):
+            await checkpointer.async_restore(step)
+    assert not directory.exists()
+
+
+def test_steps_of_every_kind(new: Any, directory: Path) -> None:
+    """Whatever has `__index__`, and more than eight digits."""
+    checkpointer = new(keep=5)
+    for step in (0, torch.tensor(7), 123_456_789_012):
+        checkpointer.save_sync({"at": int(step)}, step)
+    checkpointer.wait_sync()
+    assert checkpointer.steps() == [0, 7, 123_456_789_012]
+    assert (directory / "step-123456789012.pt").exists()
+    assert checkpointer.restore() == {"at": 123_456_789_012}
+
+
+def test_a_step_whose_name_is_too_long(new: Any, directory: Path) -> None:
+    checkpointer = new()
+    checkpointer.save_sync({}, 10**300)
+    with pytest.raises(nvmeio.TransferError) as raised:
+        checkpointer.wait_sync()
+    assert raised.value.errno == errno.ENAMETOOLONG and names(directory) == []
+
+
+def test_a_directory_that_is_deep_relative_or_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative one stays where it was when the process goes elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with nvmeio.Checkpointer("a/b/c") as checkpointer:
+        checkpointer.save_sync(state_of(0), 0)
+        checkpointer.wait_sync()
+        monkeypatch.chdir("elsewhere")
+        checkpointer.save_sync(state_of(1), 1)
+    assert names(tmp_path / "a/b/c") == ["latest", "step-00000000.pt", "step-00000001.pt"]
+    assert names(tmp_path / "elsewhere") == []
+    (tmp_path / "link").symlink_to("a/b/c")
+    with nvmeio.Checkpointer(tmp_path / "link", keep=1) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save_sync(state_of(step), step)
+        checkpointer.wait_sync()
+        assert checkpointer.steps() == [2, 3]
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with (
+        nvmeio.Checkpointer(tmp_path / "dangling") as checkpointer,
+        pytest.raises(nvmeio.TransferError, match="dangling"),
+    ):
+        checkpointer.save_sync(state_of(0), 0)
