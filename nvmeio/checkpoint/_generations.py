@@ -22,7 +22,12 @@ import stat
 import time
 from typing import NamedTuple
 
-from nvmeio.checkpoint._commit import SUFFIX, sync_directory, temporary_name
+from nvmeio.checkpoint._commit import (
+    SUFFIX,
+    remove_leftovers,
+    sync_directory,
+    temporary_name,
+)
 from nvmeio.checkpoint._locks import lock_alone
 from nvmeio.errors import TransferError
 
@@ -32,6 +37,7 @@ LATEST = "latest"
 INDEX = "index.json"
 
 _STEP = re.compile(r"step-([0-9]{8,})(\.pt)?")
+_DEAD = re.compile(rf"\.({LATEST}|step-[0-9]{{8,}})\.[0-9]+-[0-9a-f]{{8}}{re.escape(SUFFIX)}")
 _MOST_POINTER_BYTES = 255
 
 
@@ -169,20 +175,21 @@ def take_directory(path: str) -> str | None:
 
 
 def remove_dead(directory: str) -> None:
-    """Delete the temporary directories and pointers of dead writers.
+    """Delete the temporary files, directories and pointers of dead writers.
 
-    For whoever holds the directory's lock: nobody else makes such things here. Temporary files
-    have locks of their own (`_commit.remove_leftovers`).
+    For whoever holds the directory's lock: nobody else makes such directories and pointers here.
+    Temporary files have locks of their own.
     """
+    remove_leftovers(directory)
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            name = entry.name
-            if not (name.endswith(SUFFIX) and name.startswith((".step-", f".{LATEST}."))):
+            match = _DEAD.fullmatch(entry.name)
+            if match is None:
                 continue
-            if entry.is_symlink() or name.startswith(f".{LATEST}."):
+            if match[1] == LATEST:
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
-            elif entry.is_dir():
+            elif entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
