@@ -16,6 +16,7 @@ The right side is in `_job_files`.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from nvmeio.checkpoint._layout import Layout, Piece, plan_layout
 from nvmeio.checkpoint._ranks import Ranks, explain, fingerprint
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
@@ -91,7 +92,7 @@ class Job(ABC):
         self.round = setup.ranks.new_round(number)
         self.snapshot: Snapshot | None = None
         self.flight: Flight[torch.Tensor | None] = Flight()
-        self._number = number
+        self.number = number
         self.going_on = False  # in the background
         self._cancelled = False
         self._ended: concurrent.futures.Future[tuple[bool | None, float]]
@@ -175,7 +176,8 @@ class Job(ABC):
         plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
         self.round.put("plan", json.dumps(plan | fingerprint(layout)).encode())
         plans = [json.loads(told) for told in self.round.gather("plan")]
-        self.setup.ranks.new_round(self._number - 1).forget(_MESSAGES)  # all have left it
+        self.round.check()  # one may have told its plan, and then given up
+        self.setup.ranks.new_round(self.number - 1).forget(_MESSAGES)  # all have left it
         wrong = explain(plans)
         if wrong is not None:
             raise _Disagreement(f"{self.path}: {wrong}")
@@ -263,6 +265,7 @@ class Job(ABC):
         try:
             recycled = self.write()
         except BaseException as failed:
+            failed = self._cause_of(failed)
             self.round.fail(failed)
             if self.snapshot is not None:
                 self.snapshot.stop()  # whoever copies has nobody to copy for
@@ -271,6 +274,25 @@ class Job(ABC):
         else:
             self._forget()
             self._ended.set_result((recycled, time.perf_counter()))
+
+    def _cause_of(self, failed: BaseException) -> BaseException:
+        """A file that is gone because rank 0 has given up is not what went wrong."""
+        if isinstance(failed, FileNotFoundError):
+            try:
+                self.round.check()
+            except TransferError as first:
+                first.__cause__ = failed
+                return first
+        return failed
+
+    @contextlib.contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """A failure of the body is told before anything is removed."""
+        try:
+            yield
+        except BaseException as failed:
+            self.round.fail(failed)
+            raise
 
     def _forget(self) -> None:
         """Let go of the snapshot's memory."""

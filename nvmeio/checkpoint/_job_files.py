@@ -75,7 +75,7 @@ class OneFile(Job):
     def _write_and_commit(self) -> bool:
         setup = self.setup
         old = _make_room(self)
-        with Replacement(self.path, recycle=old) as replacement:
+        with Replacement(self.path, recycle=old) as replacement, self.telling_others():
             layout = self.layout()
             if old is not None and not replacement.recycled:
                 with contextlib.suppress(OSError):
@@ -139,13 +139,14 @@ class FileOfEachRank(Job):
         setup = self.setup
         temporary = self._make_directory()
         try:
-            self.round.put("place", os.path.basename(temporary).encode())
-            recycled = self._write_file(temporary)
-            names = [_rank_name(rank) for rank in range(self.round.size)]
-            told = [self.round.get("part", rank) for rank in range(1, self.round.size)]
-            sizes = [self.layout().nbytes, *map(int, told)]
-            _check_before_commit(self)
-            self._commit(temporary, dict(zip(names, sizes, strict=True)))
+            with self.telling_others():
+                self.round.put("place", os.path.basename(temporary).encode())
+                recycled = self._write_file(temporary)
+                names = [_rank_name(rank) for rank in range(self.round.size)]
+                told = [self.round.get("part", rank) for rank in range(1, self.round.size)]
+                sizes = [self.layout().nbytes, *map(int, told)]
+                _check_before_commit(self)
+                self._commit(temporary, dict(zip(names, sizes, strict=True)))
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -200,7 +201,10 @@ class FileOfEachRank(Job):
             finally:
                 opened.release()
             _sync(file)
-        sync_directory(directory)
+        try:
+            sync_directory(directory)
+        except OSError as failed:
+            raise self._error(failed, "fsync") from failed
         self.round.put("part", str(layout.nbytes).encode())
         return recycled
 

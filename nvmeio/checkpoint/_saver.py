@@ -78,17 +78,20 @@ class Saver:
         began = time.perf_counter()
         self.check_open()
         while not self._turn.acquire(timeout=_LOOK_S):
-            call.check()
+            if self.setup.ranks.size == 1:
+                call.check()
         try:
             self.check_open()
             job = self._job
-            while job is not None and not job.wait(_LOOK_S):
-                if call.cancelled:
-                    self._new(step).give_up()  # the other ranks wait for this save
-                call.check()
-            self._result(job)
-            call.job = job = self._new(step)
-            call.check()
+            while job is not None and not call.cancelled and not job.wait(_LOOK_S):
+                pass
+            if not call.cancelled:
+                self._result(job)
+            self._saves += 1
+            call.job = job = self._new_job(self.setup, step, self._saves)
+            if call.cancelled:
+                job.give_up()  # in its turn, for the other ranks wait for it
+                raise Cancelled
             try:
                 return job.take(state, began)
             finally:  # also when Ctrl-C comes between the two
@@ -96,10 +99,6 @@ class Saver:
                     self._job = job
         finally:
             self._turn.release()
-
-    def _new(self, step: int) -> Job:
-        self._saves += 1
-        return self._new_job(self.setup, step, self._saves)
 
     def _result(self, job: Job | None) -> SaveReport | None:
         """The report of a save that is over; whoever waited for it has seen its failure.
@@ -193,7 +192,7 @@ class Saver:
             job = self._job
             if job is not None:
                 job.wait(None)
-                if not self._released:
+                if job.number == self._saves and not self._released:
                     job.part_from_others()
             self._release()
         self._result(job)
