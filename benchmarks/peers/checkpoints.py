@@ -130,13 +130,17 @@ class Checkpoints:
             self._checkpointer = None
 
     def checkpoint(self) -> Sample:
-        """One save, from the call until it is durable; `held_s` is what the caller waited."""
+        """One save, from the call until it is durable.
+
+        `held_s` is what the caller waited, `written_s` what the background took after that.
+        """
         self._step += 1
         with timed(self._nbytes) as sample:
             start = time.perf_counter()
             self._loop.run_until_complete(self._checkpointer.save(self._state, self._step))
             sample.extra["held_s"] = time.perf_counter() - start
-            self._loop.run_until_complete(self._checkpointer.wait())
+            report = self._loop.run_until_complete(self._checkpointer.wait())
+        sample.extra["written_s"] = report.written_s
         return sample
 
     def copy(self) -> Sample:

@@ -1,7 +1,8 @@
 """A handle for one call: the caller's, or one that is made and closed beside other work.
 
 To give an AIO context back takes the kernel about 30 ms (io_destroy waits for an RCU grace period),
-to make one at times as well: beside the pickling and the last fsync it costs nothing.
+to make one at times as well. So it is made beside the pickling, and closed beside the last fsync
+and whatever the caller does next: nothing is in flight then, and nobody need wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class CallHandle:
     Args:
         handle: The caller's, which stays open; None to make one, beginning now.
 
-    Used with ``with``; what goes wrong in making one is raised by `get`.
+    Used with ``with``, after which its own is closed, or is being closed; what goes wrong in making
+    one is raised by `get`.
     """
 
     def __init__(self, handle: AioHandle | None) -> None:
@@ -80,4 +82,3 @@ class CallHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.done()
-        self._join()
