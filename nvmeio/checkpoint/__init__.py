@@ -10,6 +10,7 @@ For saves in the background: `_generations` (the directory), `_snapshot`, `_rank
 
 from nvmeio.checkpoint._loading import async_load as async_load
 from nvmeio.checkpoint._loading import load as load
+from nvmeio.checkpoint._report import SaveReport as SaveReport
 from nvmeio.checkpoint._saving import async_save as async_save
 from nvmeio.checkpoint._saving import save as save
 from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
@@ -20,6 +21,7 @@ __all__ = [
     "Checkpointer",
     "FastFileReader",
     "FastFileWriter",
+    "SaveReport",
     "async_load",
     "async_save",
     "load",

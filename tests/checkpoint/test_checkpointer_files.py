@@ -29,7 +29,7 @@ from faults._support import MIB
 from support import HeldEngine, thread, until
 
 import nvmeio
-from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint import SaveReport
 from nvmeio.testing import FakeEngine
 
 # Which files there are

@@ -194,6 +194,7 @@ FORKING = """
 import asyncio, errno, gc, os, signal, sys, threading, time, warnings
 import torch, nvmeio, nvmeio.checkpoint
 from nvmeio.testing import FakeEngine
+warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about forks beside threads
 torch.set_num_threads(1)
 folder = sys.argv[1]
 state = {"a": torch.arange(500_000)}
