@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from _files import huge_pages
 from _lines import Line, at_least, best, compare, gb_per_s
@@ -11,7 +12,7 @@ from _session import Session
 from _worker import PeerUnavailable
 from peers import fio
 
-from checkpoint_rows._state import drop_from_cache, worker_with_state
+from checkpoint_rows._state import drop_from_cache, touch_memory, worker_with_state
 from checkpoint_rows.saving import fio_settings
 
 TORCH = ("torch.load", "torch.load, mmap")
@@ -22,7 +23,7 @@ def measure(session: Session) -> list[Line]:
     ready = worker_with_state(session)
     if ready is None:
         return []
-    worker, _ = ready
+    worker, nbytes = ready
     files = {"pt": session.directory / "state.pt", "st": session.directory / "state.safetensors"}
     if not session.attempt(
         "safetensors",
@@ -41,7 +42,7 @@ def measure(session: Session) -> list[Line]:
             continue
         path = files["pt" if how in TORCH or how == "nvmeio.load" else "st"]
         run = partial(worker.call, "load", how=how, path=str(path))
-        contenders.append(Contender(how, run, partial(drop_from_cache, path)))
+        contenders.append(Contender(how, run, partial(_make_cold, path, nbytes)))
     with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
         settings = fio_settings(session, refused)
         size = files["st"].stat().st_size >> 20 << 20
@@ -71,3 +72,8 @@ def measure(session: Session) -> list[Line]:
                 theirs = samples.get(peer, [])
                 lines.append(compare("load", f"{ours}, cold", peer, "GB/s", gb_per_s, mine, theirs))
     return lines
+
+
+def _make_cold(path: Path, nbytes: int) -> None:
+    drop_from_cache(path)
+    touch_memory(nbytes)

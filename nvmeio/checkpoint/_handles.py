@@ -2,17 +2,35 @@
 
 To give an AIO context back takes the kernel about 30 ms (io_destroy waits for an RCU grace period),
 to make one at times as well. So it is made beside the pickling, and closed beside the last fsync
-and whatever the caller does next: nothing is in flight then, and nobody need wait for it.
+and whatever the caller does next: nothing is in flight then, and nobody need wait for it. Loading
+1 and 64 MiB takes 2.5 and 27 ms that way, and 3.3 and 28 with the portable engine's threads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
+
+
+@contextlib.contextmanager
+def handle_for(given: AioHandle | None, path: str | os.PathLike[str]) -> Iterator[AioHandle]:
+    """The handle of one call that has nothing else to do while one is made.
+
+    Args:
+        given: The caller's handle, which stays open; or None.
+        path: As for `CallHandle`.
+
+    Raises:
+        BackendUnavailableError: None can be made; says why.
+    """
+    with CallHandle(given, path) as handle:
+        yield handle.get()
 
 
 class CallHandle:
@@ -20,13 +38,16 @@ class CallHandle:
 
     Args:
         handle: The caller's, which stays open; None to make one, beginning now.
+        path: A file or directory on the file system whose stored setting is to be used
+            (`AioHandle.tuned`).
 
     Used with ``with``, after which its own is closed, or is being closed; what goes wrong in making
     one is raised by `get`.
     """
 
-    def __init__(self, handle: AioHandle | None) -> None:
+    def __init__(self, handle: AioHandle | None, path: str | os.PathLike[str]) -> None:
         self._handle = handle
+        self._path = path
         self._own = handle is None
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -57,9 +78,9 @@ class CallHandle:
         try:
             try:
                 # "auto" makes and destroys a context to see whether there are any: 30 ms.
-                self._handle = AioHandle(engine="libaio")
+                self._handle = AioHandle.tuned(self._path, engine="libaio")
             except BackendUnavailableError:
-                self._handle = AioHandle()
+                self._handle = AioHandle.tuned(self._path)
         except BaseException as failed:
             self._failed = failed
 

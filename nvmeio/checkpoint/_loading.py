@@ -148,7 +148,7 @@ class _Loading:
         with open_reading(self._path) as file:
             if file.size() < 4 or read_buffered(file, 0, 4) != LOCAL_MAGIC or _seam() is None:
                 return self._through_torch(self._path)
-            with CallHandle(self._handle) as handle:
+            with CallHandle(self._handle, self._path) as handle:
                 checkpoint = Checkpoint(file, handle.get, self._new_load())
                 if checkpoint.archive.is_script or self._nothing_to_read():
                     with same_file(file) as same:

@@ -105,7 +105,10 @@ class _Save:
         self._flight.cancel()
 
     def run(self) -> None:
-        with Replacement(self._path) as replacement, CallHandle(self._handle) as handle:
+        with (
+            Replacement(self._path) as replacement,
+            CallHandle(self._handle, replacement.temporary) as handle,
+        ):
             try:
                 layout = plan_layout(self._obj, *self._pickle)
             except BackendUnavailableError as unknown:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import files
 from nvmeio.checkpoint import _pickles
 from nvmeio.checkpoint._handles import CallHandle
 from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
+from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import Checkpoint, scan_pickle, spans_of, unsafe_globals
 from nvmeio.checkpoint._pickles import Call, Global, StorageRef
 from nvmeio.checkpoint._spans import Load
@@ -97,7 +97,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
         raise NoCheckpointError(
             f"{path} is in torch's format from before its zip files, which has no directory"
         )
-    with files.open(path) as file, CallHandle(None) as handle:
+    with open_reading(path) as file, CallHandle(None, path) as handle:
         checkpoint = Checkpoint(file, handle.get, Load())
         records = [
             RecordFacts(e.name, e.offset, e.nbytes, e.crc if e.crc or not e.nbytes else None)

@@ -6,6 +6,7 @@ they know where the storages lie, where these see one write or read after anothe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
@@ -18,10 +19,11 @@ from typing import Any
 
 import torch
 
-from nvmeio import buffers, files
+from nvmeio import buffers
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint import _zip
 from nvmeio.checkpoint._commit import Replacement
+from nvmeio.checkpoint._locks import open_reading
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -336,13 +338,14 @@ class FastFileReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
-        self._file = files.open(path, "r")
+        self._reading = contextlib.ExitStack()  # no Checkpointer recycles it meanwhile
+        self._file = self._reading.enter_context(open_reading(path))
         try:
             self._size = self._file.size()
             self._own = handle is None
             self._handle = AioHandle() if handle is None else handle
         except BaseException:
-            self._file.close()
+            self._reading.close()
             raise
         self._position = 0
         self._ahead = b""
@@ -404,7 +407,7 @@ class FastFileReader:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._file.close()
+        self._reading.close()
         if self._own:
             self._handle.close()
 

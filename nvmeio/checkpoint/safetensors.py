@@ -17,8 +17,8 @@ import torch
 from nvmeio import files
 from nvmeio.checkpoint import _safetensors_header as headers
 from nvmeio.checkpoint import _safetensors_shards as shards
+from nvmeio.checkpoint._handles import handle_for
 from nvmeio.checkpoint._in_thread import in_thread
-from nvmeio.checkpoint._own_handle import handle_for
 from nvmeio.checkpoint._safetensors_header import Entry, Header
 from nvmeio.checkpoint._safetensors_save import Saving
 from nvmeio.checkpoint._spans import Load, Span
@@ -69,7 +69,7 @@ def save_safetensors(
     that are not contiguous.
     """
     saving = Saving(tensors, path, metadata, max_shard_size)
-    with handle_for(handle, saving.path, saving.nbytes) as writer:
+    with handle_for(handle, saving.path) as writer:
         saving.run(writer)
 
 
@@ -89,7 +89,7 @@ async def async_save_safetensors(
     saving = Saving(tensors, path, metadata, max_shard_size)
 
     def run() -> None:
-        with handle_for(handle, saving.path, saving.nbytes) as writer:
+        with handle_for(handle, saving.path) as writer:
             saving.run(writer)
 
     await in_thread(run, saving.cancel)
@@ -148,7 +148,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         IntegrityError: The header is malformed, or does not match the size of the file.
         TransferError: The file cannot be opened or read.
     """
-    with files.open(path) as file, handle_for(None, path, 0) as handle:
+    with files.open(path) as file, handle_for(None, path) as handle:
         return _header_of(file, handle)
 
 
@@ -177,8 +177,7 @@ class _Loading:
                 (opened.enter_context(files.open(shard)), names)
                 for shard, names in _shards_of(path)
             ]
-            nbytes = sum(file.size() for file, _ in parts)
-            handle = opened.enter_context(handle_for(self._handle, path, nbytes))
+            handle = opened.enter_context(handle_for(self._handle, path))
             found: dict[str, Entry] = {}
             spans: list[Span] = []
             for file, names in parts:

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import buffers, files
+from nvmeio import buffers
 from nvmeio.checkpoint import _crc, _zip
 from nvmeio.checkpoint._flight import Flight
 from nvmeio.checkpoint._handles import CallHandle
 from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
+from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import Checkpoint, read_buffered, scan_pickle, spans_of
 from nvmeio.checkpoint._spans import Load
 from nvmeio.checkpoint._zip import Entry
@@ -100,7 +101,7 @@ def verify(
         raise NoCheckpointError(
             f"{path} is in torch's format from before its zip files, which has no checksums"
         )
-    with files.open(path) as file, CallHandle(handle) as call_handle:
+    with open_reading(path) as file, CallHandle(handle, path) as call_handle:
         return _Verification(file, call_handle, progress).run()
 
 

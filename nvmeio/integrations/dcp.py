@@ -181,7 +181,7 @@ class NvmeStorageWriter(StorageWriter):
             (f"{prefix}{number}{names.SUFFIX}", items)
             for number, items in enumerate(self._split(plan.items))
         ]
-        with CallHandle(self._handle) as handle:
+        with CallHandle(self._handle, self._path) as handle:
             if len(files) == 1:
                 # The handle is made beside the planning, and closed beside the last fsync.
                 found = [self._write_file(handle.get, handle.done, planner, *files[0])]
@@ -382,7 +382,7 @@ class NvmeStorageReader(StorageReader):
             IntegrityError: An item is not what the metadata says.
             ValueError: The planner gives a tensor of another size than the plan says.
         """
-        with CallHandle(self._handle) as handle:
+        with CallHandle(self._handle, self._path) as handle:
             read_items(
                 handle.get(),
                 self._path,

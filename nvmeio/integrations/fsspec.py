@@ -112,7 +112,7 @@ class _Reading(io.RawIOBase):
         super().__init__()
         self.name = path
         with contextlib.ExitStack() as opened:
-            mine = opened.enter_context(CallHandle(handle)).get()
+            mine = opened.enter_context(CallHandle(handle, path)).get()
             self._reader = opened.enter_context(FastFileReader(path, handle=mine))
             self._opened = opened.pop_all()
 
@@ -166,7 +166,7 @@ class _Writing(io.RawIOBase):
             return len(view)
         try:
             if self._stream is None:
-                handle = self._opened.enter_context(CallHandle(self._handle)).get()
+                handle = self._opened.enter_context(CallHandle(self._handle, self.name)).get()
                 staging = buffers.empty_aligned(_STAGING_BYTES, dtype=torch.uint8)
                 self._stream = Stream(handle, self._replacement.file, staging)
                 self._stream.write(self._small)

@@ -29,7 +29,7 @@ from faults._support import MIB
 from support import HeldEngine, thread, until
 
 import nvmeio
-from nvmeio.checkpoint import SaveReport
+from nvmeio.checkpoint import SaveReport, describing, verifying
 from nvmeio.testing import FakeEngine
 
 # Which files there are
@@ -316,6 +316,37 @@ def test_a_reader_with_a_lock(new: Any, directory: Path) -> None:
         assert_same(torch.load(oldest), state_of(0, 100_000))
     assert_same(mapped, state_of(0, 100_000))
     assert checkpointer.steps() == [1, 2, 3]
+
+
+def test_a_file_object_is_not_recycled_under_its_reader(new: Any, directory: Path) -> None:
+    checkpointer = new(keep=2)
+    three_generations(checkpointer)
+    with nvmeio.FastFileReader(file_of(directory, 0)) as reader:
+        checkpointer.save_sync(state_of(9), 9)
+        checkpointer.wait_sync()
+        assert_same(torch.load(reader), state_of(0, 100_000))
+
+
+@pytest.mark.parametrize(
+    ("module", "call"), [(verifying, verifying.verify), (describing, describing.describe)]
+)
+def test_what_is_looked_at_is_not_recycled(
+    module: Any, call: Any, new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = new(keep=2)
+    three_generations(checkpointer)
+    size = file_of(directory, 0).stat().st_size
+    make = module.CallHandle
+
+    def later(*arguments: Any) -> Any:
+        checkpointer.save_sync({"b": torch.ones(7)}, 9)
+        checkpointer.wait_sync()
+        return make(*arguments)
+
+    monkeypatch.setattr(module, "CallHandle", later)
+    found = call(file_of(directory, 0))
+    assert found.nbytes == size
+    assert not getattr(found, "problems", [])
 
 
 def test_a_hard_link(new: Any, directory: Path, tmp_path: Path) -> None:
