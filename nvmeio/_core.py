@@ -22,7 +22,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nvmeio import _transfer, files
@@ -412,26 +412,15 @@ class Core:
 
     # --- waiting for all ------------------------------------------------------------------------
 
-    def wait_all(self, timeout: float | None) -> int:
-        """Block until nothing is in flight; see `AioHandle.wait`."""
-        if self._refusal is _FORKED:
-            raise ClosedError(_FORKED)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self.wait_for_live(deadline)
-        return self._collect()
-
     def wait_for_live(self, deadline: float | None) -> None:
         """Block until nothing is in flight, whatever became of it."""
+        if self._refusal is _FORKED:
+            raise ClosedError(_FORKED)
         while (operation := self._any_live()) is not None:
             if not self.wait_settled(operation, deadline):
                 raise concurrent.futures.TimeoutError(
                     f"{len(self._live)} operations are still in flight, e.g. {operation!r}"
                 )
-
-    async def drain(self) -> int:
-        """Await until nothing is in flight; see `AioHandle.drain`."""
-        await self.settle_live()
-        return self._collect()
 
     async def writes_to(self, inode: tuple[int, int]) -> None:
         """Await the writes to a file that have been started up to now."""
@@ -471,15 +460,12 @@ class Core:
 
     def take(self) -> tuple[int, list[BaseException]]:
         """How many have finished since the last call, and the errors that nobody has seen."""
+        if self._refusal is _FORKED:
+            return 0, []
         with self._lock:
             finished, self._finished = self._finished, 0
             failed, self._failed = self._failed, {}
         return finished, [o._error for o in failed.values() if o._error is not None]
-
-    def _collect(self) -> int:
-        finished, errors = self.take()
-        raise_first(errors)
-        return finished
 
     # --- closing --------------------------------------------------------------------------------
 
@@ -494,14 +480,13 @@ class Core:
             self._refusal = self._refusal or reason
 
     def close(self) -> None:
-        """Refuse, drain, release; then raise the first failure that nobody has seen."""
+        """Refuse, drain, release; failures that nobody has seen are left to `take`."""
         if self._refusal is _FORKED:
             return
         self.refuse()
         self.wait_for_live(None)
         self._release()
         self.engine.join()
-        self._collect()
 
     async def aclose(self) -> None:
         """`close` without blocking the loop."""
@@ -511,7 +496,6 @@ class Core:
         await self.settle_live()
         self._release()
         await asyncio.get_running_loop().run_in_executor(None, self.engine.join)
-        self._collect()
 
     def abandon(self) -> None:
         """The handle was dropped: finish what is in flight in the background, below last."""
@@ -534,9 +518,8 @@ class Core:
         threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
 
     def _close_quietly(self) -> None:
-        try:
-            self.close()
-        except Exception as failed:
+        self.close()
+        for failed in self.take()[1]:
             logger.error("an operation of a dropped handle failed: %s", failed)
 
     def _release(self) -> None:
@@ -588,14 +571,6 @@ class Core:
         finally:  # warnings may be errors
             # Idle ones too: the interpreter freezes daemon threads, with whatever lock they hold.
             self._close_quietly()
-
-
-def raise_first(errors: Sequence[BaseException]) -> None:
-    """Raise the first error, if there is one, with the others attached."""
-    if errors:
-        first: Any = errors[0]
-        first.others = tuple(errors[1:])  # torch's errors take attributes as ours do
-        raise first
 
 
 # Strong references. In a cycle, the collector finalises the shim's objects together with the handle

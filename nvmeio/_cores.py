@@ -6,12 +6,12 @@ device's core is closed first, for its engine may work through the host's.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from nvmeio._core import Core, raise_first
+from nvmeio._core import Core
 from nvmeio._ring import RingEngine
 from nvmeio.engines.base import Counters
 
@@ -55,8 +55,6 @@ class Cores:
 
     def wait_all(self, timeout: float | None) -> int:
         """See `AioHandle.wait`."""
-        if self._device is None:
-            return self.host.wait_all(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         for core in self._all():
             core.wait_for_live(deadline)
@@ -64,19 +62,22 @@ class Cores:
 
     async def drain(self) -> int:
         """See `AioHandle.drain`."""
-        if self._device is None:
-            return await self.host.drain()
         for core in self._all():
             await core.settle_live()
         return self._collect()
 
     def _collect(self) -> int:
-        finished, errors = 0, []
+        """How many have finished; raises the first error that nobody has seen, with the others."""
+        finished: int = 0
+        errors: list[BaseException] = []
         for core in self._all():
             more, failed = core.take()
             finished += more
             errors += failed
-        raise_first(errors)
+        if errors:
+            first: Any = errors[0]
+            first.others = tuple(errors[1:])  # torch's errors take attributes as ours do
+            raise first
         return finished
 
     async def writes_to(self, inode: tuple[int, int]) -> None:
@@ -93,31 +94,21 @@ class Cores:
 
     def close(self) -> None:
         """Refuse, drain, release; then raise the first failure that nobody has seen."""
-        errors: list[BaseException] = []
-        with self._lock:  # no device core is made any more
-            for core in self._all():
-                core.refuse()
-        for core in self._all():
-            try:
-                core.close()
-            except Exception as failed:
-                errors += [failed, *getattr(failed, "others", ())]
-        raise_first(errors)
+        for core in self._refusing():
+            core.close()
+        self._collect()
 
     async def aclose(self) -> None:
         """`close` without blocking the loop."""
-        errors: list[BaseException] = []
-        with self._lock:
+        for core in self._refusing():
+            await core.aclose()
+        self._collect()
+
+    def _refusing(self) -> list[Core]:
+        with self._lock:  # no device core is made any more
             for core in self._all():
                 core.refuse()
-        for core in self._all():
-            try:
-                await core.aclose()
-            except asyncio.CancelledError:
-                raise
-            except Exception as failed:
-                errors += [failed, *getattr(failed, "others", ())]
-        raise_first(errors)
+        return self._all()
 
     def abandon(self) -> None:
         """The handle was dropped: finish what is in flight in the background."""
