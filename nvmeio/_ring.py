@@ -59,9 +59,7 @@ class _Turn:
 
     @property
     def transfer(self) -> DeviceTransfer:
-        transfer = self.ticket.transfer
-        assert isinstance(transfer, DeviceTransfer)
-        return transfer
+        return self.ticket.transfer
 
     @property
     def exhausted(self) -> bool:
@@ -378,7 +376,8 @@ class _Pump:
             self._drop(piece)
             return
         if outcome.transferred < piece.nbytes:
-            ticket.stop = True  # the file ends here: nothing lies behind
+            # The file ends here: nothing lies behind. Pieces before it may still be on their way.
+            piece.turn.next = piece.turn.transfer.nbytes
             piece.nbytes = outcome.transferred
         if not piece.nbytes:
             self._drop(piece)

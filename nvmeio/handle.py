@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -89,10 +90,8 @@ class AioHandle:
         self._copier = _device.new_copier()
         started = select.start(engine, options)
         try:
-            # Without self: handle and cores in a cycle would outlive the handle's last user.
-            self._cores = Cores(
-                Core(started), functools.partial(_ring_core, self._copier, ring_bytes, options)
-            )
+            # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
+            self._cores = Cores(Core(started), self._device_maker(ring_bytes))
         except BaseException:
             started.stop()
             started.join()
@@ -116,6 +115,10 @@ class AioHandle:
         """
         found = _tuned.find(path)
         return cls(*(found.aio if found else Options()), engine=engine)
+
+    def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
+        """Makes the core of device memory from the host's."""
+        return functools.partial(_ring_core, self._copier, ring_bytes, self._options)
 
     # --- transfers ------------------------------------------------------------------------
 
@@ -218,17 +221,22 @@ class AioHandle:
         file_offset: int,
         validate: bool = False,
     ) -> Operation:
-        core = self._cores.host
-        core.check_open()
-        if _device.is_device(tensor):
-            core = self._cores.device
-            on_device = _tensor.device_destination if kind is Kind.READ else _tensor.device_source
-            memory = on_device(tensor, self._copier)
-        else:
-            memory = _tensor.destination(tensor) if kind is Kind.READ else _tensor.source(tensor)
+        self._cores.check_open()
+        core, memory = self._memory(kind, tensor)
         offset = _checked_offset(file_offset, memory.nbytes)
         check = _validate.comparison(memory, file, offset) if validate else None
         return core.start(kind, memory, file, offset, check)
+
+    def _memory(self, kind: Kind, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
+        """A tensor's memory, and the core that moves it."""
+        if _device.is_device(tensor):
+            core = self._cores.device
+            if kind is Kind.READ:
+                return core, _tensor.device_destination(tensor, self._copier)
+            return core, _tensor.device_source(tensor, self._copier)
+        if kind is Kind.READ:
+            return self._cores.host, _tensor.destination(tensor)
+        return self._cores.host, _tensor.source(tensor)
 
     # --- all operations of the handle -------------------------------------------------------
 
@@ -427,7 +435,7 @@ class AioHandle:
         o = self._options
         state = "closed" if self._cores.closed else "open"
         return (
-            f"<nvmeio.AioHandle {self.engine} block_size={o.block_size} "
+            f"<nvmeio.{type(self).__name__} {self.engine} block_size={o.block_size} "
             f"queue_depth={o.queue_depth} lanes={o.intra_op_parallelism} {state}, "
             f"{self._cores.in_flight} in flight>"
         )

@@ -7,10 +7,12 @@ used as it is and left open.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +117,7 @@ class _Driver:
         return self._properties
 
     def mode(self, settings: Settings) -> str:
-        """"gds", "p2p", "compat" or "host": which way bytes go at best; see `GdsHandle.mode`."""
+        """ "gds", "p2p", "compat" or "host": which way bytes go at best; see `GdsHandle.mode`."""
         if not settings.needs_cuda:
             return "host"
         return mode_of(self._properties, preflight.nvidia_fs())
@@ -143,11 +145,12 @@ class _Driver:
                 'pip install "nvidia-cufile>=1.16"',
             )
         self._pid = os.getpid()
-        self._set_parameters(loaded, settings)
+        environment = self._set_parameters(loaded, settings)
         try:
-            code, cuda = limited.call(
-                lambda: _open_in_context(loaded, settings), OPEN_LIMIT_S, "nvmeio-cufile-open"
-            )
+            with _environment(environment):
+                code, cuda = limited.call(
+                    lambda: _open_in_context(loaded, settings), OPEN_LIMIT_S, "nvmeio-cufile-open"
+                )
         except limited.HangsError as hangs:
             self._stuck = f"cuFileDriverOpen was called and is {hangs}"
             raise _refused(self._stuck, "start a new process; `nvmeio report` may tell why") from (
@@ -163,8 +166,11 @@ class _Driver:
         self._properties = loaded.properties()
 
     @staticmethod
-    def _set_parameters(loaded: Library, settings: Settings) -> None:
-        """What an older version has no call for goes by the environment or by default."""
+    def _set_parameters(loaded: Library, settings: Settings) -> dict[str, str]:
+        """What has to be set before the open; and what goes by the environment during it."""
+        # Without a path, cuFile writes cufile.log into the working directory. 1.20 accepts the
+        # string parameter for it and does so all the same.
+        environment = {"CUFILE_LOGFILE_PATH": log_path()}
         answers: dict[str, int | None] = {
             # Transfers are split here already; its own threads would split them again.
             "parallel_io": loaded.set_flag(library.PARALLEL_IO, False),
@@ -172,14 +178,8 @@ class _Driver:
                 library.ALLOW_COMPAT_MODE, settings.allow_compat
             ),
         }
-        if answers["allow_compat_mode"] is None:
-            # CUFILE_ALLOW_COMPAT_MODE is read by the versions that have no parameters.
-            os.environ.setdefault(
-                "CUFILE_ALLOW_COMPAT_MODE", "true" if settings.allow_compat else "false"
-            )
-        if "CUFILE_LOGFILE_PATH" not in os.environ:
-            # Without a path it writes cufile.log into the working directory.
-            answers["log file"] = loaded.set_text(library.LOGFILE_PATH, log_path())
+        if answers["allow_compat_mode"] is None:  # the variable that 1.20 ignores is read by those
+            environment["CUFILE_ALLOW_COMPAT_MODE"] = "true" if settings.allow_compat else "false"
         if settings.max_direct_io_bytes is not None:
             answers["max_direct_io_size"] = loaded.set_max_direct_io(
                 settings.max_direct_io_bytes // 1024
@@ -187,6 +187,19 @@ class _Driver:
         for name, code in answers.items():
             if code and code != status.ALREADY_OPEN:
                 logger.info("cuFile does not take the parameter %s: status %d", name, code)
+        return environment
+
+
+@contextlib.contextmanager
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """Variables that are set for the length of a call, where the user has not set them."""
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _open_in_context(loaded: Library, settings: Settings) -> tuple[int, int]:
@@ -196,7 +209,7 @@ def _open_in_context(loaded: Library, settings: Settings) -> tuple[int, int]:
 
 
 def mode_of(properties: Properties | None, nvidia_fs: str) -> str:
-    """"gds" through nvidia-fs, "p2p" through the kernel's own P2PDMA, else "compat"."""
+    """ "gds" through nvidia-fs, "p2p" through the kernel's own P2PDMA, else "compat"."""
     if properties is None:
         return "compat"
     if nvidia_fs and properties.nvfs_major and properties.status_flags:

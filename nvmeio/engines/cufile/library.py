@@ -9,6 +9,7 @@ Source: cufile.h of 1.11 to 1.20, in which these layouts are the same.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 from typing import Any, NamedTuple
@@ -56,10 +57,8 @@ CUfileError_t cuFileDriverSetMaxDirectIOSize(size_t kib);
 CUfileError_t cuFileGetVersion(int *version);
 long cuFileUseCount(void);
 
-/* from 1.14 on */
-CUfileError_t cuFileSetParameterSizeT(int parameter, size_t value);
+/* from 1.14 on, with two more for sizes and strings */
 CUfileError_t cuFileSetParameterBool(int parameter, _Bool value);
-CUfileError_t cuFileSetParameterString(int parameter, const char *value);
 """
 # Offsets and sizes that every version has had; `layouts` says what cffi made of the above.
 LAYOUTS = {
@@ -84,7 +83,6 @@ NEEDED = ("cuFileDriverClose_v2", "cuFileGetVersion", "cuFileRead", "cuFileWrite
 # Parameters, by their place in the enumerations of cufile.h (the same in 1.14 and 1.20).
 ALLOW_COMPAT_MODE = 1
 PARALLEL_IO = 4
-LOGFILE_PATH = 1
 
 # Before 1.11 the layouts were not looked at; before 1.16 host memory cannot be moved.
 OLDEST = 1110
@@ -118,7 +116,9 @@ class Library:
         self.source = source
         self.ffi = _ffi()
         try:
-            self._lib: Any = _load(self.ffi, path)
+            # One that is in the process already is found by its path (`search`) and shared. Asking
+            # for that with RTLD_NOLOAD would crash cffi: dlerror() is NULL where nothing is loaded.
+            self._lib: Any = self.ffi.dlopen(path, os.RTLD_NOW | os.RTLD_LOCAL)
         except OSError as failed:
             raise _unusable(path, source, str(failed)) from failed
         missing = [name for name in NEEDED if not self._has(name)]
@@ -165,12 +165,6 @@ class Library:
             return None
         return self._answer(self._lib.cuFileSetParameterBool(parameter, value))[0]
 
-    def set_text(self, parameter: int, value: str) -> int | None:
-        """As `set_flag`."""
-        if not self._has("cuFileSetParameterString"):
-            return None
-        return self._answer(self._lib.cuFileSetParameterString(parameter, value.encode()))[0]
-
     def properties(self) -> Properties | None:
         """What the driver says of itself; None where it refuses."""
         props = self.ffi.new("CUfileDrvProps_t *")
@@ -198,6 +192,9 @@ class Library:
         Raises:
             CuFileFailure: Refused; opens the driver if nobody has.
         """
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if flags & os.O_NONBLOCK:  # means nothing for files, and is status 5019 to cuFile
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
         described = self.ffi.new("CUfileDescr_t *")
         described.type = OPAQUE_FD
         described.handle.fd = fd
@@ -276,14 +273,6 @@ def _ffi() -> Any:
     ffi = cffi.FFI()
     ffi.cdef(DECLARATIONS)
     return ffi
-
-
-def _load(ffi: Any, path: str) -> Any:
-    try:
-        # The copy that is in the process already, whoever loaded it.
-        return ffi.dlopen(path, os.RTLD_NOW | os.RTLD_NOLOAD)
-    except OSError:
-        return ffi.dlopen(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def _text(version: int) -> str:

@@ -14,9 +14,7 @@ from nvmeio.errors import BackendUnavailableError
 
 VARIABLE = "NVMEIO_CUFILE"
 SONAME = "libcufile.so.0"
-PLACES = (
-    "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /usr/local/cuda"
-)
+PLACES = "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /usr/local/cuda"
 INSTALL = "pip install nvidia-cufile (CUDA 13) or nvidia-cufile-cu12 (CUDA 12)"
 
 
