@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -117,7 +117,7 @@ class _Driver:
         return self._properties
 
     def mode(self, settings: Settings) -> str:
-        """ "gds", "p2p", "compat" or "host": which way bytes go at best; see `GdsHandle.mode`."""
+        """Which way bytes go at best, as `GdsHandle.mode` says it."""
         if not settings.needs_cuda:
             return "host"
         return mode_of(self._properties, preflight.nvidia_fs())
@@ -174,9 +174,7 @@ class _Driver:
         answers: dict[str, int | None] = {
             # Transfers are split here already; its own threads would split them again.
             "parallel_io": loaded.set_flag(library.PARALLEL_IO, False),
-            "allow_compat_mode": loaded.set_flag(
-                library.ALLOW_COMPAT_MODE, settings.allow_compat
-            ),
+            "allow_compat_mode": loaded.set_flag(library.ALLOW_COMPAT_MODE, settings.allow_compat),
         }
         if answers["allow_compat_mode"] is None:  # the variable that 1.20 ignores is read by those
             environment["CUFILE_ALLOW_COMPAT_MODE"] = "true" if settings.allow_compat else "false"
@@ -209,7 +207,7 @@ def _open_in_context(loaded: Library, settings: Settings) -> tuple[int, int]:
 
 
 def mode_of(properties: Properties | None, nvidia_fs: str) -> str:
-    """ "gds" through nvidia-fs, "p2p" through the kernel's own P2PDMA, else "compat"."""
+    """Which of "gds" (nvidia-fs), "p2p" (the kernel's own P2PDMA) and "compat" it is."""
     if properties is None:
         return "compat"
     if nvidia_fs and properties.nvfs_major and properties.status_flags:
@@ -221,7 +219,14 @@ def mode_of(properties: Properties | None, nvidia_fs: str) -> str:
 
 def log_path() -> str:
     """Where cuFile logs, unless ``CUFILE_LOGFILE_PATH`` names another file."""
-    return os.path.join(tempfile.gettempdir(), f"nvmeio-cufile-{os.getuid()}.log")
+    # A relative path in the variable is to be ignored (XDG Base Directory Specification).
+    home = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".local/state"
+    try:
+        (base / "nvmeio").mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return os.devnull
+    return str(base / "nvmeio/cufile.log")
 
 
 def _refused(reason: str, remedy: str) -> BackendUnavailableError:
