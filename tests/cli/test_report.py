@@ -16,6 +16,7 @@ import nvmeio
 from nvmeio import _mounts
 from nvmeio.cli import _facts, app, report
 from nvmeio.engines import select
+from nvmeio.engines.cufile import search
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import DirectSupport, probe_direct
 
@@ -292,7 +293,7 @@ def test_gravest_problem_comes_first(facts: _facts.Facts) -> None:
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for variable in ("NVMEIO_CUFILE", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(_facts, "_linker_cache", lambda prefix: iter(()))
+    monkeypatch.setattr(search, "linker_cache", lambda prefix: iter(()))
     return monkeypatch
 
 
