@@ -116,7 +116,10 @@ def device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
 def _on_device(
     tensor: torch.Tensor, keep: Any, copy_back: Callable[[], None] | None, copier: Copier
 ) -> Memory:
-    as_bytes = cast_to_byte_tensor(tensor.detach())
+    # Copied to and from in threads that know nothing of the caller's inference mode: there, an
+    # alias made in that mode could not be written to.
+    with torch.inference_mode(False):
+        as_bytes = cast_to_byte_tensor(tensor)
     return Memory(
         tensor.data_ptr(),
         as_bytes.numel(),

@@ -219,7 +219,7 @@ class GdsHandle(AioHandle):
 
     def _register(self, tensor: torch.Tensor) -> None:
         self._cores.check_open()
-        as_bytes = _tensor.cast_to_byte_tensor(tensor.detach())
+        as_bytes = _tensor.cast_to_byte_tensor(tensor)
         with _context(tensor):
             self._gds.register(_start_of(tensor), as_bytes.numel(), as_bytes)
 

@@ -123,6 +123,21 @@ def test_reading_into_a_tensor_is_noted_by_autograd(
         one.async_pread(leaf, path)
 
 
+def test_inference_mode(one: nvmeio.AioHandle, device: FakeDevice, path: Path) -> None:
+    """The pump is not in the caller's inference mode, and may not write to such a tensor's alias."""
+    data = random_bytes(9 * PAGE)
+    path.write_bytes(data)
+    with torch.inference_mode():
+        tensor = room(device, 9 * PAGE)
+        assert tensor.is_inference()
+        one.sync_pread(tensor, path)
+        assert raw(tensor) == data
+        one.sync_pwrite(tensor, path, 1)
+    assert path.read_bytes()[1:] == data
+    with pytest.raises(RuntimeError, match="inference tensor outside"):
+        one.async_pread(tensor, path)
+
+
 def test_validate_compares_what_is_on_the_device(
     one: nvmeio.AioHandle, device: FakeDevice, path: Path
 ) -> None:

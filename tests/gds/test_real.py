@@ -14,6 +14,8 @@ from gds._support import real, real_library
 import nvmeio
 from nvmeio.engines.cufile import library
 
+pytestmark = pytest.mark.gds
+
 HEADER = """
 #include <stddef.h>
 #include <stdbool.h>
