@@ -124,7 +124,7 @@ def test_reading_into_a_tensor_is_noted_by_autograd(
 
 
 def test_inference_mode(one: nvmeio.AioHandle, device: FakeDevice, path: Path) -> None:
-    """The pump is not in the caller's inference mode, and may not write to such a tensor's alias."""
+    """The pump is in no inference mode, and may not write to an alias made in one."""
     data = random_bytes(9 * PAGE)
     path.write_bytes(data)
     with torch.inference_mode():
