@@ -224,21 +224,32 @@ def test_descriptor_of_the_callers(gds: nvmeio.GdsHandle, fake: FakeCuFile, path
 # Registered memory
 
 
-def test_registered_memory_is_named_by_its_base(
-    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+def test_registered_device_memory_is_named_by_its_base(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, fake: FakeCuFile, path: Path
 ) -> None:
     path.write_bytes(random_bytes(8 * TASK))
+    whole = device.take(room(8 * TASK))
+    on_device.pin_device_tensor(whole)
+    on_device.sync_pread(whole[5000 : 5000 + TASK], path, 0)
+    assert fake.noted == [(whole.data_ptr(), TASK, 0, 5000)]
+    assert raw(whole[5000 : 5000 + TASK]) == path.read_bytes()[:TASK]
+    on_device.unpin_device_tensor(whole)
+    on_device.sync_pread(whole[5000 : 5000 + TASK], path, 0)
+    assert fake.noted[1:] == [(whole.data_ptr() + 5000, TASK, 0, 0)]
+
+
+def test_host_memory_is_named_by_each_calls_own_address(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+) -> None:
+    """cuFile looked at an aligned base, and gave the kernel an odd address with O_DIRECT."""
+    path.write_bytes(random_bytes(2 * TASK))
     whole = gds.new_pinned_device_tensor(8 * TASK, torch.uint8)
     assert (whole.shape, whole.dtype, fake.memories) == ((8 * TASK,), torch.uint8, 1)
-    gds.sync_pread(whole[5000 : 5000 + TASK], path, 0)
-    ((base, size, at, offset),) = fake.noted
-    assert (base, size, at, offset) == (whole.data_ptr(), TASK, 0, 5000)
-    assert raw(whole[5000 : 5000 + TASK]) == path.read_bytes()[:TASK]
+    gds.sync_pread(whole[64 : 64 + 2 * TASK], path)
+    first = whole.data_ptr() + 64
+    assert sorted(fake.noted) == [(first, TASK, 0, 0), (first + TASK, TASK, TASK, 0)]
     gds.free_pinned_device_tensor(whole)
     assert fake.memories == 0
-    gds.sync_pread(whole[5000 : 5000 + TASK], path, 0)
-    base, _, _, offset = fake.noted[-1]
-    assert (base, offset) == (whole.data_ptr() + 5000, 0)
 
 
 def test_pin_and_unpin(gds: nvmeio.GdsHandle, fake: FakeCuFile) -> None:

@@ -185,6 +185,13 @@ def test_registered_memory_and_misuse(tmp_path: Path, traps: Path) -> None:
         view.zero_()
         handle.sync_pread(view, path, 1000)
         told["view"] = torch.equal(view, expected)
+        # An aligned base and an odd offset, at an aligned place in the file: see engine._base.
+        odd = whole[64 : 64 + (1 << 20)]
+        handle.sync_pwrite(odd, path + "2")
+        expected = odd.clone()
+        odd.zero_()
+        handle.sync_pread(odd, path + "2")
+        told["odd"] = torch.equal(odd, expected)
 
         def status(call, *arguments):
             try:
@@ -214,6 +221,7 @@ def test_registered_memory_and_misuse(tmp_path: Path, traps: Path) -> None:
     )
     assert told == {
         "view": True,
+        "odd": True,
         "twice": 5023,
         "gone": 5024,
         "file twice": 5028,

@@ -333,13 +333,14 @@ class CuFileEngine(QueuedEngine):
         request, transfer = task.request, task.request.transfer
         fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
         handle = self._files.handle(transfer.opened, fd)
-        region = request.region
-        base = transfer.address if region is None else region.base
-        into = transfer.address - base - transfer.file_offset  # plus the offset in the file
+        memory = transfer.address - transfer.file_offset  # plus the offset in the file
+        base = self._base(request)
         move = self._library.read if transfer.kind == Kind.READ else self._library.write
         at = task.start
         while at < task.end and not request.stop:
-            moved = move(handle, base, task.end - at, at, into + at)
+            address = memory + at
+            start = address if base is None else base
+            moved = move(handle, start, task.end - at, at, address - start)
             if moved > task.end - at:
                 raise CuFileFailure(errno.EIO, f"cuFile moved {moved} bytes of {task.end - at}")
             self._count(task, moved)
@@ -357,6 +358,19 @@ class CuFileEngine(QueuedEngine):
             with self.condition:
                 request.next = request.end  # the file ends here: nothing lies behind
             return
+
+    @staticmethod
+    def _base(request: _Request) -> int | None:
+        """What memory is named by: its registration's base; None for each call's own address.
+
+        Registered memory counts as such only by its base. But of host memory cuFile (1.20) looks
+        at the base's alignment alone: with an aligned base and an odd offset it hands the kernel
+        a misaligned direct transfer, and answers the kernel's EINVAL with -1 and a stale errno.
+        """
+        region = request.region
+        if region is None or request.transfer.memory.device is None:
+            return None
+        return region.base
 
     def _write_edge(self, task: _Task) -> None:
         transfer = task.request.transfer

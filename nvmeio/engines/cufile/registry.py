@@ -165,8 +165,8 @@ class Files:
                 return
             with self._lock:
                 handle = self._handles.pop(fd, None)
-            if handle is not None:
-                self._library.unregister_file(handle)
+                if handle is not None:
+                    self._library.unregister_file(handle)
 
         return forget
 

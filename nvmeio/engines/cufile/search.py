@@ -55,10 +55,7 @@ def find() -> Found:
 def candidates() -> Iterator[Found]:
     """Every libcufile that is there, the first choice first."""
     yield from _loaded()
-    nvidia = importlib.util.find_spec("nvidia")
-    for base in (nvidia.submodule_search_locations or ()) if nvidia else ():
-        for package in ("cu13", "cufile"):
-            yield from _in(f"nvidia/{package}/lib", Path(base, package, "lib"))
+    yield from _packaged()
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(variable):
             yield from _in(f"${variable}", Path(home, "lib64"))
@@ -80,6 +77,13 @@ def _loaded() -> Iterator[Found]:
         path = line.split(maxsplit=5)[-1]
         if "/libcufile.so" in path:
             yield Found(path, "already loaded")
+
+
+def _packaged() -> Iterator[Found]:
+    nvidia = importlib.util.find_spec("nvidia")
+    for package in ("cu13", "cufile"):
+        for base in (nvidia.submodule_search_locations or ()) if nvidia else ():
+            yield from _in(f"nvidia/{package}/lib", Path(base, package, "lib"))
 
 
 def _in(source: str, directory: Path) -> Iterator[Found]:
