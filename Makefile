@@ -74,11 +74,11 @@ $(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch]
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
-clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers: `make test` runs them on nvmeio
+clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, cuFile for `make test`
 
 $(CLIENTS_STAMP): $(STAMP)
 	@echo "== installing the libraries that nvmeio adapts to"
-	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers]'
+	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers,cufile]'
 	@touch $@
 
 # What cannot be installed is skipped: the benchmarks name the peers that are missing. fio comes from the system.

@@ -2,8 +2,8 @@
 
 Reading order for newcomers: `errors`, `_plan` (what goes direct), `engines.base` (the contract),
 `native_shim/lane.c` (the pump), `operation`, `_core` (who notices an end), `handle`. The map is
-docs/architecture.md. Checkpoints (`checkpoint/`) begin in `checkpoint/__init__.py`; their names are
-loaded when they are first asked for.
+docs/architecture.md. Checkpoints (`checkpoint/`) begin in `checkpoint/__init__.py`; their names and
+`GdsHandle` (`gds.py`, `engines/cufile/`) are loaded when they are first asked for.
 """
 
 import importlib
@@ -16,6 +16,7 @@ from nvmeio.engines.base import Counters as Counters
 from nvmeio.errors import AlignmentError as AlignmentError
 from nvmeio.errors import BackendUnavailableError as BackendUnavailableError
 from nvmeio.errors import ClosedError as ClosedError
+from nvmeio.errors import CuFileError as CuFileError
 from nvmeio.errors import IntegrityError as IntegrityError
 from nvmeio.errors import NvmeioError as NvmeioError
 from nvmeio.errors import ShortTransferError as ShortTransferError
@@ -37,6 +38,7 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint import save as save
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
+    from nvmeio.gds import GdsHandle as GdsHandle
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ _LATER = {
     "Checkpointer": "nvmeio.checkpoint",
     "FastFileReader": "nvmeio.checkpoint",
     "FastFileWriter": "nvmeio.checkpoint",
+    "GdsHandle": "nvmeio.gds",
     "async_load": "nvmeio.checkpoint",
     "async_save": "nvmeio.checkpoint",
     "load": "nvmeio.checkpoint",
@@ -60,9 +63,11 @@ __all__ = [
     "Checkpointer",
     "ClosedError",
     "Counters",
+    "CuFileError",
     "FastFileReader",
     "FastFileWriter",
     "File",
+    "GdsHandle",
     "IntegrityError",
     "NvmeioError",
     "Operation",

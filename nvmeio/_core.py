@@ -36,6 +36,8 @@ from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
 
+Planner = Callable[[Kind, Memory, Descriptors, int], tuple[Plan, Transfer]]
+
 # A blocked thread looks up this often, so that Ctrl-C is served.
 _SLICE_S = 0.1
 # Without a loop nobody reaps; a submission in so many does it in passing.
@@ -46,10 +48,20 @@ _CLOSED = "the handle is closed: open a new one"
 
 
 class Core:
-    """What an `AioHandle` and its operations share; outlives the handle while one is in flight."""
+    """What an `AioHandle` and its operations share; outlives the handle while one is in flight.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: Is started, and this core's alone.
+        planner: Makes the transfer that the engine is given.
+        below: The core whose engine this one's works through; it has to be closed later.
+    """
+
+    def __init__(
+        self, engine: Engine, planner: Planner = _transfer.plan, below: Core | None = None
+    ) -> None:
         self.engine = engine
+        self.below = below
+        self._planner = planner
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._condition = threading.Condition(self._lock)
         self._sleepers = 0
@@ -81,7 +93,7 @@ class Core:
         opened: Descriptors | None = None
         try:
             opened = files.acquire(file, kind is Kind.WRITE)
-            planned, transfer = _transfer.plan(kind, memory, opened, file_offset)
+            planned, transfer = self._planner(kind, memory, opened, file_offset)
         except TransferError as failed:
             if opened is not None:
                 opened.release()
@@ -400,25 +412,15 @@ class Core:
 
     # --- waiting for all ------------------------------------------------------------------------
 
-    def wait_all(self, timeout: float | None) -> int:
-        """Block until nothing is in flight; see `AioHandle.wait`."""
+    def wait_for_live(self, deadline: float | None) -> None:
+        """Block until nothing is in flight, whatever became of it."""
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._wait_for_live(deadline)
-        return self._collect()
-
-    def _wait_for_live(self, deadline: float | None) -> None:
         while (operation := self._any_live()) is not None:
             if not self.wait_settled(operation, deadline):
                 raise concurrent.futures.TimeoutError(
                     f"{len(self._live)} operations are still in flight, e.g. {operation!r}"
                 )
-
-    async def drain(self) -> int:
-        """Await until nothing is in flight; see `AioHandle.drain`."""
-        await self._settle_live()
-        return self._collect()
 
     async def writes_to(self, inode: tuple[int, int]) -> None:
         """Await the writes to a file that have been started up to now."""
@@ -441,7 +443,8 @@ class Core:
                 and opened.inode == inode
             ]
 
-    async def _settle_live(self) -> None:
+    async def settle_live(self) -> None:
+        """`wait_for_live`, awaited."""
         loop = asyncio.get_running_loop()
         while (operation := self._any_live()) is not None:
             await self.watch(operation, loop)
@@ -455,16 +458,14 @@ class Core:
                 self._live.pop(operation._token)  # interrupted half way through `settled`
         return None
 
-    def _collect(self) -> int:
+    def take(self) -> tuple[int, list[BaseException]]:
+        """How many have finished since the last call, and the errors that nobody has seen."""
+        if self._refusal is _FORKED:
+            return 0, []
         with self._lock:
             finished, self._finished = self._finished, 0
             failed, self._failed = self._failed, {}
-        errors = [o._error for o in failed.values() if o._error is not None]
-        if errors:
-            first: Any = errors[0]
-            first.others = tuple(errors[1:])  # torch's errors take attributes as ours do
-            raise first
-        return finished
+        return finished, [o._error for o in failed.values() if o._error is not None]
 
     # --- closing --------------------------------------------------------------------------------
 
@@ -479,39 +480,46 @@ class Core:
             self._refusal = self._refusal or reason
 
     def close(self) -> None:
-        """Refuse, drain, release; then raise the first failure that nobody has seen."""
+        """Refuse, drain, release; failures that nobody has seen are left to `take`."""
         if self._refusal is _FORKED:
             return
         self.refuse()
-        self._wait_for_live(None)
+        self.wait_for_live(None)
         self._release()
         self.engine.join()
-        self._collect()
 
     async def aclose(self) -> None:
         """`close` without blocking the loop."""
         if self._refusal is _FORKED:
             return
         self.refuse()
-        await self._settle_live()
+        await self.settle_live()
         self._release()
         await asyncio.get_running_loop().run_in_executor(None, self.engine.join)
-        self._collect()
 
     def abandon(self) -> None:
-        """The handle was dropped: finish what is in flight in the background."""
-        if self._refusal:
+        """The handle was dropped: finish what is in flight in the background, below last."""
+        cores: list[Core] = [self]
+        while (below := cores[-1].below) is not None:
+            cores.append(below)
+        if all(core._refusal for core in cores):
             return
-        self.refuse()
-        if not self._live:
-            self._release()
+        for core in cores:
+            core.refuse()
+        if not any(core._live for core in cores):
+            for core in cores:
+                core._release()
             return
-        threading.Thread(target=self._close_quietly, name="nvmeio-close", daemon=True).start()
+
+        def close() -> None:
+            for core in cores:
+                core._close_quietly()
+
+        threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
 
     def _close_quietly(self) -> None:
-        try:
-            self.close()
-        except Exception as failed:
+        self.close()
+        for failed in self.take()[1]:
             logger.error("an operation of a dropped handle failed: %s", failed)
 
     def _release(self) -> None:
@@ -576,7 +584,8 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    for core in list(_unreleased):
+    # What works through another core's engine comes first.
+    for core in sorted(_unreleased, key=lambda core: core.below is None):
         core._at_exit()
 
 

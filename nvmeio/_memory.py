@@ -133,10 +133,16 @@ class Mapping(mmap.mmap):
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
     def register_with_cuda(self) -> None:
-        """Make it known to CUDA where CUDA can be used; call after `lock` and `populate`."""
+        """Make it known to CUDA where CUDA can be used; call after `lock` (or not) and `populate`.
+
+        CUDA page-locks what is not locked yet.
+        """
         runtime = _cuda_runtime()
         if runtime is None:
             return
+        if self.address not in pinned:
+            pinned[self.address] = _Pin(self.nbytes)
+            locked.add(self.address, self.nbytes)
         error = runtime.cudaHostRegister(self.address, self.nbytes, 0)
         if int(error) != 0:
             unpin(self.address)

@@ -1,16 +1,22 @@
 """Tensors as memory: address and length of what a transfer moves, and what must happen after.
 
 The common case, a contiguous CPU tensor, costs nothing: its own memory is read and written.
-Everything else (non-contiguous, lazily conjugated, another device) goes through a contiguous CPU
-copy of itself, made before a write and copied back after a read.
+Everything else (non-contiguous, lazily conjugated, a device that nvmeio knows nothing about) goes
+through a contiguous CPU copy of itself, made before a write and copied back after a read.
+
+CUDA tensors have their own pair, `device_source` and `device_destination`: the memory stays on the
+device, and whatever copy there must be is made there.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from nvmeio._device import Copier, Mark
 
 _CPU = torch.device("cpu")
 
@@ -23,12 +29,23 @@ class Memory(NamedTuple):
         nbytes: Length in bytes.
         keep: What must stay alive until the kernel is done.
         copy_back: For a read through a copy: moves the bytes on into the tensor; else None.
+        device: Device memory as a 1-D uint8 tensor of `nbytes`; None for host memory.
+        ready: From when on device memory may be touched; None for at once.
     """
 
     address: int
     nbytes: int
     keep: Any
     copy_back: Callable[[], None] | None
+    device: torch.Tensor | None = None
+    ready: Mark | None = None
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Some of the bytes as they are now; of device memory once the device is done with it."""
+        if self.device is None:
+            return (ctypes.c_char * nbytes).from_address(self.address + start).raw
+        host = self.device[start : start + nbytes].cpu()
+        return ctypes.string_at(host.data_ptr(), nbytes)
 
 
 def source(tensor: torch.Tensor) -> Memory:
@@ -54,29 +71,92 @@ def destination(tensor: torch.Tensor) -> Memory:
     if _is_plain(tensor) and not tensor.requires_grad and not tensor.is_inference():
         return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
     _check(tensor)
+    _check_writable(tensor)
     grad = torch.is_grad_enabled()
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "cannot read into an inference tensor outside torch.inference_mode(): "
-            "enter the mode, or read into tensor.clone()"
-        )
-    if tensor.requires_grad and grad and tensor.is_leaf:
-        raise RuntimeError(
-            "cannot read into a leaf tensor that requires grad: "
-            "wrap the call in torch.no_grad(), or read into tensor.detach()"
-        )
     if _is_plain(tensor) and (tensor.is_inference() or not grad):
         return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
-    inference = tensor.is_inference()
+    staging, copy_back = _staged(tensor, _CPU)
+    return Memory(staging.data_ptr(), _nbytes(staging), (tensor, staging), copy_back)
+
+
+def device_source(tensor: torch.Tensor, copier: Copier) -> Memory:
+    """The device memory to write to a file: the tensor's own where it is contiguous, else a copy.
+
+    Args:
+        tensor: On a device of the copier's.
+        copier: Tells when the memory may be read: after what the current stream was asked so far,
+            the copy included.
+
+    Raises:
+        TypeError: It has no plain memory (sparse, a wrapper subclass).
+    """
+    _check(tensor)
+    if not _is_dense(tensor):
+        tensor = _copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous()
+    return _on_device(tensor, tensor, None, copier)
+
+
+def device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
+    """The device memory to read into, with autograd's rules as for `destination`.
+
+    A tensor that is not contiguous is read into a contiguous one on the same device, and copied
+    from there; the copy is over before the operation is.
+    """
+    _check(tensor)
+    _check_writable(tensor)
+    if _is_dense(tensor) and (
+        not tensor.requires_grad or tensor.is_inference() or not torch.is_grad_enabled()
+    ):
+        return _on_device(tensor, tensor, None, copier)
+    staging, copy_back = _staged(tensor, tensor.device)
+    device = tensor.device
+    return _on_device(staging, (tensor, staging), lambda: copier.finish(device, copy_back), copier)
+
+
+def _on_device(
+    tensor: torch.Tensor, keep: Any, copy_back: Callable[[], None] | None, copier: Copier
+) -> Memory:
+    # Copied to and from in threads that know nothing of the caller's inference mode: there, an
+    # alias made in that mode could not be written to.
+    with torch.inference_mode(False):
+        as_bytes = cast_to_byte_tensor(tensor)
+    return Memory(
+        tensor.data_ptr(),
+        as_bytes.numel(),
+        keep,
+        copy_back,
+        as_bytes,
+        copier.now(tensor.device),
+    )
+
+
+def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Contiguous memory to read into in a tensor's place, and the step that copies it there."""
+    inference, grad = tensor.is_inference(), torch.is_grad_enabled()
     target = tensor if tensor.requires_grad else _copyable(tensor)
-    staging = torch.empty_like(target.detach(), device=_CPU, memory_format=torch.contiguous_format)
+    staging = torch.empty_like(
+        target.detach(), device=device, memory_format=torch.contiguous_format
+    )
     staging = staging.resolve_conj().resolve_neg()
 
     def copy_back() -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             target.copy_(staging)
 
-    return Memory(staging.data_ptr(), _nbytes(staging), (tensor, staging), copy_back)
+    return staging, copy_back
+
+
+def _check_writable(tensor: torch.Tensor) -> None:
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "cannot read into an inference tensor outside torch.inference_mode(): "
+            "enter the mode, or read into tensor.clone()"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
+        raise RuntimeError(
+            "cannot read into a leaf tensor that requires grad: "
+            "wrap the call in torch.no_grad(), or read into tensor.detach()"
+        )
 
 
 def cast_to_byte_tensor(
@@ -122,10 +202,12 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN_TYPES and tensor.is_cpu and _is_dense(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in _PLAIN_TYPES
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

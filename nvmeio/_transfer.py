@@ -5,6 +5,7 @@ from __future__ import annotations
 from nvmeio import buffers
 from nvmeio._plan import Plan, plan_read, plan_write
 from nvmeio._tensor import Memory
+from nvmeio.engines._queued import DeviceTransfer
 from nvmeio.engines.base import Kind, Transfer
 from nvmeio.files import Descriptors
 
@@ -43,6 +44,22 @@ def plan(
         # times as fast, from 1 GiB in one file down to 4 KiB in each of 600.
         writing and planned.direct,
     )
+
+
+def plan_device(
+    kind: Kind, memory: Memory, opened: Descriptors, file_offset: int
+) -> tuple[Plan, Transfer]:
+    """The same for device memory, as the ring and cuFile take it.
+
+    Which bytes go direct is planned as ever: the unaligned edges of a write are not left to
+    anybody who would read, change and write back a block that another writer may share. What the
+    engine does with the plan is its own; there is nothing to demote for the core.
+
+    Raises:
+        TransferError: The file's second descriptor is needed and cannot be opened.
+    """
+    planned, transfer = plan(kind, memory, opened, file_offset)
+    return planned._replace(direct=False), DeviceTransfer.make(transfer, memory, opened)
 
 
 def plan_buffered(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 
@@ -40,7 +39,7 @@ def _compare(memory: Memory, opened: files.Descriptors, file_offset: int) -> Non
     fd = opened.buffered_fd()
     for start in range(0, memory.nbytes, _CHUNK_BYTES):
         wanted = min(_CHUNK_BYTES, memory.nbytes - start)
-        mine = (ctypes.c_char * wanted).from_address(memory.address + start).raw
+        mine = memory.read(start, wanted)
         try:
             found = os.pread(fd, wanted, file_offset + start)
         except OSError as failed:

@@ -4,7 +4,8 @@ NvmeioError
 ├ ClosedError                            you closed it (or forked away from it)
 ├ AlignmentError(ValueError)             address, file_offset, nbytes, required
 ├ TransferError(OSError)                 errno, operation, path, file_offset, nbytes, transferred
-│  └ ShortTransferError                  requested, transferred
+│  ├ ShortTransferError                  requested, transferred
+│  └ CuFileError                         cufile_status, cuda_status
 ├ BackendUnavailableError(RuntimeError)  attempts = [(name, reason), …], remedy
 └ IntegrityError                         expected, found
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import errno as _errno
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 # How to mend what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
@@ -86,7 +87,7 @@ class TransferError(NvmeioError, OSError):
 
     Attributes:
         errno: The kernel's error number.
-        operation: "pread", "pwrite", "fsync" or "open".
+        operation: "pread", "pwrite", "fsync", "open" or "register" (memory, with cuFile).
         path: The file as the caller named it.
         file_offset: Where the transfer began, in bytes.
         nbytes: How many bytes were asked for.
@@ -98,6 +99,13 @@ class TransferError(NvmeioError, OSError):
     file_offset: int
     nbytes: int
     transferred: int
+    _FIELDS: ClassVar[tuple[str, ...]] = (
+        "operation",
+        "path",
+        "file_offset",
+        "nbytes",
+        "transferred",
+    )
 
     def __new__(
         cls,
@@ -113,7 +121,7 @@ class TransferError(NvmeioError, OSError):
         """An instance that is also the built-in OSError subclass for this errno."""
         name = _errno.errorcode.get(errno, str(errno))
         where = f"{operation} {path}"
-        if operation not in ("open", "fsync"):
+        if operation not in ("open", "fsync", "register"):
             where += f" [{file_offset}, {file_offset + nbytes}): {transferred} of {nbytes} bytes"
         remedy = "" if detail else _REMEDIES.get(errno, "")
         text = f"{name}: {detail or os.strerror(errno)}; {where}" + (
@@ -147,7 +155,7 @@ class TransferError(NvmeioError, OSError):
         return f"[Errno {self.errno}] {self.strerror}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = {name: getattr(self, name) for name in _FIELDS} | {"detail": self._detail}
+        arguments = {name: getattr(self, name) for name in self._FIELDS} | {"detail": self._detail}
         return _rebuild, (_public_class(type(self)), self.errno, arguments), self.__dict__
 
 
@@ -162,6 +170,36 @@ class ShortTransferError(TransferError):
     def requested(self) -> int:
         """Bytes asked for."""
         return self.nbytes
+
+
+class CuFileError(TransferError):
+    """cuFile refused or failed.
+
+    Attributes:
+        errno: What comes nearest to the status, so that `except OSError` code can go by it.
+        cufile_status: The status, 5000 and up (CUfileOpError); 0 where the kernel's errno is all
+            that cuFile gave, or where its call did not return in time.
+        cuda_status: CUDA's own error number beside status 5011, else 0.
+    """
+
+    cufile_status: int
+    cuda_status: int
+    _FIELDS = (*TransferError._FIELDS, "cufile_status", "cuda_status")
+
+    def __new__(
+        cls, errno: int, *, cufile_status: int = 0, cuda_status: int = 0, **about: Any
+    ) -> CuFileError:
+        """As `TransferError`, with cuFile's own words in `detail`."""
+        made = super().__new__(cls, errno, **about)
+        assert isinstance(made, CuFileError)
+        return made
+
+    def __init__(
+        self, errno: int, *, cufile_status: int = 0, cuda_status: int = 0, **about: Any
+    ) -> None:
+        super().__init__(errno, **about)
+        self.cufile_status = cufile_status
+        self.cuda_status = cuda_status
 
 
 class BackendUnavailableError(NvmeioError, RuntimeError):
@@ -196,8 +234,6 @@ class IntegrityError(NvmeioError):
         self.expected = expected
         self.found = found
 
-
-_FIELDS = ("operation", "path", "file_offset", "nbytes", "transferred")
 
 # OSError picks its subclass by errno only when called as OSError itself; the classes that join
 # ours with the matching built-in are made once and kept.

@@ -16,6 +16,7 @@ import os
 import stat
 import tempfile
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class Descriptors:
     """
 
     __slots__ = (
+        "_before_close",
         "_buffered_fd",
         "_flags",
         "_lock",
@@ -76,6 +78,7 @@ class Descriptors:
         self._flags = flags
         self._buffered_fd = buffered_fd
         self._users = 1
+        self._before_close: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
 
     @classmethod
@@ -163,9 +166,15 @@ class Descriptors:
             # Nulled before they are closed: the number may be somebody else's right after.
             fds = (self.direct_fd, self._buffered_fd)
             self.direct_fd = self._buffered_fd = -1
+        for step in self._before_close:
+            step()
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
+
+    def before_close(self, step: Callable[[], None]) -> None:
+        """Have something undone once the last user is gone, while the descriptors are open."""
+        self._before_close = (*self._before_close, step)
 
     def buffered_fd(self) -> int:
         """The descriptor without O_DIRECT, opened at its first use.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
 
-from nvmeio import _tensor, _validate, buffers, files
+from nvmeio import _device, _ring, _tensor, _transfer, _validate, buffers, files
 from nvmeio import tuned as _tuned
 from nvmeio._core import Core
+from nvmeio._cores import Cores
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines import select
 from nvmeio.engines.base import Counters, Engine, Kind, Options
@@ -29,8 +32,10 @@ class AioHandle:
 
     Every transfer is an `Operation` that begins when it is called; await it beside compute, or use
     it as a future. Any CPU tensor works: any size, dtype, address, file offset, contiguous or not
-    (others are staged through one contiguous CPU copy). A handle may be used from several threads
-    and event loops at once.
+    (others are staged through one contiguous CPU copy). CUDA tensors work as well, through a ring
+    of page-locked chunks that keeps the drive and PCIe busy at once. They are ordered with the
+    stream that is current at the call: no synchronisation before a write, none after the await of
+    a read. A handle may be used from several threads and event loops at once.
 
     Args:
         block_size: Bytes per kernel request; a positive multiple of 4096, at most 1 GiB.
@@ -41,6 +46,8 @@ class AioHandle:
             over them, small ones take turns.
         engine: "auto" (Linux AIO, or "threads" where the kernel has none), "libaio", "threads",
             or an engine object, e.g. `nvmeio.testing.FakeEngine`.
+        ring_bytes: Page-locked host memory that CUDA tensors go through, in bytes; 32 KiB or
+            more. Taken at the first such transfer, and kept.
 
     Raises:
         BackendUnavailableError: The engine cannot work here (no AIO events left, for one).
@@ -66,10 +73,12 @@ class AioHandle:
         intra_op_parallelism: int = 1,
         *,
         engine: str | Engine = "auto",
+        ring_bytes: int = _ring.DEFAULT_BYTES,
     ) -> None:
         _check_block_size(block_size)
         _check_positive("queue_depth", queue_depth, 65536)
         _check_positive("intra_op_parallelism", intra_op_parallelism, 1024)
+        _check_ring(ring_bytes)
         options = Options(
             block_size,
             queue_depth,
@@ -78,9 +87,11 @@ class AioHandle:
             intra_op_parallelism,
         )
         self._options = options
+        self._copier = _device.new_copier()
         started = select.start(engine, options)
         try:
-            self._core = Core(started)
+            # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
+            self._cores = Cores(Core(started), self._device_maker(ring_bytes))
         except BaseException:
             started.stop()
             started.join()
@@ -105,13 +116,18 @@ class AioHandle:
         found = _tuned.find(path)
         return cls(*(found.aio if found else Options()), engine=engine)
 
+    def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
+        """Makes the core of device memory from the host's."""
+        return functools.partial(_ring_core, self._copier, ring_bytes, self._options)
+
     # --- transfers ------------------------------------------------------------------------
 
     def async_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
         """Start reading a file into a tensor.
 
         Args:
-            tensor: Destination; its `nbytes` are read. Contiguous CPU memory is filled in place.
+            tensor: Destination; its `nbytes` are read. Contiguous CPU memory is filled in place,
+                CUDA memory through the ring.
             file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
             file_offset: First byte in the file; any value >= 0.
 
@@ -205,11 +221,22 @@ class AioHandle:
         file_offset: int,
         validate: bool = False,
     ) -> Operation:
-        self._core.check_open()
-        memory = _tensor.destination(tensor) if kind is Kind.READ else _tensor.source(tensor)
+        self._cores.check_open()
+        core, memory = self._memory(kind, tensor)
         offset = _checked_offset(file_offset, memory.nbytes)
         check = _validate.comparison(memory, file, offset) if validate else None
-        return self._core.start(kind, memory, file, offset, check)
+        return core.start(kind, memory, file, offset, check)
+
+    def _memory(self, kind: Kind, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
+        """A tensor's memory, and the core that moves it."""
+        if _device.is_device(tensor):
+            core = self._cores.device
+            if kind is Kind.READ:
+                return core, _tensor.device_destination(tensor, self._copier)
+            return core, _tensor.device_source(tensor, self._copier)
+        if kind is Kind.READ:
+            return self._cores.host, _tensor.destination(tensor)
+        return self._cores.host, _tensor.source(tensor)
 
     # --- all operations of the handle -------------------------------------------------------
 
@@ -227,11 +254,11 @@ class AioHandle:
                 `exception`; the others are in its attribute `others`. Nothing is in flight then.
             concurrent.futures.TimeoutError: Not all done in time; they go on.
         """
-        return self._core.wait_all(timeout)
+        return self._cores.wait_all(timeout)
 
     async def drain(self) -> int:
         """`wait`, awaited: other tasks run meanwhile. Cancelling it cancels no operation."""
-        return await self._core.drain()
+        return await self._cores.drain()
 
     async def fsync(self, file: FileLike, data_only: bool = False) -> None:
         """Make a file durable: what was written, and every write to it started before this call.
@@ -247,24 +274,24 @@ class AioHandle:
         """
         opened = self._opened_for_sync(file)
         try:
-            await self._core.writes_to(opened.inode)
+            await self._cores.writes_to(opened.inode)
         except BaseException:
             opened.release()
             raise
-        await self._core.start_sync(_sync_kind(data_only), opened)
+        await self._cores.host.start_sync(_sync_kind(data_only), opened)
 
     def sync_fsync(self, file: FileLike, data_only: bool = False) -> None:
         """`fsync`, blocking."""
         opened = self._opened_for_sync(file)
         try:
-            self._core.wait_for_writes_to(opened.inode)
+            self._cores.wait_for_writes_to(opened.inode)
         except BaseException:
             opened.release()
             raise
-        self._core.start_sync(_sync_kind(data_only), opened).result()
+        self._cores.host.start_sync(_sync_kind(data_only), opened).result()
 
     def _opened_for_sync(self, file: FileLike) -> files.Descriptors:
-        self._core.check_open()
+        self._cores.check_open()
         return files.acquire(file, None)
 
     # --- memory -----------------------------------------------------------------------------
@@ -306,11 +333,11 @@ class AioHandle:
         Raises the first failure that nobody has seen, as `wait` does; closed all the same.
         Idempotent. Blocks: in a coroutine use `aclose`.
         """
-        self._core.close()
+        self._cores.close()
 
     async def aclose(self) -> None:
         """`close`, awaited."""
-        await self._core.aclose()
+        await self._cores.aclose()
 
     def __enter__(self) -> AioHandle:
         return self
@@ -348,11 +375,11 @@ class AioHandle:
         warnings.warn(f"an operation failed too: {failed}", ResourceWarning, stacklevel=3)
 
     def __del__(self) -> None:
-        core = getattr(self, "_core", None)
-        if core is None or core.closed:
+        cores = getattr(self, "_cores", None)
+        if cores is None or cores.closed:
             return
         try:
-            if core.in_flight:
+            if cores.in_flight:
                 warnings.warn(
                     f"{self!r} was dropped with operations in flight; they are finished in the "
                     "background. Close the handle, or use it in a with statement",
@@ -361,24 +388,24 @@ class AioHandle:
                     source=self,
                 )
         finally:  # warnings may be errors
-            core.abandon()
+            cores.abandon()
 
     # --- properties ---------------------------------------------------------------------------
 
     @property
     def stats(self) -> Counters:
         """Counters since the handle was made: bytes, operations, ways they went, errors."""
-        return self._core.counters()
+        return self._cores.counters()
 
     @property
     def engine(self) -> str:
         """The name of the engine in use."""
-        return self._core.engine.name
+        return self._cores.host.engine.name
 
     @property
     def closed(self) -> bool:
         """Whether operations are refused."""
-        return self._core.closed
+        return self._cores.closed
 
     def get_block_size(self) -> int:
         """Bytes per kernel request."""
@@ -406,12 +433,19 @@ class AioHandle:
 
     def __repr__(self) -> str:
         o = self._options
-        state = "closed" if self._core.closed else "open"
+        state = "closed" if self._cores.closed else "open"
         return (
-            f"<nvmeio.AioHandle {self.engine} block_size={o.block_size} "
+            f"<nvmeio.{type(self).__name__} {self.engine} block_size={o.block_size} "
             f"queue_depth={o.queue_depth} lanes={o.intra_op_parallelism} {state}, "
-            f"{self._core.in_flight} in flight>"
+            f"{self._cores.in_flight} in flight>"
         )
+
+
+def _ring_core(copier: _device.Copier, ring_bytes: int, options: Options, host: Core) -> Core:
+    """The core of CUDA tensors that go through host memory."""
+    engine = _ring.RingEngine(host.engine, copier, ring_bytes)
+    engine.start(options)
+    return Core(engine, _transfer.plan_device, below=host)
 
 
 def _check_block_size(block_size: int) -> None:
@@ -423,6 +457,13 @@ def _check_block_size(block_size: int) -> None:
             nbytes=block_size,
             required=4096,
         )
+
+
+def _check_ring(ring_bytes: int) -> None:
+    if not isinstance(ring_bytes, int) or isinstance(ring_bytes, bool):
+        raise TypeError(f"ring_bytes must be an int, not {ring_bytes!r}")
+    if ring_bytes < _ring.LEAST_BYTES:
+        raise ValueError(f"ring_bytes must be {_ring.LEAST_BYTES} or more, not {ring_bytes}")
 
 
 def _check_positive(name: str, value: int, most: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvmeio._plan import Plan
 from nvmeio._tensor import Memory
-from nvmeio.engines.base import Kind, Outcome, Port, Ticket
+from nvmeio.engines.base import EngineError, Kind, Outcome, Port, Ticket
 from nvmeio.errors import ShortTransferError, TransferError
 from nvmeio.files import Descriptors
 
@@ -272,21 +272,25 @@ class Operation(Coroutine[Any, Any, int]):
         """What the engine tells of it, once the kernel is done."""
         return _NOTHING if self._ticket is None else self._ticket.outcome()
 
-    def _failure(self) -> TransferError | None:
+    def _failure(self) -> BaseException | None:
         """The error that the outcome stands for."""
         outcome = self._outcome()
         code = outcome.error
         if not code and outcome.transferred == self.nbytes:
             return None
-        about = {
+        about: dict[str, Any] = {
             "operation": _NAMES[self._kind],
             "path": self._path,
             "file_offset": self.file_offset,
             "nbytes": self.nbytes,
             "transferred": outcome.transferred,
         }
+        if isinstance(outcome.cause, EngineError):
+            return outcome.cause.told(**about)
+        if outcome.cause is not None:
+            return outcome.cause
         if code:
-            return TransferError(code, **about)  # type: ignore[arg-type]
+            return TransferError(code, **about)
         ends = self.file_offset + outcome.transferred
         detail = (
             f"the file ends at byte {ends}, the tensor wants bytes up to "
@@ -294,7 +298,7 @@ class Operation(Coroutine[Any, Any, int]):
             if outcome.transferred
             else "the file ends before the span; nothing could be read"
         )
-        return ShortTransferError(errno.ENODATA, detail=detail, **about)  # type: ignore[arg-type]
+        return ShortTransferError(errno.ENODATA, detail=detail, **about)
 
     def _settle(self, state: str, error: BaseException | None) -> None:
         """Publish the end; called once, by whoever claimed the operation."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import nvmeio
 from nvmeio.cli import _facts
 from nvmeio.errors import BackendUnavailableError
 
@@ -52,8 +51,6 @@ def _require_cufile() -> None:
     found = _facts.find_cufile()
     if not found.usable:
         attempts.append(("cuFile", found.reason))
-    if not hasattr(nvmeio, "GdsHandle"):
-        attempts.append(("nvmeio", f"version {nvmeio.__version__} has no cuFile engine"))
     if attempts:
         raise BackendUnavailableError(
             "--gds: GPUDirect Storage cannot be had",

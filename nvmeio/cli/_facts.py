@@ -8,16 +8,14 @@ a report is most wanted where things are missing.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
 import resource
 import shutil
-import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +25,9 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio._mounts import find_mount
 from nvmeio._shim import kernel_aio
+from nvmeio.cli._cufile_facts import CuFile as CuFile
+from nvmeio.cli._cufile_facts import find_cufile as find_cufile
+from nvmeio.cli._cufile_facts import look_into_cufile
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
@@ -114,23 +115,6 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class CuFile:
-    """Where libcufile lies; the library is neither loaded nor its driver opened.
-
-    Attributes:
-        path: The library, None where it was not found.
-        source: Which place of the search order had it.
-        reason: Why it was not found, or why it could not be used.
-        usable: False where it was not found, and where opening its driver would hang.
-    """
-
-    path: str | None
-    source: str
-    reason: str
-    usable: bool
-
-
-@dataclass(frozen=True)
 class Device:
     """A block device as /sys describes it.
 
@@ -191,7 +175,7 @@ def gather(directories: Sequence[Path]) -> Facts:
         memory=memory(),
         aio=aio(),
         engine=engine(),
-        cufile=find_cufile(),
+        cufile=look_into_cufile(find_cufile()),
         directories=[look_at(directory) for directory in directories],
     )
 
@@ -264,65 +248,6 @@ def engine() -> Engine:
     started.stop()
     started.join()
     return Engine(started.name, attempts)
-
-
-# cuFile
-
-
-def find_cufile() -> CuFile:
-    """Finds libcufile where nvmeio would look for it, in that order, without loading it.
-
-    Loading is left out on purpose: opening its driver never returns on a kernel without
-    /proc/modules, and some calls open it implicitly.
-    """
-    named = os.environ.get("NVMEIO_CUFILE")
-    if named:
-        if not Path(named).is_file():
-            return CuFile(None, "NVMEIO_CUFILE", f"NVMEIO_CUFILE names {named}, no file", False)
-        candidates: Iterable[tuple[str, Path]] = [("NVMEIO_CUFILE", Path(named))]
-    else:
-        candidates = _cufile_candidates()
-    for source, path in candidates:
-        if Path("/proc/modules").exists():
-            return CuFile(str(path), source, "", True)
-        return CuFile(str(path), source, "/proc/modules is missing: its driver would hang", False)
-    searched = "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /usr/local/cuda"
-    return CuFile(None, "", f"not in {searched}", False)
-
-
-def _cufile_candidates() -> Iterator[tuple[str, Path]]:
-    for line in (_read("/proc/self/maps") or "").splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "/libcufile.so" in path:
-            yield "already loaded", Path(path)
-    nvidia = importlib.util.find_spec("nvidia")
-    for base in (nvidia.submodule_search_locations or ()) if nvidia else ():
-        for package in ("cu13", "cufile"):
-            yield from _libraries(f"nvidia/{package}/lib", Path(base, package, "lib"))
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if home := os.environ.get(variable):
-            yield from _libraries(f"${variable}", Path(home, "lib64"))
-            for target in sorted(Path(home).glob("targets/*-linux/lib")):
-                yield from _libraries(f"${variable}", target)
-    for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
-        yield from _libraries("$LD_LIBRARY_PATH", Path(directory))
-    yield from (("ldconfig", path) for path in _linker_cache("libcufile.so"))
-    yield from _libraries("/usr/local/cuda", Path("/usr/local/cuda/lib64"))
-
-
-def _libraries(source: str, directory: Path) -> Iterator[tuple[str, Path]]:
-    yield from ((source, path) for path in sorted(directory.glob("libcufile.so*")))
-
-
-def _linker_cache(prefix: str) -> Iterator[Path]:
-    program = shutil.which("ldconfig", path="/sbin:/usr/sbin:/usr/bin")
-    if program is None:
-        return
-    done = subprocess.run([program, "-p"], capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        name, arrow, path = line.strip().partition(" => ")
-        if arrow and name.startswith(prefix):
-            yield Path(path)
 
 
 # Directories

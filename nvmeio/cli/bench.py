@@ -269,8 +269,8 @@ def command(
     kind = MEMORY_KINDS.get(memory)
     if kind is None:
         raise typer.BadParameter(f"one of {', '.join(MEMORY_KINDS)}", param_hint="--memory")
-    if slow_bounce:
-        _check_slow_bounce(gpu or gds, names)
+    if slow_bounce or gds:
+        _check_slow_bounce(gpu or gds, names, "--gds" if gds else "--slow-bounce-buffer")
     given: dict[str, Any] = {
         "block_size": block_size,
         "queue_depth": queue_depth,
@@ -287,7 +287,8 @@ def command(
         options=base._replace(**{k: v for k, v in given.items() if v is not None}),
         memory="accelerator" if accelerator_memory else kind,
         gpu=gpu or gds,
-        ready_bounce=not slow_bounce,
+        ready_bounce=not (slow_bounce or gds),
+        gds=gds,
         fsync=fsync,
         drop_caches=drop_caches,
         validate=validate,
@@ -313,8 +314,7 @@ def command(
         report.render(result, Console())
 
 
-def _check_slow_bounce(gpu: bool, names: list[str]) -> None:
-    hint = "--slow-bounce-buffer"
+def _check_slow_bounce(gpu: bool, names: list[str], hint: str) -> None:
     if not gpu:
         raise typer.BadParameter("means something with --gpu only", param_hint=hint)
     for name in ("python", "fio"):

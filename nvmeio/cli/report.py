@@ -166,6 +166,12 @@ def _of_memory(memory: Memory) -> Iterator[Problem]:
 
 def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> Iterator[Problem]:
     if cufile.usable:
+        if cuda_available and not cufile.udev:
+            yield Problem(
+                "warning",
+                "udev's database (/run/udev/data) is missing: cuFile refuses files on disks",
+                "docker run -v /run/udev:/run/udev:ro ...  # in a container",
+            )
         return
     if cufile.source == "NVMEIO_CUFILE" and cufile.path is None:
         yield Problem("warning", cufile.reason, "unset NVMEIO_CUFILE")
@@ -173,7 +179,9 @@ def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> 
         yield Problem(
             "warning",
             f"cuFile is installed and cannot be used: {cufile.reason}",
-            "run outside the sandbox: docker run --runtime=runc ...",
+            "run outside the sandbox: docker run --runtime=runc ..."
+            if not cufile.modules
+            else "less ~/.local/state/nvmeio/cufile.log  # what cuFile says itself",
         )
     elif cuda_available:
         package = "nvidia-cufile-cu12" if (torch_cuda or "").startswith("12.") else "nvidia-cufile"
@@ -222,8 +230,9 @@ def render(report: Report, console: Console) -> None:
             (_aio_is_plentiful(facts.aio), "AIO events", *_aio_events(facts.aio)),
             (facts.memory.huge_pages != "never", "huge pages", *_huge_pages(facts.memory)),
             (None, "page-locking", *_memlock(facts.memory)),
-            (facts.cufile.usable or None, "cuFile", *_cufile(facts.cufile)),
         ),
+        _heading("GPUDirect Storage"),
+        _table(*_gds(facts.cufile)),
     ]
     for directory in facts.directories:
         free = f"{_size(directory.free_bytes)} of {_size(directory.total_bytes)}"
@@ -319,10 +328,32 @@ def _memlock(memory: Memory) -> tuple[str, str]:
     return limit, ""
 
 
-def _cufile(cufile: CuFile) -> tuple[str, str]:
+_MODES = {
+    "gds": "DMA between drive and GPU, through nvidia-fs",
+    "p2p": "DMA between drive and GPU, through the kernel's P2PDMA",
+    "compat": "no DMA to the GPU: cuFile goes through host memory",
+    "host": "no GPU: cuFile moves host memory only",
+}
+
+
+def _gds(cufile: CuFile) -> Iterator[tuple[bool | None, str, str, str]]:
     if cufile.path is None:
-        return "not found", cufile.reason
-    return cufile.path, ", ".join(filter(None, (cufile.source, cufile.reason)))
+        yield None, "cuFile", "not found", cufile.reason
+    else:
+        version = f"version {cufile.version}" if cufile.version else ""
+        remarks = ", ".join(filter(None, (version, cufile.source)))
+        yield cufile.usable or None, "cuFile", cufile.path, remarks
+        opens = cufile.driver == "opens"
+        shown = "opens" if opens else "does not open"
+        reason = "" if opens else cufile.driver or cufile.reason
+        yield opens or None, "driver", shown if reason or opens else "not tried", reason
+        yield None, "mode", cufile.mode or "none", _MODES.get(cufile.mode or "", "")
+    yield None, "nvidia-fs", cufile.nvidia_fs or "not loaded", ""
+    p2pdma = {True: "in the kernel", False: "not in the kernel", None: "unknown"}[cufile.p2pdma]
+    yield None, "P2PDMA", p2pdma, ""
+    yield None, "udev", "there" if cufile.udev else "missing", "/run/udev/data"
+    yield None, "modules", "there" if cufile.modules else "missing", "/proc/modules"
+    yield None, "cufile.json", cufile.json or "none", "" if cufile.json else "cuFile's defaults"
 
 
 def _direct(directory: Directory) -> tuple[str, str]:

@@ -149,7 +149,7 @@ def command(
         try:
             found = _tune(
                 chosen,
-                _Plan(ops, io_size, loops, budget, grid, engine, gpu or gds, flush_page_cache),
+                _Plan(ops, io_size, loops, budget, grid, engine, gpu or gds, gds, flush_page_cache),
                 errors,
                 log,
                 with_latencies=html is not None,
@@ -181,6 +181,7 @@ class _Plan:
     grid: Grid
     engine: str
     gpu: bool
+    gds: bool
     flush: bool
 
 
@@ -212,6 +213,7 @@ def _tune(
             engine=engine,
             loops=plan.loops,
             gpu=plan.gpu,
+            gds=plan.gds,
             flush=plan.flush,
         )
 

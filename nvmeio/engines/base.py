@@ -8,7 +8,9 @@ tokens of finished transfers behind a pollable descriptor.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from nvmeio.errors import TransferError
 
 
 class Kind(IntEnum):
@@ -89,6 +91,21 @@ class Outcome(NamedTuple):
     direct_bytes: int
     bounced_bytes: int
     buffered_bytes: int
+    cause: BaseException | None = None
+    """The error itself, where an errno cannot say it (a device's, cuFile's); None elsewhere."""
+
+
+class EngineError(Exception):
+    """A failure in an engine's own words; the operation adds which file and span it was."""
+
+    def __init__(self, errno: int, detail: str) -> None:
+        super().__init__(errno, detail)
+        self.errno = errno
+        self.detail = detail
+
+    def told(self, **about: Any) -> TransferError:
+        """The error for the user; `about` is what `TransferError` takes beside the errno."""
+        return TransferError(self.errno, detail=self.detail, **about)
 
 
 class Ticket(Protocol):

@@ -17,6 +17,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from nvmeio.engines._queued import EventPort
 from nvmeio.engines.base import Counters, Kind, Options, Outcome, Port, Ticket, Transfer
 
 WORKERS_PER_LANE = 4
@@ -42,7 +43,7 @@ class Request:
     engine: ThreadsEngine
     token: int
     transfer: Transfer
-    port: ThreadsPort | None
+    port: EventPort | None
     next: int
     end: int
     blocks_out: int = 0
@@ -72,7 +73,7 @@ class Request:
         return self.finished.wait(timeout_s)
 
     def move(self, port: Port) -> None:
-        assert isinstance(port, ThreadsPort)
+        assert isinstance(port, EventPort)
         with self.engine.condition:
             if self.finished.is_set() and not self.linked:
                 return  # reaped already
@@ -102,56 +103,6 @@ class Request:
     def fail(self, code: int) -> None:
         self.error = self.error or code
         self.stop = True
-
-
-class ThreadsPort:
-    """A list of finished requests behind an eventfd."""
-
-    def __init__(self, engine: ThreadsEngine) -> None:
-        self._engine = engine
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._finished: list[Request] = []
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def reap(self) -> list[int]:
-        with self._engine.condition:
-            if self._fd < 0:
-                return []
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._fd)
-            taken, self._finished = self._finished, []
-            for request in taken:
-                request.linked = False
-        return [request.token for request in taken]
-
-    def wake(self) -> None:
-        with self._engine.condition:
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
-
-    def close(self) -> None:
-        with self._engine.condition:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        # A loop that ends in this moment forgets that it was to close the port.
-        fd = getattr(self, "_fd", -1)
-        if fd >= 0:
-            os.close(fd)
-
-    def link(self, request: Request) -> None:
-        if self._fd >= 0:
-            request.linked = True
-            self._finished.append(request)
-            self.wake()
-
-    def unlink(self, request: Request) -> None:
-        request.linked = False
-        self._finished.remove(request)
 
 
 class ThreadsEngine:
@@ -187,11 +138,11 @@ class ThreadsEngine:
 
     def open_port(self) -> Port:
         """A list with an eventfd."""
-        return ThreadsPort(self)
+        return EventPort(self.condition)
 
     def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
         """A request that `start` puts behind the others."""
-        assert isinstance(port, ThreadsPort)
+        assert isinstance(port, EventPort)
         return Request(self, token, transfer, port, transfer.span_start, transfer.span_end)
 
     def enqueue(self, request: Request) -> None:

@@ -1,6 +1,7 @@
 """`nvmeio report`: real directories on the real machine, made-up facts for what cannot be had."""
 
 import dataclasses
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import nvmeio
 from nvmeio import _mounts
 from nvmeio.cli import _facts, app, report
 from nvmeio.engines import select
+from nvmeio.engines.cufile import search
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import DirectSupport, probe_direct
 
@@ -292,7 +294,8 @@ def test_gravest_problem_comes_first(facts: _facts.Facts) -> None:
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for variable in ("NVMEIO_CUFILE", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(_facts, "_linker_cache", lambda prefix: iter(()))
+    monkeypatch.setattr(search, "linker_cache", lambda prefix: iter(()))
+    monkeypatch.setattr(search, "_loaded", lambda: iter(()))  # by other tests of this process
     return monkeypatch
 
 
@@ -328,7 +331,9 @@ def test_cufile_of_the_python_packages_comes_before_cuda_home(
     packaged = cufile_in(tmp_path / "site/nvidia/cufile/lib")
     cufile_in(tmp_path / "cuda/lib64")
     bare.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    bare.syspath_prepend(tmp_path / "site")
+    found_spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    found_spec.submodule_search_locations = [str(tmp_path / "site/nvidia")]
+    bare.setattr(search.importlib.util, "find_spec", lambda name: found_spec)
     found = _facts.find_cufile()
     assert (found.path, found.source) == (str(packaged), "nvidia/cufile/lib")
 
@@ -336,6 +341,7 @@ def test_cufile_of_the_python_packages_comes_before_cuda_home(
 @pytest.mark.parametrize("below", ["lib64", "targets/x86_64-linux/lib"])
 def test_cufile_is_found_in_cuda_path(tmp_path: Path, bare: pytest.MonkeyPatch, below: str) -> None:
     library = cufile_in(tmp_path / below)
+    bare.setattr(search, "_packaged", lambda: iter(()))  # pip may have one here
     bare.setenv("CUDA_PATH", str(tmp_path))
     found = _facts.find_cufile()
     assert (found.path, found.source) == (str(library), "$CUDA_PATH")

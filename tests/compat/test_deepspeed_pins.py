@@ -199,7 +199,7 @@ def test_builders_know_what_works_here(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == ""
     builder = GDSBuilder()
     assert not builder.is_compatible(verbose=True)
-    assert "no cuFile engine" in capsys.readouterr().out
+    assert "needs cuFile" in capsys.readouterr().out
     assert builder.error_log is not None
     assert (builder.name, builder.NAME) == ("gds", "gds")
 

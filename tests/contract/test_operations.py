@@ -1229,7 +1229,7 @@ async def test_a_loop_that_comes_while_another_thread_closes_opens_no_port(
 ) -> None:
     """Nobody would close it: `nothing_leaks` looks at the descriptors."""
     handle = make_handle()
-    ports = handle._core._ports
+    ports = handle._cores.host._ports
     of = ports.of
 
     def late(loop: asyncio.AbstractEventLoop) -> Any:

@@ -61,10 +61,11 @@ class Engine:
 
 
 class Nvmeio(Engine):
-    """`AioHandle`, one operation for the whole tensor."""
+    """`AioHandle` (or `GdsHandle`), one operation for the whole tensor."""
 
     def __init__(self, workload: Workload, engine: str, directory: Path) -> None:
-        self._handle = nvmeio.AioHandle(*workload.options, engine=engine)
+        made = nvmeio.GdsHandle if workload.gds else nvmeio.AioHandle
+        self._handle: nvmeio.AioHandle = made(*workload.options, engine=engine)
         self.buffered = not probe_direct(directory).supported
 
     def read(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:

@@ -39,6 +39,7 @@ class Workload:
         gpu: The tensor lies on the task's GPU.
         ready_bounce: With `gpu`, a page-locked tensor is kept for the way to and from the GPU;
             otherwise the engine is handed the CUDA tensor.
+        gds: With `gpu`: nvmeio's engines take it through cuFile.
         fsync: A write is over once it is durable.
         drop_caches: The file leaves the page cache before each loop.
         validate: After each loop the bytes are compared, outside of the timing.
@@ -55,6 +56,7 @@ class Workload:
     memory: MemoryKind = "aligned"
     gpu: bool = False
     ready_bounce: bool = True
+    gds: bool = False
     fsync: bool = False
     drop_caches: bool = False
     validate: bool = False

@@ -32,6 +32,7 @@ class Rig:
         engine: "libaio" or "threads"; "auto" would look for them each time.
         loops: Transfers in a measurement; their median counts.
         gpu: The tensors lie on CUDA devices, that of the first directory on the first one.
+        gds: With `gpu`: through cuFile.
         flush: Drop the whole page cache before each read, as root.
     """
 
@@ -43,9 +44,11 @@ class Rig:
         engine: str,
         loops: int = 1,
         gpu: bool = False,
+        gds: bool = False,
         flush: bool = False,
     ) -> None:
         self.engine = engine
+        self._handle = nvmeio.GdsHandle if gds else nvmeio.AioHandle
         self.direct = all(probe_direct(directory).supported for directory in directories)
         self._files = [directory / "tune.bin" for directory in directories]
         self._nbytes = nbytes // len(directories)
@@ -87,7 +90,7 @@ class Rig:
         handles: list[nvmeio.AioHandle] = []
         try:
             for path, tensor in zip(self._files, self._tensors, strict=True):
-                handle = nvmeio.AioHandle(*setting, engine=self.engine)
+                handle = self._handle(*setting, engine=self.engine)
                 handles.append(handle)
                 handle.sync_pread(tensor[:PAGE_BYTES], path)  # its threads are up and awake
         except BackendUnavailableError as missing:
@@ -149,7 +152,7 @@ class Rig:
                 number += depth
 
         async def everybody() -> None:
-            async with nvmeio.AioHandle(*setting, engine=self.engine) as handle:
+            async with self._handle(*setting, engine=self.engine) as handle:
                 with nvmeio.open(path, "r+") as file:
                     await asyncio.gather(*(work(handle, file, n) for n in range(depth)))
 

@@ -65,10 +65,11 @@ class GDSBuilder(_Builder):
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether a `gds_handle` can be made here; with `verbose`, prints why not."""
-        self.error_log = str(handles.no_cufile())
-        if verbose:
+        reason = handles.no_cufile()
+        self.error_log = None if reason is None else str(reason)
+        if verbose and reason is not None:
             print(f" [WARNING]  {self.error_log}")
-        return False
+        return reason is None
 
 
 class PinMemoryBuilder(_Builder):

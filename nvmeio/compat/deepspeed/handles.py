@@ -27,6 +27,7 @@ from nvmeio import buffers
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.compat.deepspeed import pins
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
+from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
@@ -342,11 +343,11 @@ class aio_handle(_Handle):
 class gds_handle(_Handle):
     """DeepSpeed's `gds_handle`: CUDA tensors to and from files through cuFile.
 
-    Parameters as for `aio_handle`.
+    Parameters as for `aio_handle`; `intra_op_parallelism` is also the number of threads that call
+    cuFile. CPU tensors go as they do there.
 
     Raises:
-        BackendUnavailableError: cuFile cannot be had; says why, and what to use instead. In this
-            version of nvmeio that is always so: it has no cuFile engine.
+        BackendUnavailableError: cuFile cannot be had; says why, and what to use instead.
     """
 
     def __init__(
@@ -357,33 +358,67 @@ class gds_handle(_Handle):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        # An AioHandle on nvmeio's cuFile engine goes to super().__init__ here, once there is one.
-        raise no_cufile()
+        single = _flag("single_submit", single_submit)
+        overlap = _flag("overlap_events", overlap_events)
+        try:
+            self._gds = GdsHandle(
+                _whole_pages(block_size), queue_depth, single, overlap, intra_op_parallelism
+            )
+        except BackendUnavailableError as no:
+            raise _no_cufile(no) from no
+        super().__init__(self._gds, block_size, single, overlap)
 
     def new_pinned_device_tensor(self, num_elem: int, example_tenosr: torch.Tensor) -> torch.Tensor:
-        """A 1-D CUDA tensor that is registered with cuFile."""
-        raise no_cufile()
+        """A 1-D CUDA tensor that is registered with cuFile.
+
+        Args:
+            num_elem: Number of elements, >= 0.
+            example_tenosr: A tensor whose dtype (and CUDA device) is taken.
+        """
+        return self._gds.new_pinned_device_tensor(num_elem, example_tenosr)
 
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Take a tensor of `new_pinned_device_tensor` out of the registration."""
-        raise no_cufile()
+        """Take a tensor of `new_pinned_device_tensor` out of the registration.
+
+        Returns:
+            False where it is not registered (any more) by this handle.
+        """
+        return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Register a CUDA tensor with cuFile."""
-        raise no_cufile()
+        """Register a CUDA tensor with cuFile; True. False where it is registered already."""
+        try:
+            self._gds.pin_device_tensor(tensor)
+        except ValueError:
+            return False
+        return True
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Take a tensor of `pin_device_tensor` out of the registration."""
-        raise no_cufile()
+        """Take a tensor of `pin_device_tensor` out of the registration; False if it is not in."""
+        try:
+            self._gds.unpin_device_tensor(tensor)
+        except ValueError:
+            return False
+        return True
 
 
-def no_cufile() -> BackendUnavailableError:
-    """Why there is no `gds_handle`, and what to use instead."""
+def no_cufile() -> BackendUnavailableError | None:
+    """Why there can be no `gds_handle` here, and what to use instead; None where there can."""
+    try:
+        GdsHandle(queue_depth=1, intra_op_parallelism=1).close()
+    except BackendUnavailableError as no:
+        return _no_cufile(no)
+    except ValueError:  # the driver is open, with other settings: it works
+        pass
+    return None
+
+
+def _no_cufile(no: BackendUnavailableError) -> BackendUnavailableError:
     return BackendUnavailableError(
         "gds_handle needs cuFile (GPUDirect Storage)",
-        attempts=[("cufile", "this version of nvmeio has no cuFile engine")],
-        remedy="use aio_handle, which moves CUDA tensors through host memory "
-        '(in a DeepSpeed configuration: "aio": {"use_gds": false})',
+        attempts=[("cufile", str(no).splitlines()[0]), *no.attempts],
+        remedy=f"{no.remedy}. aio_handle moves CUDA tensors too, through host memory; in a "
+        'DeepSpeed configuration, "aio": {"use_gds": false}',
     )
 
 

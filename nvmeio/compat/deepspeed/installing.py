@@ -12,7 +12,7 @@ import logging
 import sys
 from typing import Any
 
-from nvmeio.compat.deepspeed import builders
+from nvmeio.compat.deepspeed import builders, handles
 from nvmeio.errors import BackendUnavailableError
 
 logger = logging.getLogger("nvmeio")
@@ -118,7 +118,10 @@ def _answer_probes(accelerator: Any) -> None:
             builder.is_compatible = is_compatible
     # Probed at its first use, and kept (ops/__init__.py).
     known = vars(sys.modules["deepspeed.ops"]).get("__compatible_ops__", {})
-    known.update({name: name != "gds" for name in _OPS if name in known})
+    works = {name: True for name in _OPS if name in known}
+    if "gds" in works:
+        works["gds"] = handles.no_cufile() is None
+    known.update(works)
 
 
 def _serve_fast_file_writer(*users: Any) -> None:

@@ -1,0 +1,493 @@
+"""CUDA tensors to and from files on this machine: are they right, and how fast?
+
+    python benchmarks/gpu_check.py --dir /mnt/nvme --json gpu.json
+
+Needs torch with CUDA, cffi, numpy and this repository with its shim built in place
+(`python setup.py build_ext --inplace`); safetensors and torch's own GdsFile are measured where they
+are. Each step is a process of its own with a time limit, so one that hangs or crashes is a line in
+the table and not the end of the run. Without a GPU it says so, and runs what needs none: cuFile on
+host memory, where a libcufile of 1.16 or newer is installed and its driver can be opened.
+
+Reads are measured with the file out of the page cache (posix_fadvise); figures are the median of
+three turns, in GB/s (10**9 bytes). "mode" is `GdsHandle.mode`: in mode compat nothing is DMA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import nvmeio  # noqa: E402
+
+MIB = 1 << 20
+TURNS = 3
+
+
+# What steps share
+
+
+class Step:
+    """Where a step works, and on what."""
+
+    def __init__(self, directory: Path, size: int, device: str) -> None:
+        self.file = directory / "data.bin"
+        self.scratch = directory / "scratch.bin"
+        self.size = size
+        self.device = device
+
+    def handle(self, gds: bool, **options: Any) -> nvmeio.AioHandle:
+        if not gds:
+            return nvmeio.AioHandle(**options)
+        return nvmeio.GdsHandle(cpu_tensors="aio" if self.device == "cuda" else "cufile", **options)
+
+
+def expected(nbytes: int, start: int = 0) -> torch.Tensor:
+    """The file's contents: byte i is i * 2654435761 >> 16."""
+    return ((torch.arange(start, start + nbytes) * 2654435761) >> 16).to(torch.uint8)
+
+
+def make_file(step: Step) -> None:
+    with open(step.file, "wb") as file:
+        for start in range(0, step.size, 64 * MIB):
+            file.write(expected(min(64 * MIB, step.size - start), start).numpy().tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def forget(path: Path) -> None:
+    """Out of the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def synchronize(step: Step) -> None:
+    if step.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def rate(step: Step, work: Callable[[], Any], reads: bool = True) -> dict[str, float]:
+    """GB/s and CPU seconds per GB of a blocking piece of work over the whole file."""
+    seconds, cpu = [], []
+    for _ in range(TURNS):
+        if reads:
+            forget(step.file)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.perf_counter()
+        work()
+        synchronize(step)
+        seconds.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu.append(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
+    gigabytes = step.size / 1e9
+    return {
+        "gb_per_s": round(gigabytes / statistics.median(seconds), 3),
+        "cpu_s_per_gb": round(statistics.median(cpu) / gigabytes, 3),
+    }
+
+
+def awaited(start: Callable[[], Any], lags: list[float]) -> Callable[[], None]:
+    """The same with an event loop beside it, whose lag is noted down."""
+
+    async def main() -> None:
+        operation = start()
+        while not operation.done():
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            lags.append(time.perf_counter() - began - 0.001)
+        await operation
+
+    return lambda: asyncio.run(main())
+
+
+def transfer_rates(step: Step, gds: bool, registered: bool, **options: Any) -> dict[str, Any]:
+    lags: list[float] = []
+    with step.handle(gds, **options) as handle:
+        if registered:
+            assert isinstance(handle, nvmeio.GdsHandle)
+            tensor = handle.new_pinned_device_tensor(step.size, torch.uint8)
+        elif step.device == "cuda":
+            tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
+        else:
+            tensor = nvmeio.empty_aligned(step.size, dtype=torch.uint8)
+        with nvmeio.open(step.file, "r+") as file:
+            handle.sync_pread(tensor[:MIB], file)
+            read = rate(step, awaited(lambda: handle.async_pread(tensor, file), lags))
+            write = rate(step, lambda: handle.sync_pwrite(tensor, file), reads=False)
+        lags.sort()
+        return {
+            "read": read,
+            "write": write,
+            "loop_lag_p99_ms": round(1000 * lags[int(len(lags) * 0.99)], 3) if lags else None,
+            "mode": handle.mode if isinstance(handle, nvmeio.GdsHandle) else "ring",
+        }
+
+
+# Steps
+
+
+def facts(step: Step) -> dict[str, Any]:
+    from nvmeio.cli._cufile_facts import find_cufile, look_into_cufile
+
+    cufile = look_into_cufile(find_cufile())
+    told = {
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "cufile": {name: getattr(cufile, name) for name in cufile.__dataclass_fields__},
+    }
+    if torch.cuda.is_available():
+        told["gpu"] = torch.cuda.get_device_name()
+    return told
+
+
+def correctness(step: Step, gds: bool) -> dict[str, Any]:
+    """dtypes, views, offsets, unaligned, registered or not, odd tails; order without syncs."""
+    checked = 0
+
+    def check(holds: bool, what: str) -> None:
+        nonlocal checked
+        checked += 1
+        if not holds:
+            raise SystemExit(f"WRONG: {what}")
+
+    def empty(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=step.device)
+
+    with step.handle(gds) as handle:
+        spans = [(0, 1), (0, 4096), (4096, 8192), (1, 5000), (12345, MIB + 3), (4095, 40 * MIB + 1)]
+        for offset, nbytes in spans:
+            data = expected(nbytes, offset).to(step.device)
+            step.scratch.write_bytes(b"\xee" * (offset + nbytes + 100))
+            handle.sync_pwrite(data, step.scratch, offset)
+            found = torch.frombuffer(bytearray(step.scratch.read_bytes()), dtype=torch.uint8)
+            around = torch.cat((found[:offset], found[offset + nbytes :]))
+            check(bool((around == 0xEE).all()), f"neighbours of [{offset}, +{nbytes})")
+            check(torch.equal(found[offset : offset + nbytes], data.cpu()), f"write at {offset}")
+            back = empty(nbytes + 64)[3 : nbytes + 3]
+            handle.sync_pread(back, step.scratch, offset)
+            check(torch.equal(back, data), f"read at {offset}, {nbytes} bytes")
+            if isinstance(handle, nvmeio.GdsHandle):
+                whole = handle.new_pinned_device_tensor(nbytes + 8192, torch.uint8)
+                handle.sync_pread(whole[4096 : 4096 + nbytes], step.scratch, offset)
+                check(torch.equal(whole[4096 : 4096 + nbytes], data), f"registered, {nbytes}")
+                handle.free_pinned_device_tensor(whole)
+        for dtype in (
+            torch.bool,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.int64,
+            torch.complex64,
+        ):
+            data = (torch.arange(5001, device=step.device) % 2).to(dtype)
+            back = torch.empty_like(data)
+            handle.sync_pwrite(data, step.scratch)
+            handle.sync_pread(back, step.scratch)
+            check(torch.equal(back.view(torch.uint8), data.view(torch.uint8)), str(dtype))
+        turned = torch.arange(512 * 700, device=step.device).reshape(512, 700).t()
+        back = torch.zeros(512, 700, dtype=torch.int64, device=step.device).t()
+        handle.sync_pwrite(turned, step.scratch)
+        handle.sync_pread(back, step.scratch)
+        check(torch.equal(back, turned), "not contiguous")
+        # kernel → write, and read → kernel, with nobody synchronising
+        side = torch.cuda.Stream() if step.device == "cuda" else None
+        for turn in range(8):
+            big = torch.zeros(16 * MIB, device=step.device)
+            with torch.cuda.stream(side):
+                for _ in range(50):
+                    big += 1
+                big += turn
+                writing = handle.async_pwrite(big, step.scratch)
+            writing.result()
+            back = torch.empty_like(big)
+            handle.sync_pread(back, step.scratch)
+            check(bool((back == 50 + turn).all()), f"order, turn {turn}")
+        # cancel, then the same memory again
+        tensor = empty(min(step.size, 512 * MIB))
+        for _ in range(5):
+            reading = handle.async_pread(tensor, step.file)
+            reading.cancel()
+            while not reading.done():
+                time.sleep(0.001)
+            tensor.fill_(7)
+            synchronize(step)
+            time.sleep(0.01)
+            check(bool((tensor == 7).all()), "memory is left alone after a cancel")
+        handle.sync_pread(tensor, step.file)
+        check(torch.equal(tensor[-MIB:].cpu(), expected(MIB, tensor.numel() - MIB)), "reuse")
+        mode = handle.mode if isinstance(handle, nvmeio.GdsHandle) else "ring"
+    return {"checked": checked, "mode": mode}
+
+
+def raw_cufile(step: Step, threads: int, task: int, registered: bool) -> dict[str, Any]:
+    """The best that a plain loop of cuFileRead in threads can do."""
+    from nvmeio.engines.cufile.driver import DRIVER, Settings
+
+    library = DRIVER.acquire(Settings(needs_cuda=step.device == "cuda"))
+    if step.device == "cuda":
+        tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
+    else:
+        tensor = nvmeio.empty_aligned(step.size, dtype=torch.uint8)
+    if registered:
+        library.register_memory(tensor.data_ptr(), tensor.nbytes)
+    fd = os.open(step.file, os.O_RDONLY | os.O_DIRECT)
+    handle = library.register_file(fd)
+
+    def enter() -> None:
+        if step.device == "cuda":
+            torch.cuda.set_device(0)
+            torch.cuda.mem_get_info()
+
+    with ThreadPoolExecutor(threads, initializer=enter) as pool:
+
+        def read(start: int) -> None:
+            nbytes = min(task, step.size - start)
+            moved = library.read(handle, tensor.data_ptr(), nbytes, start, start)
+            if moved != nbytes:
+                raise SystemExit(f"cuFileRead moved {moved} of {nbytes} bytes at {start}")
+
+        found = rate(step, lambda: list(pool.map(read, range(0, step.size, task))))
+    library.unregister_file(handle)
+    os.close(fd)
+    if registered:
+        library.unregister_memory(tensor.data_ptr())
+    DRIVER.release()
+    return {"read": found}
+
+
+def raw_preadv(step: Step) -> dict[str, Any]:
+    """Threads of preadv with O_DIRECT, 8 MiB a call."""
+    memory = nvmeio.empty_aligned(step.size, dtype=torch.uint8)
+    view = memoryview(memory.numpy())
+    fd = os.open(step.file, os.O_RDONLY | os.O_DIRECT)
+    with ThreadPoolExecutor(8) as pool:
+
+        def read(start: int) -> None:
+            os.preadv(fd, [view[start : start + 8 * MIB]], start)
+
+        return {"read": rate(step, lambda: list(pool.map(read, range(0, step.size, 8 * MIB))))}
+
+
+def host_to_device(step: Step) -> dict[str, Any]:
+    """Copies of 16 MiB from page-locked memory, and nothing else."""
+    chunk = nvmeio.empty_pinned(64 * MIB, dtype=torch.uint8)
+    tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
+
+    def up() -> None:
+        for start in range(0, step.size, 16 * MIB):
+            part = tensor[start : start + 16 * MIB]
+            at = start % (64 * MIB)
+            part.copy_(chunk[at : at + part.numel()], non_blocking=True)
+
+    return {"read": rate(step, up)}
+
+
+def aio_to_cpu(step: Step) -> dict[str, Any]:
+    """The drive into page-locked host memory: what the ring can give at most."""
+    with nvmeio.AioHandle() as handle, nvmeio.open(step.file) as file:
+        memory = nvmeio.empty_pinned(step.size, dtype=torch.uint8)
+        return {"read": rate(step, lambda: handle.sync_pread(memory, file))}
+
+
+def torch_load(step: Step) -> dict[str, Any]:
+    torch.save(torch.empty(step.size, dtype=torch.uint8), step.scratch)
+
+    def load() -> None:
+        forget(step.scratch)
+        torch.load(step.scratch, map_location=step.device, weights_only=True)
+
+    return {"read": rate(step, load)}
+
+
+def safetensors_load(step: Step) -> dict[str, Any]:
+    from safetensors.torch import load_file, save_file
+
+    save_file({"x": torch.empty(step.size, dtype=torch.uint8)}, step.scratch)
+
+    def load() -> None:
+        forget(step.scratch)
+        load_file(step.scratch, device=step.device)["x"].clone()
+
+    return {"read": rate(step, load)}
+
+
+def torch_gds(step: Step) -> dict[str, Any]:
+    from torch.cuda.gds import GdsFile
+
+    tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
+    file = GdsFile(str(step.file), os.O_RDONLY | os.O_DIRECT)
+    return {"read": rate(step, lambda: file.load_storage(tensor.untyped_storage(), 0))}
+
+
+def latency(step: Step, gds: bool) -> dict[str, Any]:
+    """Median and p99 of single reads, in microseconds."""
+    told: dict[str, Any] = {}
+    with step.handle(gds) as handle, nvmeio.open(step.file) as file:
+        for nbytes in (4096, 65536, MIB):
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=step.device)
+            times = []
+            forget(step.file)
+            for i in range(300):
+                began = time.perf_counter()
+                handle.sync_pread(
+                    tensor, file, i * 7919 * 4096 % (step.size - nbytes) // 4096 * 4096
+                )
+                times.append(1e6 * (time.perf_counter() - began))
+            times.sort()
+            told[f"{nbytes // 1024} KiB"] = {
+                "p50_us": round(times[150]),
+                "p99_us": round(times[297]),
+            }
+    return told
+
+
+def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], float]]:
+    """By name: what to do, and its time limit in seconds."""
+    found: dict[str, tuple[Callable[[Step], dict[str, Any]], float]] = {
+        "facts": (facts, 60),
+        "correctness gds": (lambda step: correctness(step, True), 300),
+        "raw preadv, 8 threads": (raw_preadv, 300),
+    }
+    threads_tasks = [(1, 8), (4, 8), (8, 8), (16, 8), (8, 4), (8, 16)] if on_gpu else [(4, 8)]
+    for threads, task in threads_tasks:
+        for registered in (False, True) if on_gpu else (False,):
+            tail = f"{threads} x {task} MiB{', registered' if registered else ''}"
+            found[f"raw cuFile, {tail}"] = (
+                lambda step, n=threads, m=task, r=registered: raw_cufile(step, n, m * MIB, r),
+                300,
+            )
+            found[f"gds, {tail}"] = (
+                lambda step, n=threads, m=task, r=registered: transfer_rates(
+                    step, True, r, intra_op_parallelism=n, task_bytes=m * MIB
+                ),
+                300,
+            )
+    found["latency gds"] = (lambda step: latency(step, True), 300)
+    if on_gpu:
+        found |= {
+            "correctness aio": (lambda step: correctness(step, False), 300),
+            "host to device alone": (host_to_device, 120),
+            "aio to page-locked CPU": (aio_to_cpu, 300),
+            "aio ring": (lambda step: transfer_rates(step, False, False), 300),
+            "torch.load": (torch_load, 300),
+            "safetensors": (safetensors_load, 300),
+            "torch GdsFile": (torch_gds, 300),
+            "latency aio": (lambda step: latency(step, False), 300),
+        }
+    return found
+
+
+# The run
+
+
+def run_step(name: str, arguments: argparse.Namespace, directory: Path, limit: float) -> Any:
+    command = [sys.executable, __file__, "--step", name, "--dir", str(directory)]
+    command += ["--size", str(arguments.size)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {limit:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"failed": f"status {done.returncode}: {last}"}
+    return json.loads(lines[-1])
+
+
+def verdicts(results: dict[str, Any]) -> dict[str, Any]:
+    """What must hold: the ring against its parts, gds against the best raw loop, the loop's lag."""
+
+    def read(name: str) -> float:
+        return float(results.get(name, {}).get("read", {}).get("gb_per_s", 0.0))
+
+    told: dict[str, Any] = {}
+    parts = min(read("aio to page-locked CPU"), read("host to device alone"))
+    if parts and read("aio ring"):
+        told["aio ring / min(drive, host to device), >= 0.95"] = round(read("aio ring") / parts, 3)
+    raw = max((read(name) for name in results if name.startswith("raw cuFile")), default=0.0)
+    gds = max((read(name) for name in results if name.startswith("gds,")), default=0.0)
+    if raw and gds:
+        told["gds / best raw cuFile loop, >= 0.9"] = round(gds / raw, 3)
+    lags = [result.get("loop_lag_p99_ms") for result in results.values()]
+    known = [lag for lag in lags if lag is not None]
+    if known:
+        told["loop lag p99 in ms, <= 2"] = max(known)
+    return told
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    if "failed" in result:
+        print(f"  {name:36} {result['failed']}")
+        return
+    parts = []
+    for op in ("read", "write"):
+        if op in result:
+            figures = result[op]
+            parts.append(
+                f"{op} {figures['gb_per_s']:6.2f} GB/s ({figures['cpu_s_per_gb']} CPU s/GB)"
+            )
+    if "mode" in result:
+        parts.append(f"mode {result['mode']}")
+    if result.get("loop_lag_p99_ms") is not None:
+        parts.append(f"lag p99 {result['loop_lag_p99_ms']} ms")
+    if not parts or "checked" in result:
+        parts = [json.dumps(result)]
+    print(f"  {name:36} {', '.join(parts)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the drive to measure")
+    parser.add_argument("--size", type=int, default=4 << 30, help="bytes of the file (4 GiB)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if arguments.step:
+        step = Step(arguments.dir, arguments.size, "cuda" if on_gpu else "cpu")
+        print(json.dumps(steps(on_gpu)[arguments.step][0](step)))
+        return
+    if arguments.size < 64 * MIB or arguments.size % 4096:
+        raise SystemExit("--size: a multiple of 4096, and 64 MiB or more")
+    if not on_gpu:
+        print("No GPU here: cuFile moves host memory, which says nothing about GPUDirect Storage.")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="nvmeio-gpu-check-", dir=arguments.dir) as made:
+        make_file(Step(Path(made), arguments.size, "cpu"))
+        for name, (_, limit) in steps(on_gpu).items():
+            results[name] = run_step(name, arguments, Path(made), limit)
+            show(name, results[name])
+    told = verdicts(results)
+    for name, value in told.items():
+        print(f"{name}: {value}")
+    if arguments.json:
+        whole = {"gpu": on_gpu, "size": arguments.size, "results": results, "verdicts": told}
+        arguments.json.write_text(json.dumps(whole, indent=2) + "\n")
+    if any("failed" in result for result in results.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

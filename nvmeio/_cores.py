@@ -1,0 +1,141 @@
+"""A handle's cores as one: host memory's, and device memory's once the handle has met any.
+
+Each core has an engine, and operations of its own; to the handle's user there is one handle. The
+device's core is closed first, for its engine may work through the host's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nvmeio._core import Core
+from nvmeio._ring import RingEngine
+from nvmeio.engines.base import Counters
+
+
+class Cores:
+    """One core or two.
+
+    Args:
+        host: Moves host memory, and syncs files.
+        make_device: Makes the core for device memory from the host's, at the first such transfer.
+    """
+
+    def __init__(self, host: Core, make_device: Callable[[Core], Core]) -> None:
+        self.host = host
+        self._make_device = make_device
+        self._device: Core | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def device(self) -> Core:
+        """The core for device memory; made now if there is none yet.
+
+        Raises:
+            ClosedError: The handle is closed.
+        """
+        if self._device is None:
+            with self._lock:
+                self.host.check_open()
+                if self._device is None:
+                    self._device = self._make_device(self.host)
+        return self._device
+
+    def _all(self) -> list[Core]:
+        return [self.host] if self._device is None else [self._device, self.host]
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once operations are refused."""
+        self.host.check_open()
+
+    # --- waiting --------------------------------------------------------------------------
+
+    def wait_all(self, timeout: float | None) -> int:
+        """See `AioHandle.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for core in self._all():
+            core.wait_for_live(deadline)
+        return self._collect()
+
+    async def drain(self) -> int:
+        """See `AioHandle.drain`."""
+        for core in self._all():
+            await core.settle_live()
+        return self._collect()
+
+    def _collect(self) -> int:
+        """How many have finished; raises the first error that nobody has seen, with the others."""
+        finished: int = 0
+        errors: list[BaseException] = []
+        for core in self._all():
+            more, failed = core.take()
+            finished += more
+            errors += failed
+        if errors:
+            first: Any = errors[0]
+            first.others = tuple(errors[1:])  # torch's errors take attributes as ours do
+            raise first
+        return finished
+
+    async def writes_to(self, inode: tuple[int, int]) -> None:
+        """Await the writes to a file that have been started up to now."""
+        for core in self._all():
+            await core.writes_to(inode)
+
+    def wait_for_writes_to(self, inode: tuple[int, int]) -> None:
+        """`writes_to`, blocking."""
+        for core in self._all():
+            core.wait_for_writes_to(inode)
+
+    # --- closing --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Refuse, drain, release; then raise the first failure that nobody has seen."""
+        for core in self._refusing():
+            core.close()
+        self._collect()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the loop."""
+        for core in self._refusing():
+            await core.aclose()
+        self._collect()
+
+    def _refusing(self) -> list[Core]:
+        with self._lock:  # no device core is made any more
+            for core in self._all():
+                core.refuse()
+        return self._all()
+
+    def abandon(self) -> None:
+        """The handle was dropped: finish what is in flight in the background."""
+        (self._device or self.host).abandon()
+
+    # --- what is going on -------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether operations are refused."""
+        return self.host.closed
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that have been started and are not over."""
+        return sum(core.in_flight for core in self._all())
+
+    def counters(self) -> Counters:
+        """Both engines' counters, each transfer counted once."""
+        counters = self.host.counters()
+        if self._device is None:
+            return counters
+        pairs = zip(counters, self._device.counters(), strict=True)
+        counters = Counters(*(sum(pair) for pair in pairs))
+        engine = self._device.engine
+        if isinstance(engine, RingEngine):  # the host's engine has counted its pieces
+            inside = engine.inside()._replace(in_flight=0)
+            pairs = zip(counters, inside, strict=True)
+            counters = Counters(*(both - once for both, once in pairs))
+        return counters

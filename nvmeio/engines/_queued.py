@@ -1,0 +1,258 @@
+"""What engines written in Python have in common: a port behind an eventfd, tickets, counting.
+
+`EventPort` serves all of them. `QueuedEngine` and `QueuedTicket` are the base of the engines that
+move device memory: the ring (`nvmeio._ring`) and cuFile (`nvmeio.engines.cufile`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from typing import Protocol
+
+from nvmeio._tensor import Memory
+from nvmeio.engines.base import Counters, Kind, Outcome, Port, Ticket, Transfer
+from nvmeio.files import Descriptors
+
+
+class Linkable(Protocol):
+    """What an `EventPort` reports."""
+
+    token: int
+    linked: bool
+
+
+class EventPort:
+    """A list of finished requests behind an eventfd.
+
+    Args:
+        condition: The engine's; `link` and `unlink` are called with it held.
+    """
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._finished: list[Linkable] = []
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def reap(self) -> list[int]:
+        with self._condition:
+            if self._fd < 0:
+                return []
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+            taken, self._finished = self._finished, []
+            for request in taken:
+                request.linked = False
+        return [request.token for request in taken]
+
+    def wake(self) -> None:
+        with self._condition:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        with self._condition:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        # A loop that ends in this moment forgets that it was to close the port.
+        fd = getattr(self, "_fd", -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def link(self, request: Linkable) -> None:
+        """Report a request; with the condition held."""
+        if self._fd >= 0:
+            request.linked = True
+            self._finished.append(request)
+            self.wake()
+
+    def unlink(self, request: Linkable) -> None:
+        """Take back what was not yet reaped; with the condition held."""
+        request.linked = False
+        self._finished.remove(request)
+
+
+class DeviceTransfer(Transfer):
+    """A transfer of device memory, which engines of host memory cannot reach.
+
+    Attributes:
+        memory: The address, and what lies behind it on the device.
+        opened: The file. `Transfer`'s descriptors are its own; engines that open more, or that
+            outlive a transfer which timed out, need it whole.
+    """
+
+    memory: Memory
+    opened: Descriptors
+
+    @classmethod
+    def make(cls, transfer: Transfer, memory: Memory, opened: Descriptors) -> DeviceTransfer:
+        """The planned numbers, with what they stand for."""
+        made = cls(*transfer)
+        made.memory = memory
+        made.opened = opened
+        return made
+
+
+class QueuedTicket:
+    """A transfer in the hands of a `QueuedEngine`.
+
+    The engine's threads change it with the engine's condition held; `stop` alone is read without.
+    """
+
+    def __init__(
+        self, engine: QueuedEngine, token: int, transfer: DeviceTransfer, port: EventPort
+    ) -> None:
+        self.engine = engine
+        self.token = token
+        self.transfer = transfer
+        self.linked = False
+        self.stop = False
+        self.cancelled = False
+        self.error = 0
+        self.cause: BaseException | None = None
+        self.direct = self.bounced = self.buffered = 0
+        self.parts_out = 0
+        self._port = port
+        self._begun = False
+        self._finished = threading.Event()
+
+    # --- the contract ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.engine.enqueue(self)
+
+    def started(self) -> bool:
+        return self._begun
+
+    def cancel(self) -> None:
+        self.cancelled = self.stop = True
+        self.engine.nudge()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._finished.wait(timeout_s)
+
+    def move(self, port: Port) -> None:
+        assert isinstance(port, EventPort)
+        with self.engine.condition:
+            if self._finished.is_set() and not self.linked:
+                return  # reaped already
+            if self.linked:
+                self._port.unlink(self)
+            self._port = port
+            if self._finished.is_set():
+                port.link(self)
+
+    def moved(self) -> int:
+        outcome = self.outcome()
+        return -outcome.error if outcome.error else outcome.transferred
+
+    def outcome(self) -> Outcome:
+        error = self.error
+        if not error and self.cancelled and self.transferred < self.transfer.nbytes:
+            error = errno.ECANCELED
+        return Outcome(
+            error, self.transferred, self.direct, self.bounced, self.buffered, self.cause
+        )
+
+    # --- for the engine -------------------------------------------------------------------
+
+    @property
+    def transferred(self) -> int:
+        """Bytes that got through."""
+        return self.direct + self.bounced + self.buffered
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._finished.is_set()
+
+    def fail(self, code: int, cause: BaseException | None = None) -> None:
+        """The first failure counts; no further part begins."""
+        if not self.error:
+            self.error, self.cause = code, cause
+        self.stop = True
+
+    def begin(self) -> None:
+        """It was handed over; with the condition held."""
+        self._begun = True
+
+    def finish(self) -> None:
+        """Report the end; with the condition held."""
+        self._finished.set()
+        self._port.link(self)
+
+
+class QueuedEngine:
+    """An engine whose work is done by Python threads that look into a queue.
+
+    Subclasses bring the threads: they implement `enqueue`, and override `nudge` where a thread
+    sleeps elsewhere than on the condition.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.in_flight = 0
+        self.stopping = False
+        self._counters = Counters()
+
+    def open_port(self) -> Port:
+        """A list with an eventfd."""
+        return EventPort(self.condition)
+
+    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """A ticket that is not started yet."""
+        assert isinstance(port, EventPort)
+        assert isinstance(transfer, DeviceTransfer)
+        return QueuedTicket(self, token, transfer, port)
+
+    def enqueue(self, ticket: QueuedTicket) -> None:
+        """For `QueuedTicket.start`."""
+        raise NotImplementedError
+
+    def nudge(self) -> None:
+        """Have the threads look again."""
+        with self.condition:
+            self.condition.notify_all()
+
+    def counters(self) -> Counters:
+        """Counted as tickets finish."""
+        with self.condition:
+            return self._counters._replace(in_flight=self.in_flight)
+
+    def admit(self, ticket: QueuedTicket) -> None:
+        """Count a ticket in; with the condition held."""
+        ticket.begin()
+        self.in_flight += 1
+
+    def conclude(self, ticket: QueuedTicket) -> None:
+        """Count a ticket out and report it; with the condition held."""
+        transfer = ticket.transfer
+        self._counters = counted(self._counters, transfer.kind, transfer.nbytes, ticket.outcome())
+        self.in_flight -= 1
+        ticket.finish()
+        if not self.in_flight:
+            self.condition.notify_all()  # a stopping engine is done now
+
+
+def counted(counters: Counters, kind: int, nbytes: int, outcome: Outcome) -> Counters:
+    """The counters after one more transfer."""
+    moved = "bytes_read" if kind == Kind.READ else "bytes_written"
+    cancelled = outcome.error == errno.ECANCELED
+    added = {
+        moved: outcome.transferred,
+        "operations": 1,
+        "direct_bytes": outcome.direct_bytes,
+        "bounced_bytes": outcome.bounced_bytes,
+        "buffered_bytes": outcome.buffered_bytes,
+        "cancelled": int(cancelled),
+        "errors": int(not cancelled and (bool(outcome.error) or outcome.transferred < nbytes)),
+    }
+    return counters._replace(**{name: getattr(counters, name) + n for name, n in added.items()})

@@ -1,0 +1,12 @@
+"""cuFile (GPUDirect Storage): files to and from GPU memory through NVIDIA's libcufile.
+
+Reading order: `search` (where the library is), `preflight` (what would hang or do harm, looked at
+first), `library` (the binding), `status` (its codes in words), `driver` (one a process, counted),
+`registry` (registered memory, registered files), `engine` (the threads that call it).
+
+Importing any of them loads nothing: the library is loaded when an engine starts. It is bound
+through cffi's ABI mode, so nothing of CUDA is needed to build nvmeio.
+
+What was found out about libcufile 1.11 to 1.20 is in docs/gds.md. No GPU has run this engine yet:
+its tests call the real library on host memory, and a fake one.
+"""

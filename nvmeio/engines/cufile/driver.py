@@ -1,0 +1,245 @@
+"""cuFile's driver: one a process, open while at least one engine uses it.
+
+Opening takes 0.1 to 0.2 s. Parameters count only if they are set before, so whoever comes second
+has to want the same. If somebody else in the process (torch's GdsFile, say) has opened it, it is
+used as it is and left open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nvmeio.engines.cufile import library, limited, preflight, status
+from nvmeio.engines.cufile.library import Library, Properties
+from nvmeio.errors import BackendUnavailableError
+
+logger = logging.getLogger("nvmeio")
+
+OPEN_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 10.0
+
+# CUfileDriverStatusFlags, CUfileDriverControlFlags, CUfileFeatureFlags
+_NVME, _NVME_P2P = 1 << 4, 1 << 11
+_P2P_FEATURE = 1 << 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the driver is opened.
+
+    Attributes:
+        needs_cuda: False to move host memory only.
+        allow_compat: Go through host memory where direct transfers are not possible.
+        max_direct_io_bytes: What one direct transfer of the driver moves at most, a multiple of
+            4096; None for cuFile's own choice.
+    """
+
+    needs_cuda: bool = True
+    allow_compat: bool = True
+    max_direct_io_bytes: int | None = None
+
+
+class _Driver:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._library: Library | None = None
+        self._settings: Settings | None = None
+        self._mine = False
+        self._properties: Properties | None = None
+        self._stuck = ""
+        self._pid = 0  # of the process that has called it
+
+    def acquire(self, settings: Settings) -> Library:
+        """The library with its driver open; `release` it once.
+
+        Raises:
+            BackendUnavailableError: It cannot be opened; says why, and how to mend it.
+            ValueError: It is open with other settings.
+        """
+        with self._lock:
+            self._check_process()
+            if self._stuck:
+                raise _refused(self._stuck, "start a new process")
+            if self._users:
+                if settings != self._settings:
+                    raise ValueError(
+                        f"cuFile's driver is open in this process with {self._settings}, and has "
+                        f"one setting for all; close those handles first, or ask for the same "
+                        f"instead of {settings}"
+                    )
+            else:
+                self._open(settings)
+            self._users += 1
+            assert self._library is not None
+            return self._library
+
+    def release(self) -> None:
+        """One user less; the last one closes, unless a call hangs in the driver."""
+        with self._lock:
+            if self._pid != os.getpid() or not self._users:
+                return
+            self._users -= 1
+            if self._users or not self._mine or self._stuck or self._library is None:
+                return
+            self._mine = False
+            self._settings = None
+            try:
+                code, _ = limited.call(
+                    self._library.close_driver, CLOSE_LIMIT_S, "nvmeio-cufile-close"
+                )
+            except limited.HangsError as hangs:
+                self._stuck = f"cuFileDriverClose was called and is {hangs}"
+                logger.error("%s", self._stuck)
+                return
+            if code:
+                logger.warning("%s", status.failure("cuFileDriverClose", code).detail)
+
+    def hangs(self, what: str) -> None:
+        """A call has not come back: nobody closes the driver below it, or opens it again."""
+        self._stuck = self._stuck or what
+
+    def returned(self) -> None:
+        """The calls that had not come back are back after all."""
+        self._stuck = ""
+
+    @property
+    def properties(self) -> Properties | None:
+        """What the driver says of itself since it was opened."""
+        return self._properties
+
+    def mode(self, settings: Settings) -> str:
+        """Which way bytes go at best, as `GdsHandle.mode` says it."""
+        if not settings.needs_cuda:
+            return "host"
+        return mode_of(self._properties, preflight.nvidia_fs())
+
+    # --- steps ----------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if self._pid and self._pid != os.getpid():
+            raise BackendUnavailableError(
+                "cuFile cannot be used in this process",
+                attempts=[("fork", "it was forked from one that had opened cuFile's driver")],
+                remedy='start processes with multiprocessing.get_context("spawn"), or fork before '
+                "the first GdsHandle",
+            )
+
+    def _open(self, settings: Settings) -> None:
+        preflight.check(settings.needs_cuda)
+        if self._library is None:
+            self._library = library.load()
+        loaded = self._library
+        if not settings.needs_cuda and loaded.version < library.OLDEST_FOR_HOST:
+            raise _refused(
+                f"{loaded.path} is version {loaded.version_text}; cuFile moves host memory from "
+                "1.16 on",
+                'pip install "nvidia-cufile>=1.16"',
+            )
+        self._pid = os.getpid()
+        environment = self._set_parameters(loaded, settings)
+        try:
+            with _environment(environment):
+                code, cuda = limited.call(
+                    lambda: _open_in_context(loaded, settings), OPEN_LIMIT_S, "nvmeio-cufile-open"
+                )
+        except limited.HangsError as hangs:
+            self._stuck = f"cuFileDriverOpen was called and is {hangs}"
+            raise _refused(self._stuck, "start a new process; `nvmeio report` may tell why") from (
+                hangs
+            )
+        if code and code != status.ALREADY_OPEN:
+            raise _refused(
+                status.failure("cuFileDriverOpen", code, cuda).detail,
+                "nvmeio.AioHandle moves CUDA tensors through host memory",
+            )
+        self._mine = not code
+        self._settings = settings
+        self._properties = loaded.properties()
+
+    @staticmethod
+    def _set_parameters(loaded: Library, settings: Settings) -> dict[str, str]:
+        """What has to be set before the open; and what goes by the environment during it."""
+        # Without a path, cuFile writes cufile.log into the working directory. 1.20 accepts the
+        # string parameter for it and does so all the same.
+        environment = {"CUFILE_LOGFILE_PATH": log_path()}
+        answers: dict[str, int | None] = {
+            # Transfers are split here already; its own threads would split them again.
+            "parallel_io": loaded.set_flag(library.PARALLEL_IO, False),
+            "allow_compat_mode": loaded.set_flag(library.ALLOW_COMPAT_MODE, settings.allow_compat),
+        }
+        if answers["allow_compat_mode"] is None:  # the variable that 1.20 ignores is read by those
+            environment["CUFILE_ALLOW_COMPAT_MODE"] = "true" if settings.allow_compat else "false"
+        if settings.max_direct_io_bytes is not None:
+            answers["max_direct_io_size"] = loaded.set_max_direct_io(
+                settings.max_direct_io_bytes // 1024
+            )
+        for name, code in answers.items():
+            if code and code != status.ALREADY_OPEN:
+                logger.info("cuFile does not take the parameter %s: status %d", name, code)
+        return environment
+
+
+@contextlib.contextmanager
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """Variables that are set for the length of a call, where the user has not set them."""
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _open_in_context(loaded: Library, settings: Settings) -> tuple[int, int]:
+    if settings.needs_cuda:
+        torch.cuda.mem_get_info()  # makes the device's context this thread's
+    return loaded.open_driver()
+
+
+def mode_of(properties: Properties | None, nvidia_fs: str) -> str:
+    """Which of "gds" (nvidia-fs), "p2p" (the kernel's own P2PDMA) and "compat" it is."""
+    if properties is None:
+        return "compat"
+    if nvidia_fs and properties.nvfs_major and properties.status_flags:
+        return "gds"
+    if properties.status_flags & (_NVME | _NVME_P2P) and properties.feature_flags & _P2P_FEATURE:
+        return "p2p"
+    return "compat"
+
+
+def log_path() -> str:
+    """Where cuFile logs, unless ``CUFILE_LOGFILE_PATH`` names another file."""
+    # A relative path in the variable is to be ignored (XDG Base Directory Specification).
+    home = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".local/state"
+    try:
+        (base / "nvmeio").mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return os.devnull
+    return str(base / "nvmeio/cufile.log")
+
+
+def _refused(reason: str, remedy: str) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        "cuFile's driver cannot be opened", attempts=[("cuFile", reason)], remedy=remedy
+    )
+
+
+DRIVER = _Driver()
+
+
+def _after_fork_in_child() -> None:
+    DRIVER._lock = threading.Lock()  # may have been copied while it was held
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,510 @@
+"""The engine: blocking cuFile calls in threads of its own, which release the GIL.
+
+A transfer is cut into tasks (8 MiB by default) at multiples of the task size in the *file*, so two
+tasks never share a block of it. The threads take tasks of all transfers in turn.
+
+- A write's unaligned head and tail do not go through cuFile, which would read the block, change it
+  and write it back over a neighbour's bytes. They are copied to the host and written through the
+  page cache, as on the AIO path.
+- Memory of a device is touched only once the caller's stream has got there (`Memory.ready`).
+- A call that does not come back within `call_limit_s` fails its transfer with ETIMEDOUT. The thread
+  is left in it, the memory and the file stay alive until it returns, and the driver is not closed
+  below it. Once every thread is lost that way, what is queued fails too: nothing hangs, exits
+  included.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nvmeio._device import Copier
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.engines._queued import DeviceTransfer, EventPort, QueuedEngine, QueuedTicket
+from nvmeio.engines.base import Kind, Options, Port, Ticket, Transfer
+from nvmeio.engines.cufile.driver import DRIVER, Settings
+from nvmeio.engines.cufile.library import Library
+from nvmeio.engines.cufile.registry import MEMORY, Files, Region
+from nvmeio.engines.cufile.status import CuFileFailure
+from nvmeio.errors import TransferError
+
+logger = logging.getLogger("nvmeio")
+
+TASK_BYTES = 8 << 20  # the middle of the 4 to 16 MiB that are recommended; not measured on a GPU
+CALL_LIMIT_S = 60.0  # a task of 16 MiB at 0.3 MB/s: what takes longer is taken to hang
+EXIT_LIMIT_S = 5.0  # what is left to running calls when the interpreter exits
+
+_LOOK_S = (0.0001, 0.001)  # how often a stream that is not there yet is asked: at first, at most
+_WATCH_S = 0.25  # how often running calls are looked at, at most
+
+
+class _Request(QueuedTicket):
+    """A ticket with what is left of it."""
+
+    def __init__(
+        self, engine: CuFileEngine, token: int, transfer: DeviceTransfer, port: EventPort
+    ) -> None:
+        super().__init__(engine, token, transfer, port)
+        span_start, span_end = transfer.span_start, transfer.span_end
+        end = transfer.file_offset + transfer.nbytes
+        if transfer.kind == Kind.READ:  # not the aligned span around it: cuFile takes any
+            span_start, span_end = transfer.file_offset, end
+        self.next = span_start
+        self.end = span_end
+        # A write's head and tail, in the file.
+        self.edges = [
+            (first, last)
+            for first, last in ((transfer.file_offset, span_start), (span_end, end))
+            if first < last
+        ]
+        self.region: Region | None = None
+        self.lost = False  # given up with a call under way, which keeps memory and file
+
+    @property
+    def exhausted(self) -> bool:
+        return self.stop or (self.next >= self.end and not self.edges)
+
+
+@dataclass(eq=False)
+class _Task:
+    """File range [start, end) of a request; an edge goes through the host."""
+
+    request: _Request
+    start: int
+    end: int
+    edge: bool
+
+
+class CuFileEngine(QueuedEngine):
+    """Moves device memory (or host memory, where that is asked for) through cuFile.
+
+    Args:
+        copier: The device's copies, for the edges of writes and for contexts.
+        settings: How the driver is opened.
+        task_bytes: What one call moves at most; a multiple of 4096.
+        call_limit_s: How long a call may take before it counts as hanging.
+    """
+
+    name = "cufile"
+
+    def __init__(
+        self,
+        copier: Copier,
+        settings: Settings,
+        task_bytes: int = TASK_BYTES,
+        call_limit_s: float = CALL_LIMIT_S,
+    ) -> None:
+        super().__init__()
+        self._copier = copier
+        self.settings = settings
+        self.task_bytes = task_bytes
+        self._call_limit_s = call_limit_s
+        self._library: Library | None = None
+        self._files: Files | None = None
+        self._turns: deque[_Request] = deque()
+        self._workers: list[_Worker] = []
+        self._watch: threading.Thread | None = None
+        self._looking = False
+        self._busy = threading.Event()
+        self._over = threading.Event()
+        self._pid = os.getpid()
+        self.mode = ""
+
+    # --- the contract ---------------------------------------------------------------------
+
+    def start(self, options: Options) -> None:
+        """Open the driver if this is its first user, and start the threads.
+
+        Raises:
+            BackendUnavailableError: cuFile cannot be used here.
+        """
+        if self._library is not None:
+            raise RuntimeError("this engine was started before: one engine serves one handle")
+        self._library = DRIVER.acquire(self.settings)
+        self.mode = DRIVER.mode(self.settings)
+        self._files = Files(self._library)
+        self._workers = [_Worker(self, i) for i in range(options.intra_op_parallelism)]
+        for worker in self._workers:
+            worker.start()
+        self._watch = threading.Thread(
+            target=self._watch_calls, name="nvmeio-cufile-watch", daemon=True
+        )
+        self._watch.start()
+        _running.add(self)
+
+    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+        """A request; what it lies in is looked up now, and cannot be unregistered any more."""
+        assert isinstance(port, EventPort)
+        assert isinstance(transfer, DeviceTransfer)
+        return _Request(self, token, transfer, port)
+
+    def enqueue(self, ticket: QueuedTicket) -> None:
+        assert isinstance(ticket, _Request)
+        ticket.region = MEMORY.use(ticket.transfer.address, ticket.transfer.nbytes)
+        with self.condition:
+            self.admit(ticket)
+            if self._all_lost():
+                ticket.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
+            if ticket.exhausted:
+                self._end(ticket)
+                return
+            self._turns.append(ticket)
+            self._busy.set()
+            self.condition.notify_all()
+
+    def stop(self) -> None:
+        with self.condition:
+            self.stopping = True
+            self.condition.notify_all()
+
+    def join(self) -> None:
+        """Wait for the threads, but for those whose call hangs, and give the driver back."""
+        for worker in self._workers:
+            while worker.thread.is_alive() and not worker.lost:
+                worker.thread.join(_WATCH_S)
+        if self._watch is not None:
+            self._over.set()
+            self._busy.set()
+            self._watch.join()
+            self._watch = None
+            if not any(worker.lost for worker in self._workers):
+                self._unregister_all()
+            DRIVER.release()
+        _running.discard(self)
+
+    # --- registered memory ------------------------------------------------------------------
+
+    def register(self, address: int, nbytes: int, keep: Any) -> None:
+        """Register memory; it is kept alive until it is unregistered.
+
+        Raises:
+            ValueError: Part of it is registered already.
+            CuFileError: cuFile refused.
+        """
+        assert self._library is not None
+        try:
+            MEMORY.add(self._library, Region(address, nbytes, self, keep))
+        except CuFileFailure as failed:
+            raise failed.told(operation="register", path=f"{nbytes} bytes of memory") from None
+
+    def unregister(self, address: int) -> Any:
+        """Undo `register`; what was kept alive.
+
+        Raises:
+            ValueError: It is not registered by this engine, or in use.
+            CuFileError: cuFile refused.
+        """
+        assert self._library is not None
+        try:
+            return MEMORY.remove(self._library, self, address).keep
+        except CuFileFailure as failed:
+            raise failed.told(operation="register", path=f"memory at {address:#x}") from None
+
+    def _unregister_all(self) -> None:
+        for region in MEMORY.of(self):
+            try:
+                self.unregister(region.base)
+            except (ValueError, TransferError) as failed:
+                logger.warning("%s", failed)
+
+    # --- the queue: called with the condition held ------------------------------------------
+
+    def take(self, worker: _Worker) -> _Task | None:
+        """The next task for a thread; None when it is to end."""
+        look = _LOOK_S[0]
+        with self.condition:
+            while True:
+                task = self._next_task()
+                if task is not None:
+                    worker.begin(task)
+                    if self._turns:
+                        self.condition.notify()
+                    return task
+                if self.stopping and not self.in_flight:
+                    self.condition.notify_all()
+                    return None
+                if self._turns and not self._looking:
+                    # One thread asks the streams that others are waiting for.
+                    self._looking = True
+                    self.condition.wait(look)
+                    self._looking = False
+                    look = min(2 * look, _LOOK_S[1])
+                else:
+                    self.condition.wait()
+                    look = _LOOK_S[0]
+
+    def _next_task(self) -> _Task | None:
+        for _ in range(len(self._turns)):
+            request = self._turns.popleft()
+            if not request.exhausted and not self._is_ready(request):
+                self._turns.append(request)
+                continue
+            if request.exhausted:  # cancelled, or failed meanwhile
+                if not request.parts_out:
+                    self._end(request)
+                continue
+            task = self._cut(request)
+            request.parts_out += 1
+            if not request.exhausted:
+                self._turns.append(request)
+            return task
+        return None
+
+    def _is_ready(self, request: _Request) -> bool:
+        ready = request.transfer.memory.ready
+        try:
+            return ready is None or ready.done()
+        except Exception as failed:  # the device's error
+            request.fail(errno.EIO, failed)
+            return True
+
+    def _cut(self, request: _Request) -> _Task:
+        if request.edges:
+            return _Task(request, *request.edges.pop(), True)
+        start = request.next
+        end = min((start // self.task_bytes + 1) * self.task_bytes, request.end)
+        request.next = end
+        return _Task(request, start, end, False)
+
+    def done(self, worker: _Worker, task: _Task) -> None:
+        """A thread is through with a task."""
+        with self.condition:
+            request = task.request
+            request.parts_out -= 1
+            if worker.end() and not any(other.lost for other in self._workers):
+                DRIVER.returned()
+            if request.parts_out or not request.exhausted:
+                return
+            if request.lost:  # told long ago; now nobody touches memory and file any more
+                self._let_go(request)
+                request.transfer.opened.release()
+            elif not request.done:
+                if request in self._turns:
+                    self._turns.remove(request)
+                self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        if not request.lost:
+            self._let_go(request)
+        self.conclude(request)
+
+    @staticmethod
+    def _let_go(request: _Request) -> None:
+        region, request.region = request.region, None
+        MEMORY.release(region)
+
+    # --- one task: in a worker, without the condition -----------------------------------------
+
+    def run(self, task: _Task) -> None:
+        """Move a task's bytes; failures are the request's."""
+        request = task.request
+        memory = request.transfer.memory
+        try:
+            if request.stop:
+                return
+            if self.settings.needs_cuda and memory.device is not None:
+                self._copier.enter(memory.device.device)
+            if task.edge:
+                self._write_edge(task)
+            else:
+                self._move(task)
+        except CuFileFailure as failed:
+            request.fail(failed.errno, failed)
+        except TransferError as failed:
+            request.fail(failed.errno or errno.EIO, failed)
+        except OSError as failed:
+            request.fail(failed.errno or errno.EIO)
+        except Exception as failed:
+            request.fail(errno.EIO, failed)
+
+    def _move(self, task: _Task) -> None:
+        assert self._library is not None and self._files is not None
+        request, transfer = task.request, task.request.transfer
+        fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
+        handle = self._files.handle(transfer.opened, fd)
+        memory = transfer.address - transfer.file_offset  # plus the offset in the file
+        base = self._base(request)
+        move = self._library.read if transfer.kind == Kind.READ else self._library.write
+        at = task.start
+        while at < task.end and not request.stop:
+            address = memory + at
+            start = address if base is None else base
+            moved = move(handle, start, task.end - at, at, address - start)
+            if moved > task.end - at:
+                raise CuFileFailure(errno.EIO, f"cuFile moved {moved} bytes of {task.end - at}")
+            self._count(task, moved)
+            at += moved
+            if moved:
+                continue
+            if transfer.kind == Kind.WRITE:
+                raise CuFileFailure(errno.EIO, "cuFileWrite moved nothing and reported no error")
+            size = os.fstat(fd).st_size
+            if at < size:
+                # Seen where libcuda is broken: no bytes, and no error either.
+                raise CuFileFailure(
+                    errno.EIO, f"cuFileRead moved nothing at byte {at} of a file of {size}"
+                )
+            with self.condition:
+                request.next = request.end  # the file ends here: nothing lies behind
+            return
+
+    @staticmethod
+    def _base(request: _Request) -> int | None:
+        """What memory is named by: its registration's base; None for each call's own address.
+
+        Registered memory counts as such only by its base. But of host memory cuFile (1.20) looks
+        at the base's alignment alone: with an aligned base and an odd offset it hands the kernel
+        a misaligned direct transfer, and answers the kernel's EINVAL with -1 and a stale errno.
+        """
+        region = request.region
+        if region is None or request.transfer.memory.device is None:
+            return None
+        return region.base
+
+    def _write_edge(self, task: _Task) -> None:
+        transfer = task.request.transfer
+        start = task.start - transfer.file_offset
+        data = self._host_bytes(transfer, start, task.end - task.start)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(transfer.opened.buffered_fd(), data[done:], task.start + done)
+        with self.condition:
+            if not task.request.done:
+                task.request.buffered += done
+
+    def _host_bytes(self, transfer: DeviceTransfer, start: int, nbytes: int) -> bytes:
+        device = transfer.memory.device
+        if device is None:
+            return transfer.memory.read(start, nbytes)
+        chunk = torch.empty(nbytes, dtype=torch.uint8)
+        self._copier.download(chunk, device[start : start + nbytes]).wait()
+        return ctypes.string_at(chunk.data_ptr(), nbytes)
+
+    def _count(self, task: _Task, moved: int) -> None:
+        request, transfer = task.request, task.request.transfer
+        aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, transfer.address))
+        with self.condition:
+            if request.done:
+                return  # given up; what comes later is nobody's
+            if self.mode in ("gds", "p2p") and transfer.direct_fd >= 0 and aligned:
+                request.direct += moved
+            elif transfer.direct_fd >= 0:
+                request.bounced += moved
+            else:
+                request.buffered += moved
+
+    # --- calls that hang ----------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """The interpreter exits: what runs now has little time left."""
+        with self.condition:
+            self._call_limit_s = min(self._call_limit_s, EXIT_LIMIT_S)
+
+    def _watch_calls(self) -> None:
+        while True:
+            self._busy.wait()
+            if self._over.wait(min(_WATCH_S, self._call_limit_s / 4)):
+                return
+            with self.condition:
+                if not self.in_flight:
+                    self._busy.clear()
+                    continue
+                now = time.monotonic()
+                for worker in self._workers:
+                    if worker.overdue(now - self._call_limit_s):
+                        self._give_up(worker)
+                if self._all_lost():
+                    self._fail_queued()
+
+    def _give_up(self, worker: _Worker) -> None:
+        task = worker.task
+        assert task is not None
+        request = task.request
+        worker.lost = True
+        DRIVER.hangs(f"a cuFile call has not returned within {self._call_limit_s} s")
+        logger.error(
+            "a cuFile call on %s has not returned within %s s: its thread is given up",
+            request.transfer.opened.path,
+            self._call_limit_s,
+        )
+        request.fail(errno.ETIMEDOUT, _hanging("the call", self._call_limit_s))
+        if not request.lost:
+            request.lost = True
+            request.transfer.opened.retain()  # until the last of its calls is back, if ever
+            self._end(request)
+
+    def _all_lost(self) -> bool:
+        return bool(self._workers) and all(worker.lost for worker in self._workers)
+
+    def _fail_queued(self) -> None:
+        while self._turns:
+            request = self._turns.popleft()
+            request.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
+            if not request.done:
+                self._end(request)
+
+
+class _Worker:
+    """A thread that calls cuFile, and since when it does."""
+
+    def __init__(self, engine: CuFileEngine, index: int) -> None:
+        self.task: _Task | None = None
+        self.lost = False
+        self._since = 0.0
+        self._engine = engine
+        self.thread = threading.Thread(target=self._run, name=f"nvmeio-cufile-{index}", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def begin(self, task: _Task) -> None:
+        """With the condition held."""
+        self.task = task
+        self._since = time.monotonic()
+
+    def end(self) -> bool:
+        """With the condition held; whether the task had been given up."""
+        lost, self.lost, self.task = self.lost, False, None
+        return lost
+
+    def overdue(self, since: float) -> bool:
+        return self.task is not None and not self.lost and self._since < since
+
+    def _run(self) -> None:
+        while (task := self._engine.take(self)) is not None:
+            self._engine.run(task)
+            self._engine.done(self, task)
+
+
+def _hanging(what: str, limit_s: float | None = None) -> CuFileFailure:
+    within = "" if limit_s is None else f" within {limit_s} s"
+    return CuFileFailure(
+        errno.ETIMEDOUT,
+        f"{what} of cuFile has not returned{within}; it may still change the memory or the file, "
+        "which are kept for it. Look at dmesg and cufile.log, and start a new process",
+    )
+
+
+# Engines in use, so that none keeps the interpreter from exiting.
+_running: weakref.WeakSet[CuFileEngine] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    for engine in list(_running):
+        if engine._pid == os.getpid():  # in a forked child, its locks may be held for ever
+            engine.hurry()
+
+
+# Runs before the cores' own step, which waits: the last to be registered comes first.
+atexit.register(_at_exit)

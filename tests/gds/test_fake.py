@@ -1,0 +1,767 @@
+"""`GdsHandle` on a libcufile that moves bytes and misbehaves on order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from gds._support import FakeCuFile
+from support import bytes_tensor, on_every_loop, random_bytes, raw, run_python, spin_until
+
+import nvmeio
+from nvmeio.engines.cufile import driver, engine, preflight, search
+
+PAGE = 4096
+TASK = 16384
+
+
+def room(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 3 * PAGE + 17])
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 5 * PAGE, 23 * PAGE + 3])
+def test_bytes_arrive_both_ways(
+    gds: nvmeio.GdsHandle, path: Path, nbytes: int, offset: int
+) -> None:
+    before, data = random_bytes(40 * PAGE, 1), random_bytes(nbytes)
+    path.write_bytes(before)
+    assert gds.sync_pwrite(bytes_tensor(data), path, offset) == nbytes
+    expected = bytearray(before)
+    expected[offset : offset + nbytes] = data
+    assert path.read_bytes() == bytes(expected)
+    back = room(nbytes)
+    assert gds.sync_pread(back, path, offset) == nbytes
+    assert raw(back) == data
+
+
+def test_tasks_are_cut_where_no_two_share_a_block(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, direct_path: Path
+) -> None:
+    data = random_bytes(5 * TASK)
+    gds.sync_pwrite(bytes_tensor(data), direct_path, 1000)
+    spans = sorted((at, at + size) for _, size, at, _ in fake.noted)
+    # The head and the tail of the span went another way: cuFile would write back whole blocks.
+    assert spans[0][0] == PAGE
+    assert spans[-1][1] == (1000 + 5 * TASK) // PAGE * PAGE
+    assert all(start % PAGE == 0 and end % PAGE == 0 for start, end in spans)
+    assert max(end - start for start, end in spans) <= TASK
+    assert direct_path.read_bytes()[1000:] == data
+    operation = gds.async_pwrite(bytes_tensor(data), direct_path, 1000)
+    operation.result()
+    head_and_tail = 5 * TASK - (spans[-1][1] - spans[0][0])
+    assert (operation.buffered_bytes, operation.direct_bytes) == (head_and_tail, 0)
+
+
+def test_short_results_are_continued(gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path) -> None:
+    fake.most = 5000
+    data = random_bytes(3 * TASK + 77)
+    gds.sync_pwrite(bytes_tensor(data), path)
+    back = room(len(data))
+    gds.sync_pread(back, path)
+    assert raw(back) == data
+    assert fake.calls > 2 * 3 * 3
+
+
+def test_threads_work_side_by_side(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    gds = new_gds(intra_op_parallelism=3)
+    path.write_bytes(bytes(8 * TASK))
+    fake.hold = 1
+    reading = gds.async_pread(room(8 * TASK), path)
+    spin_until(lambda: fake.together == 3)
+    assert not reading.done()
+    fake.hold = 0
+    assert reading.result() == 8 * TASK
+    assert fake.most_together == 3
+
+
+def test_python_runs_on_while_a_call_blocks(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+) -> None:
+    path.write_bytes(bytes(TASK))
+    fake.hold = 1
+    reading = gds.async_pread(room(TASK), path)
+    spin_until(lambda: fake.together == 1)  # would never come back were the GIL held
+    fake.hold = 0
+    reading.result()
+
+
+def test_small_one_does_not_wait_behind_a_large_one(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, tmp_path: Path
+) -> None:
+    gds = new_gds(intra_op_parallelism=1)
+    (tmp_path / "large").write_bytes(bytes(60 * TASK))
+    (tmp_path / "small").write_bytes(bytes(10))
+    fake.hold = 1
+    large = gds.async_pread(room(60 * TASK), tmp_path / "large")
+    spin_until(lambda: fake.together == 1)
+    small = gds.async_pread(room(10), tmp_path / "small")
+    fake.hold = 0
+    small.result()
+    large.result()
+    assert [size for _, size, _, _ in fake.noted].index(10) <= 2
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "status", "number"),
+    [
+        (-5036, 0, 5036, errno.ENOMEM),
+        (-5008, 0, 5008, errno.EOPNOTSUPP),
+        (-5999, 0, 5999, errno.EIO),  # a status that nobody knows
+        (-1, 5027, 5027, errno.EBADF),  # errno that is a cuFile status
+        (-1, errno.ENOSPC, 0, errno.ENOSPC),
+        (-1, 0, 0, errno.EIO),
+        (-errno.EACCES, 0, 0, errno.EACCES),
+    ],
+)
+def test_every_kind_of_failure_is_told(
+    gds: nvmeio.GdsHandle,
+    fake: FakeCuFile,
+    path: Path,
+    result: int,
+    code: int,
+    status: int,
+    number: int,
+) -> None:
+    fake.result, fake.result_errno, fake.result_from = result, code, TASK
+    for start, call in ((gds.async_pwrite, "cuFileWrite"), (gds.async_pread, "cuFileRead")):
+        path.write_bytes(bytes(4 * TASK))
+        with pytest.raises(nvmeio.CuFileError, match=call) as failed:
+            start(room(4 * TASK), path).result()
+        error = failed.value
+        assert (error.errno, error.cufile_status, error.cuda_status) == (number, status, 0)
+        assert (error.path, error.nbytes) == (str(path), 4 * TASK)
+        assert 0 <= error.transferred <= TASK
+        assert isinstance(error, OSError)
+        again = pickle.loads(pickle.dumps(error))
+        assert (str(again), again.cufile_status) == (str(error), status)
+    fake.result = 0
+    assert gds.sync_pread(room(4 * TASK), path) == 4 * TASK
+
+
+def test_errno_on_success_means_nothing(gds: nvmeio.GdsHandle, path: Path) -> None:
+    """The fake leaves errno dirty after every success, as the real library does."""
+    assert gds.sync_pwrite(room(TASK), path) == TASK
+
+
+def test_end_of_file_is_a_short_transfer(gds: nvmeio.GdsHandle, path: Path) -> None:
+    data = random_bytes(2 * TASK + 100)
+    path.write_bytes(data)
+    tensor = room(6 * TASK)
+    with pytest.raises(nvmeio.ShortTransferError) as failed:
+        gds.sync_pread(tensor, path)
+    assert failed.value.transferred == len(data)
+    assert raw(tensor) == data + b"\xa5" * (6 * TASK - len(data))
+
+
+def test_nothing_read_in_the_middle_of_a_file_is_an_error(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+) -> None:
+    """With a broken libcuda, cuFile returned 0 and no error: not the end of the file."""
+    path.write_bytes(bytes(4 * TASK))
+    fake.result = 1
+    with pytest.raises(nvmeio.CuFileError, match="moved nothing at byte"):
+        gds.sync_pread(room(4 * TASK), path)
+    with pytest.raises(nvmeio.CuFileError, match="moved nothing and reported no error"):
+        gds.sync_pwrite(room(4 * TASK), path)
+
+
+def test_file_that_cufile_refuses(gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path) -> None:
+    path.write_bytes(bytes(TASK))
+    fake.file_status = 5027
+    with pytest.raises(nvmeio.CuFileError, match="/run/udev/data has to be there") as failed:
+        gds.sync_pread(room(TASK), path)
+    assert failed.value.cufile_status == 5027
+    with pytest.raises(FileNotFoundError):
+        gds.sync_pread(room(TASK), path.with_name("nowhere"))
+
+
+# Files
+
+
+def test_open_file_is_registered_once_and_let_go_before_it_is_closed(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+) -> None:
+    path.write_bytes(bytes(TASK))
+    with nvmeio.open(path, "r+") as file:
+        for _ in range(3):
+            gds.sync_pread(room(TASK), file)
+            gds.sync_pwrite(room(TASK), file)
+        assert fake.files == 1
+    assert fake.files == 0
+    gds.sync_pread(room(TASK), path)
+    assert fake.files == 0
+
+
+def test_descriptor_of_the_callers(gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        assert gds.sync_pwrite(room(TASK), fd) == TASK
+        assert gds.sync_pread(room(TASK), fd) == TASK
+    finally:
+        os.close(fd)
+    assert fake.files == 0
+
+
+# Registered memory
+
+
+def test_registered_device_memory_is_named_by_its_base(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, fake: FakeCuFile, path: Path
+) -> None:
+    path.write_bytes(random_bytes(8 * TASK))
+    whole = device.take(room(8 * TASK))
+    on_device.pin_device_tensor(whole)
+    on_device.sync_pread(whole[5000 : 5000 + TASK], path, 0)
+    assert fake.noted == [(whole.data_ptr(), TASK, 0, 5000)]
+    assert raw(whole[5000 : 5000 + TASK]) == path.read_bytes()[:TASK]
+    on_device.unpin_device_tensor(whole)
+    on_device.sync_pread(whole[5000 : 5000 + TASK], path, 0)
+    assert fake.noted[1:] == [(whole.data_ptr() + 5000, TASK, 0, 0)]
+
+
+def test_host_memory_is_named_by_each_calls_own_address(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+) -> None:
+    """cuFile looked at an aligned base, and gave the kernel an odd address with O_DIRECT."""
+    path.write_bytes(random_bytes(2 * TASK))
+    whole = gds.new_pinned_device_tensor(8 * TASK, torch.uint8)
+    assert (whole.shape, whole.dtype, fake.memories) == ((8 * TASK,), torch.uint8, 1)
+    gds.sync_pread(whole[64 : 64 + 2 * TASK], path)
+    first = whole.data_ptr() + 64
+    assert sorted(fake.noted) == [(first, TASK, 0, 0), (first + TASK, TASK, TASK, 0)]
+    gds.free_pinned_device_tensor(whole)
+    assert fake.memories == 0
+
+
+def test_pin_and_unpin(gds: nvmeio.GdsHandle, fake: FakeCuFile) -> None:
+    tensor = torch.zeros(100, 50)
+    gds.pin_device_tensor(tensor)
+    for again in (tensor, tensor[10:], tensor.view(torch.int32)):
+        with pytest.raises(ValueError, match="registered already"):
+            gds.pin_device_tensor(again)
+    with pytest.raises(ValueError, match="view into the middle"):
+        gds.unpin_device_tensor(tensor[10:])
+    gds.unpin_device_tensor(tensor.view(torch.int32)[:3])
+    with pytest.raises(ValueError, match="never pinned, is unpinned already"):
+        gds.unpin_device_tensor(tensor)
+    assert fake.memories == 0
+
+
+def test_memory_that_cannot_be_registered(gds: nvmeio.GdsHandle, fake: FakeCuFile) -> None:
+    with pytest.raises(ValueError, match="not contiguous"):
+        gds.pin_device_tensor(torch.zeros(4, 4).t()[1:])
+    with pytest.raises(ValueError, match="without elements"):
+        gds.pin_device_tensor(torch.zeros(0))
+    with pytest.raises(TypeError, match="expected a torch"):
+        gds.pin_device_tensor([1])  # type: ignore[arg-type]
+    fake.memory_status = 5036
+    with pytest.raises(nvmeio.CuFileError, match="GPU memory could not be pinned") as failed:
+        gds.pin_device_tensor(torch.zeros(9))
+    assert (failed.value.operation, failed.value.cufile_status) == ("register", 5036)
+    fake.memory_status = 0
+    gds.pin_device_tensor(torch.zeros(9))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "9"])
+def test_new_pinned_device_tensor_checks_its_arguments(gds: nvmeio.GdsHandle, wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="num_elem must be"):
+        gds.new_pinned_device_tensor(wrong, torch.float32)
+    with pytest.raises(TypeError, match="example must be"):
+        gds.new_pinned_device_tensor(9, wrong)
+
+
+def test_empty_pinned_device_tensor(gds: nvmeio.GdsHandle, fake: FakeCuFile) -> None:
+    tensor = gds.new_pinned_device_tensor(0, torch.zeros(1, dtype=torch.int16))
+    assert (tensor.numel(), tensor.dtype, fake.memories) == (0, torch.int16, 1)
+    gds.free_pinned_device_tensor(tensor)
+    assert fake.memories == 0
+
+
+def test_memory_in_use_cannot_be_unregistered(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path
+) -> None:
+    path.write_bytes(bytes(TASK))
+    tensor = gds.new_pinned_device_tensor(TASK, torch.uint8)
+    fake.hold = 1
+    reading = gds.async_pread(tensor, path)
+    with pytest.raises(ValueError, match="1 operations are in flight"):
+        gds.unpin_device_tensor(tensor)
+    fake.hold = 0
+    reading.result()
+    gds.unpin_device_tensor(tensor)
+
+
+def test_close_unregisters_what_is_left(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile
+) -> None:
+    first, second = new_gds(), new_gds()
+    kept = first.new_pinned_device_tensor(100, torch.float32)
+    second.pin_device_tensor(torch.zeros(5))
+    with pytest.raises(ValueError, match="by this handle"):
+        second.unpin_device_tensor(kept)
+    first.close()
+    assert fake.memories == 1
+    second.close()
+    assert fake.memories == 0
+    with pytest.raises(nvmeio.ClosedError):
+        first.pin_device_tensor(torch.zeros(5))
+
+
+# The driver
+
+
+def test_driver_is_open_while_a_handle_is(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile
+) -> None:
+    first, second = new_gds(), new_gds()
+    assert (fake.opens, fake.closes) == (1, 0)
+    first.close()
+    first.close()
+    assert fake.closes == 0
+    second.close()
+    assert (fake.opens, fake.closes) == (1, 1)
+    new_gds().close()
+    assert (fake.opens, fake.closes) == (2, 2)
+
+
+def test_parameters_are_set_before_the_open(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile
+) -> None:
+    handle = new_gds(allow_compat=False, max_direct_io_bytes=8 << 20)
+    assert fake.flags == {1: False, 4: False}  # no compat mode, no threads of its own
+    assert fake.max_direct_io == 8192
+    with pytest.raises(ValueError, match="one setting for all"):
+        new_gds()
+    handle.close()
+    new_gds()
+    assert fake.flags == {1: True, 4: False}
+
+
+def test_log_does_not_go_to_the_working_directory(
+    new_gds: Callable[..., nvmeio.GdsHandle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
+    assert driver.log_path() == str(tmp_path / "state/nvmeio/cufile.log")
+    assert (tmp_path / "state/nvmeio").is_dir()
+    new_gds()
+    assert "CUFILE_LOGFILE_PATH" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("nvfs", "status", "feature", "mode"),
+    [
+        ("2.26", 1 << 4, 0, "gds"),
+        ("", 1 << 4, 1 << 4, "p2p"),
+        ("", 0, 7, "compat"),
+        ("2.26", 0, 0, "compat"),
+    ],
+)
+def test_mode_says_which_way_bytes_go(nvfs: str, status: int, feature: int, mode: str) -> None:
+    properties = driver.Properties(2 if nvfs else 0, 0, 0, status, 0, feature)
+    assert driver.mode_of(properties, nvfs) == mode
+    assert driver.mode_of(None, nvfs) == "compat"
+
+
+def test_handle_tells_its_mode_and_settings(gds: nvmeio.GdsHandle) -> None:
+    assert (gds.mode, gds.engine, gds.get_task_bytes()) == ("host", "cufile", TASK)
+    assert gds.get_intra_op_parallelism() == 4
+    assert "mode=host" in repr(gds)
+    gds.close()
+    assert "closed" in repr(gds)
+
+
+def test_driver_that_refuses(new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile) -> None:
+    fake.open_status, fake.open_cuda = 5011, 999
+    with pytest.raises(nvmeio.BackendUnavailableError, match="5011, the CUDA driver failed") as no:
+        new_gds()
+    assert "(CUDA error 999)" in str(no.value)
+    assert "AioHandle" in no.value.remedy
+    fake.open_status = 0
+    new_gds()
+
+
+def test_driver_that_somebody_else_has_opened_is_left_open(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    fake.open_status = 5026
+    handle = new_gds()
+    handle.sync_pwrite(room(TASK), path)
+    handle.close()
+    assert fake.closes == 0
+
+
+@pytest.mark.parametrize(("version", "word"), [(1100, "1.10 is too old"), (1140, "from 1.16 on")])
+def test_library_that_is_too_old(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, version: int, word: str
+) -> None:
+    fake.version = version
+    with pytest.raises(nvmeio.BackendUnavailableError, match=word):
+        new_gds()
+    assert fake.opens == 0
+
+
+def test_library_that_is_none(
+    new_gds: Callable[..., nvmeio.GdsHandle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "no-library.so"
+    wrong.write_text("nonsense")
+    monkeypatch.setenv("NVMEIO_CUFILE", str(wrong))
+    with pytest.raises(nvmeio.BackendUnavailableError, match=r"no-library\.so"):
+        new_gds()
+    monkeypatch.setenv("NVMEIO_CUFILE", str(tmp_path / "gone.so"))
+    with pytest.raises(nvmeio.BackendUnavailableError, match=r"names .*gone\.so, no file"):
+        new_gds()
+    monkeypatch.delenv("NVMEIO_CUFILE")
+    monkeypatch.setattr(search, "candidates", lambda: iter(()))
+    with pytest.raises(nvmeio.BackendUnavailableError, match="pip install nvidia-cufile"):
+        new_gds()
+
+
+def test_without_a_gpu_it_says_what_to_use_instead(fake: FakeCuFile) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(nvmeio.BackendUnavailableError, match="no GPU memory") as no:
+        nvmeio.GdsHandle()
+    assert "AioHandle" in no.value.remedy
+    assert 'cpu_tensors="cufile"' in no.value.remedy
+    assert fake.opens == 0
+
+
+def test_kernel_without_modules_is_refused_before_anything_hangs(
+    new_gds: Callable[..., nvmeio.GdsHandle],
+    fake: FakeCuFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "MODULES", tmp_path / "nowhere")
+    with pytest.raises(nvmeio.BackendUnavailableError, match="would never return"):
+        new_gds()
+    assert fake.opens == 0
+
+
+def test_nvidia_fs_without_its_device_is_refused(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight.MODULES.write_text("nvidia_fs 323584 0 - Live 0x0000000000000000\n")
+    monkeypatch.setattr(preflight, "DEVICES", preflight.MODULES.parent)
+    with pytest.raises(nvmeio.BackendUnavailableError, match="standard input"):
+        new_gds()
+    assert fake.opens == 0
+    (preflight.MODULES.parent / "nvidia-fs0").touch()
+    new_gds()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"task_bytes": 5000}, nvmeio.AlignmentError, "not a multiple of 4096; use 8192"),
+        ({"task_bytes": 0}, ValueError, "task_bytes must lie between"),
+        ({"task_bytes": "1M"}, TypeError, "task_bytes must be an int"),
+        ({"max_direct_io_bytes": 1}, ValueError, "max_direct_io_bytes must lie"),
+        ({"cpu_tensors": "host"}, ValueError, "must be 'aio' or 'cufile'"),
+        ({"timeout_s": 0}, ValueError, "positive and finite"),
+        ({"timeout_s": float("inf")}, ValueError, "positive and finite"),
+        ({"timeout_s": None}, TypeError, "number of seconds"),
+        ({"intra_op_parallelism": 0}, ValueError, "intra_op_parallelism"),
+        ({"block_size": 100}, nvmeio.AlignmentError, "block_size 100"),
+    ],
+)
+def test_parameters_out_of_range(
+    new_gds: Callable[..., nvmeio.GdsHandle],
+    fake: FakeCuFile,
+    options: dict[str, Any],
+    error: type[Exception],
+    match: str,
+) -> None:
+    with pytest.raises(error, match=match):
+        new_gds(**options)
+    assert fake.opens == 0
+
+
+# Cancelling, closing
+
+
+@on_every_loop
+async def test_cancelled_read_waits_for_its_call_and_starts_no_other(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    gds = new_gds(intra_op_parallelism=1)
+    path.write_bytes(random_bytes(9 * TASK))
+    fake.hold = 1
+    tensor = room(9 * TASK)
+    reading = asyncio.create_task(gds.async_pread(tensor, path))
+    while fake.together != 1:
+        await asyncio.sleep(0.001)
+    reading.cancel()
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    fake.hold = 0
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert fake.calls == 1
+    assert gds.stats.cancelled == 1
+    assert await gds.async_pread(tensor, path) == 9 * TASK
+    assert raw(tensor) == path.read_bytes()
+
+
+def test_close_finishes_what_is_in_flight(gds: nvmeio.GdsHandle, path: Path) -> None:
+    data = random_bytes(50 * TASK)
+    writing = gds.async_pwrite(bytes_tensor(data), path)
+    gds.close()
+    assert writing.done()
+    assert path.read_bytes() == data
+    with pytest.raises(nvmeio.ClosedError):
+        gds.async_pread(room(1), path)
+
+
+def test_fsync_waits_for_the_writes(gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path) -> None:
+    path.touch()
+    fake.hold = 1
+    writing = gds.async_pwrite(room(TASK), path)
+
+    def let_go() -> None:
+        fake.hold = 0
+
+    timer = threading.Timer(0.05, let_go)
+    timer.start()
+    gds.sync_fsync(path)
+    assert writing.done()
+    timer.join()
+
+
+def test_statistics(gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path) -> None:
+    gds.sync_pwrite(room(3 * TASK), path)
+    gds.sync_pread(room(3 * TASK), path)
+    stats = gds.stats
+    assert (stats.bytes_read, stats.bytes_written, stats.operations) == (3 * TASK, 3 * TASK, 2)
+    # Nothing here is DMA to a device, and nothing says so.
+    assert stats.direct_bytes == 0
+    assert stats.bounced_bytes + stats.buffered_bytes == 6 * TASK
+
+
+def test_after_fork_the_child_is_told(gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path) -> None:
+    gds.sync_pwrite(room(TASK), path)
+    closes = fake.closes
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            gds.async_pread(room(TASK), path)
+        except nvmeio.ClosedError:
+            try:
+                nvmeio.GdsHandle(cpu_tensors="cufile")
+            except nvmeio.BackendUnavailableError as no:
+                gds.close()
+                code = 7 if "spawn" in no.remedy and fake.closes == closes else 3
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# Devices
+
+
+@pytest.fixture
+def on_device(new_gds: Callable[..., nvmeio.GdsHandle], device: FakeDevice) -> nvmeio.GdsHandle:
+    """A handle whose CPU tensors go the AIO way, and the fake device's through cuFile."""
+    handle = new_gds()
+    handle._host_too = False
+    return handle
+
+
+def test_cpu_tensors_go_the_aio_way(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, fake: FakeCuFile, path: Path
+) -> None:
+    data = random_bytes(5 * TASK)
+    on_device.sync_pwrite(bytes_tensor(data), path)
+    assert fake.calls == 0
+    tensor = device.take(room(5 * TASK))
+    on_device.sync_pread(tensor, path)
+    assert fake.calls == 5
+    assert raw(tensor) == data
+    with pytest.raises(TypeError, match="is no CUDA tensor"):
+        on_device.pin_device_tensor(torch.zeros(4))
+
+
+def test_device_memory_is_touched_when_the_stream_gets_there(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, fake: FakeCuFile, path: Path
+) -> None:
+    device.work.clear()
+    tensor = device.take(room(2 * TASK))
+    writing = on_device.async_pwrite(tensor, path)
+    host = on_device.async_pwrite(room(8), path, 10 * TASK)
+    assert host.result() == 8
+    time.sleep(0.02)
+    assert (fake.calls, writing.done()) == (0, False)
+    tensor.fill_(7)
+    device.work.set()
+    assert writing.result() == 2 * TASK
+    assert path.read_bytes()[: 2 * TASK] == bytes([7]) * 2 * TASK
+
+
+def test_waiting_for_one_stream_holds_up_no_other(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, path: Path
+) -> None:
+    path.write_bytes(bytes(2 * TASK))
+    ready, device.work = device.work, threading.Event()
+    late = [on_device.async_pread(device.take(room(2 * TASK)), path) for _ in range(9)]
+    device.work, blocked = ready, device.work
+    assert on_device.sync_pread(device.take(room(TASK)), path) == TASK
+    late[0].cancel()
+    spin_until(late[0].done)
+    blocked.set()
+    assert [each.result() for each in late[1:]] == [2 * TASK] * 8
+
+
+def test_edges_of_device_writes_go_by_the_host(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, direct_path: Path
+) -> None:
+    data = random_bytes(3 * TASK)
+    direct_path.write_bytes(b"\xee" * 4 * TASK)
+    on_device.sync_pwrite(device.tensor(bytes_tensor(data)), direct_path, 100)
+    expected = b"\xee" * 100 + data + b"\xee" * (TASK - 100)
+    assert direct_path.read_bytes() == expected
+    assert [what for what, _ in device.log] == ["download", "download"]
+
+
+def test_tensors_that_are_not_contiguous(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, path: Path
+) -> None:
+    whole = torch.arange(8 * PAGE, dtype=torch.int32).reshape(64, -1)
+    path.write_bytes(raw(whole.t().contiguous()))
+    back = device.take(torch.zeros(64, 8 * PAGE // 64, dtype=torch.int32)).t()
+    on_device.pread(back, path, validate=True)
+    assert torch.equal(back, whole.t())
+
+
+# Calls that hang
+
+
+def test_call_that_hangs_is_timed_out(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    gds = new_gds(timeout_s=0.2, intra_op_parallelism=2)
+    path.write_bytes(bytes(9 * TASK))
+    with nvmeio.open(path) as file:
+        fake.hold = 1
+        tensor = gds.new_pinned_device_tensor(9 * TASK, torch.uint8)
+        with pytest.raises(nvmeio.CuFileError, match="has not returned within") as failed:
+            gds.sync_pread(tensor, file)
+        assert failed.value.errno == errno.ETIMEDOUT
+        assert isinstance(failed.value, TimeoutError)
+        with pytest.raises(ValueError, match="in flight"):
+            gds.unpin_device_tensor(tensor)
+    assert fake.files == 1  # closed, and open all the same for the calls that have not returned
+    # All threads are lost: nothing is left to wait for.
+    with pytest.raises(nvmeio.CuFileError, match="an earlier call"):
+        gds.sync_pread(room(8), path)
+    fake.hold = 0
+    spin_until(lambda: fake.files == 0)
+    spin_until(lambda: not gds._gds._all_lost())
+    gds.unpin_device_tensor(tensor)
+    assert gds.sync_pread(room(8), path) == 8
+
+
+def test_one_thread_that_hangs_leaves_the_others_at_work(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    gds = new_gds(timeout_s=0.2, intra_op_parallelism=2)
+    path.write_bytes(bytes(TASK))
+    fake.hold = 1
+    stuck = gds.async_pread(room(TASK), path)
+    spin_until(lambda: fake.together == 1)
+    assert isinstance(stuck.exception(), TimeoutError)
+    # Whoever comes now would wait with it, were it not for the other thread.
+    beside = gds.async_pread(room(TASK), path)
+    spin_until(lambda: fake.together == 2)
+    fake.hold = 0
+    assert beside.result() == TASK
+
+
+def test_close_does_not_wait_for_a_call_that_hangs(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    gds = new_gds(timeout_s=0.2)
+    path.write_bytes(bytes(TASK))
+    fake.hold = 1
+    reading = gds.async_pread(room(TASK), path)
+    with pytest.raises(nvmeio.CuFileError, match="has not returned"):
+        gds.close()
+    assert reading.done()
+    assert fake.closes == 0  # not below a call that is still in there
+    with pytest.raises(nvmeio.BackendUnavailableError, match="start a new process"):
+        new_gds()
+
+
+def test_open_that_hangs(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "OPEN_LIMIT_S", 0.1)
+    fake.open_hold = 1
+    for _ in range(2):
+        with pytest.raises(nvmeio.BackendUnavailableError, match="not back after") as no:
+            new_gds()
+        assert "nvmeio report" in no.value.remedy or "new process" in no.value.remedy
+    assert fake.opens == 1
+    fake.open_hold = 0
+
+
+def test_close_of_the_driver_that_hangs(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "CLOSE_LIMIT_S", 0.1)
+    gds = new_gds()
+    fake.close_hold = 1
+    gds.close()
+    fake.close_hold = 0
+
+
+@pytest.mark.parametrize("what", ["hold", "close_hold", "open_hold"])
+def test_process_exits_whatever_hangs(fake_library: Path, tmp_path: Path, what: str) -> None:
+    script = """
+        import sys, torch, nvmeio
+        from nvmeio.engines.cufile import driver, engine, preflight
+        from pathlib import Path
+        preflight.MODULES = Path("/proc/self/status")
+        driver.OPEN_LIMIT_S = driver.CLOSE_LIMIT_S = 0.3
+        engine.EXIT_LIMIT_S = 0.3
+        try:
+            handle = nvmeio.GdsHandle(cpu_tensors="cufile")
+        except nvmeio.BackendUnavailableError as no:
+            print("refused" if "not back" in str(no) else no)
+        else:
+            Path(sys.argv[0] + "DIR/file").write_bytes(bytes(40960))
+            reading = handle.async_pread(torch.zeros(10240), "DIR/file")
+            print("started")
+    """
+    script = script.replace('sys.argv[0] + "DIR', '"DIR').replace("DIR", str(tmp_path))
+    began = time.monotonic()
+    done = run_python(script, NVMEIO_CUFILE=str(fake_library), FAKE_CUFILE=f"{what}=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused" if what == "open_hold" else "started"]
+    assert time.monotonic() - began < 40
+
+
+def test_engine_serves_one_handle(gds: nvmeio.GdsHandle) -> None:
+    with pytest.raises(RuntimeError, match="one engine serves one handle"):
+        gds._gds.start(gds._options)
+    assert isinstance(gds._gds, engine.CuFileEngine)
