@@ -6,6 +6,7 @@ Reading order: `_layout` (where things lie), `_pipeline` (the three stages), `_s
 
 from nvmeio.offload._pipeline import Times as Times
 from nvmeio.offload._plan import MemoryPlan as MemoryPlan
+from nvmeio.offload.module import SwappedModule as SwappedModule
 from nvmeio.offload.optimizer import SwappedOptimizer as SwappedOptimizer
 
-__all__ = ["MemoryPlan", "SwappedOptimizer", "Times"]
+__all__ = ["MemoryPlan", "SwappedModule", "SwappedOptimizer", "Times"]

@@ -1,7 +1,8 @@
-"""What moves an optimizer's state: jobs for the pipeline, commit, and how a failed step is undone."""
+"""What moves an optimizer's state: jobs for the pipeline, and how a failed step is undone."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from nvmeio.buffers import empty_aligned
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _snapshot
+from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._owners import Owner
@@ -116,10 +118,8 @@ class Engine:
     def _relocate(self, owners: Sequence[Owner]) -> None:
         for owner in owners:
             if owner.home is not None and not owner.casts_home:
-                pieces, store = owner.pieces, self.store
-                owner.home.relocate(
-                    owner.parameter, lambda pieces=pieces: [store.extent(p) for p in pieces]
-                )
+                locate = functools.partial(_extents, self.store, owner.pieces)
+                owner.home.relocate(owner.parameter, locate)
 
     @property
     def _with_grads(self) -> bool:
@@ -152,7 +152,9 @@ class Engine:
     # The step
 
     @torch.no_grad()
-    def step(self, groups: list[dict[str, Any]], factor: torch.Tensor | None, saved: Groups) -> Times:
+    def step(
+        self, groups: list[dict[str, Any]], factor: torch.Tensor | None, saved: Groups
+    ) -> Times:
         """Step every parameter that has a gradient.
 
         Args:
@@ -432,6 +434,7 @@ class Engine:
         jobs = []
         later = []
         for subgroup in self._subgroups:
+
             def compute(slot: torch.Tensor, subgroup: Subgroup = subgroup) -> list[Move]:
                 return self._load_subgroup(subgroup, slot, states, small, begun)
 
@@ -517,15 +520,15 @@ class Engine:
             base = subgroup.nbytes + subgroup.scratch_nbytes
             self._move_now(slot, self.swapper.reads(subgroup, pieces, base))
 
-    def _write_homes(
-        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
-    ) -> None:
+    def _write_homes(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         self._move_now(slot, self._home_writes(subgroup, pieces), writing=True)
 
     def snapshot(self, directory: str | os.PathLike[str]) -> None:
         """See `SwappedOptimizer.snapshot`."""
         if self._resident:
-            raise ValueError("with ratio below 1 a part of the state is in memory: use state_dict()")
+            raise ValueError(
+                "with ratio below 1 a part of the state is in memory: use state_dict()"
+            )
         self.store.settle()
         _snapshot.copy(self.directory.path, os.path.basename(self.directory.path), directory)
 
@@ -584,3 +587,7 @@ class Engine:
             self._resident.clear()
             if self._own_handle:
                 self.handle.close()
+
+
+def _extents(store: Store, pieces: Sequence[Piece]) -> list[Extent]:
+    return [store.extent(piece) for piece in pieces]

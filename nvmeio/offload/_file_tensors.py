@@ -63,7 +63,12 @@ def file_tensor(
         start = each.offset // _PAGE * _PAGE
         nbytes = each.nbytes + each.offset - start
         found = _libc.mmap(
-            at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, each.fd, start
+            at,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            each.fd,
+            start,
         )
         if found in (None, _FAILED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

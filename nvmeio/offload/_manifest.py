@@ -166,9 +166,9 @@ def _columns(
     columns: dict[str, torch.Tensor] = {}
     for name in names:
         values = [row[name] for row in small]
-        if all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values):
-            if len({value.dtype for value in values}) == 1:
-                columns[name] = torch.stack(values).cpu()
+        scalars = all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+        if scalars and len({value.dtype for value in values}) == 1:
+            columns[name] = torch.stack(values).cpu()
     return columns, [{k: v for k, v in row.items() if k not in columns} for row in small]
 
 

@@ -9,6 +9,8 @@ together, late.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -265,7 +267,7 @@ class _Run:
                 memory = slot[move.slot_offset : move.slot_offset + move.nbytes]
                 operation = begin(memory, move.file, move.file_offset)
                 left -= 1
-                operation.add_done_callback(lambda op, turn=turn: done(turn, op))
+                operation.add_done_callback(functools.partial(done, turn))
         except BaseException as failed:
             with self._changed:
                 self._in_flight -= left
@@ -328,10 +330,8 @@ async def in_thread(work: Callable[[], Value]) -> Value:
             values.append(work())
         except BaseException as failed:
             failures.append(failed)
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
             loop.call_soon_threadsafe(wake)
-        except RuntimeError:  # the loop is closed, and its tasks with it
-            pass
 
     threading.Thread(target=run, name="nvmeio-offload", daemon=True).start()
     cancelled: asyncio.CancelledError | None = None
@@ -347,9 +347,7 @@ async def in_thread(work: Callable[[], Value]) -> Value:
     return values[0]
 
 
-def move_all(
-    handle: AioHandle, slot: torch.Tensor, moves: Sequence[Move], writing: bool
-) -> None:
+def move_all(handle: AioHandle, slot: torch.Tensor, moves: Sequence[Move], writing: bool) -> None:
     """Transfers outside of a pipeline, awaited; the first failure is raised when all are done."""
     begin: Any = handle.async_pwrite if writing else handle.async_pread
     started: list[Operation] = []

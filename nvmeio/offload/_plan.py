@@ -38,10 +38,10 @@ class MemoryPlan(NamedTuple):
     def __str__(self) -> str:
         each = max(1, self.parameters)
         return (
-            f"{self.parameters} parameters in {self.subgroups} subgroups; {self.buffers} buffers of "
-            f"{_mib(self.buffer_bytes)}, {_mib(self.memory_bytes)} of memory in all; "
-            f"{_mib(self.state_bytes)} of state, {_mib(self.disk_bytes)} on the drive; a step reads "
-            f"{_mib(self.read_bytes)} and writes {_mib(self.written_bytes)} "
+            f"{self.parameters} parameters in {self.subgroups} subgroups; {self.buffers} buffers "
+            f"of {_mib(self.buffer_bytes)}, {_mib(self.memory_bytes)} of memory in all; "
+            f"{_mib(self.state_bytes)} of state, {_mib(self.disk_bytes)} on the drive; a step "
+            f"reads {_mib(self.read_bytes)} and writes {_mib(self.written_bytes)} "
             f"({self.read_bytes / each:.1f} and {self.written_bytes / each:.1f} bytes a parameter)"
         )
 

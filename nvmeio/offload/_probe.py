@@ -35,7 +35,9 @@ def check_class(optimizer_class: Any) -> None:
     Raises:
         TypeError: It is no optimizer class, or one that needs a closure or sparse gradients.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
         raise TypeError(
             f"optimizer_class must be a torch.optim.Optimizer class, not {optimizer_class!r:.80}"
         )

@@ -60,9 +60,7 @@ class Stepper:
         key = (number, dtype, None if splittable else shape)
         if key not in self._probed:
             options = {k: v for k, v in group.items() if k != "params"}
-            self._probed[key] = _probe.kinds(
-                self._made_by(options), {}, dtype, shape, splittable
-            )
+            self._probed[key] = _probe.kinds(self._made_by(options), {}, dtype, shape, splittable)
         return self._probed[key]
 
     def splits(self, dtype: torch.dtype) -> bool:

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -187,9 +185,7 @@ class Store:
         values = list(self.small)
         for number, value in small.items():
             values[number] = value
-        manifest = Manifest(
-            self.generation + 1, self.signature(), current, started, values, groups
-        )
+        manifest = Manifest(self.generation + 1, self.signature(), current, started, values, groups)
         _manifest.store(self._directory.path, manifest, durable=False)
         self.generation += 1
         self.small = values
@@ -280,4 +276,3 @@ class Store:
         finally:
             for file in self._files:
                 file.close()
-

@@ -1,4 +1,4 @@
-"""A swap directory: one process has it, leftovers of dead ones go, files have their size at once."""
+"""A swap directory: one process has it, leftovers of dead ones go, space is reserved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class SwapDir:
             raise TypeError(f"swap_dir must be a path, not {type(parent).__name__}: {parent!r:.80}")
         above = os.fspath(parent)
         if not isinstance(above, str):
-            raise TypeError(f"swap_dir must be a str, not {above!r}; os.fsdecode turns bytes into one")
+            raise TypeError(
+                f"swap_dir must be a str, not {above!r}; os.fsdecode turns bytes into one"
+            )
         if not os.path.isdir(above):
             code = errno.ENOTDIR if os.path.exists(above) else errno.ENOENT
             raise TransferError(
@@ -156,9 +158,7 @@ def reserve(fd: int, path: str, nbytes: int) -> None:
             return
         except OSError as failed:
             code = failed.errno or errno.EIO
-    raise TransferError(
-        code, operation="fallocate", path=path, file_offset=0, nbytes=nbytes
-    )
+    raise TransferError(code, operation="fallocate", path=path, file_offset=0, nbytes=nbytes)
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:

@@ -111,13 +111,13 @@ class GradientSwapper:
         if self._resident is None:
             self._resident = min(owners, key=lambda o: o.parameter.numel(), default=None)
             if self._resident is not None and self._resident.parameter.requires_grad:
-                self._hooks.append(
-                    self._resident.parameter.register_hook(lambda _: self.restore_resident())
-                )
+                resident: Any = self._resident.parameter
+                self._hooks.append(resident.register_hook(lambda _: self.restore_resident()))
         for owner in owners:
             if owner.parameter.requires_grad:
                 take = functools.partial(self._take, owner)
-                self._hooks.append(owner.parameter.register_post_accumulate_grad_hook(take))
+                parameter: Any = owner.parameter
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     def _make_sheets(self, need: int) -> None:
         if not need or (self._pool is not None and self._free[0].nbytes >= need):
@@ -206,9 +206,10 @@ class GradientSwapper:
         following = self._order[at] if at < len(self._order) else None
         self._leaving = [sheet for sheet in self._leaving if not self._is_over(sheet)]
         busy = {id(sheet.subgroup) for sheet in self._leaving} | set(self._sheets)
-        if following is not None and id(following) not in busy and self._free:
-            if any(piece.owner in self._present for piece in following.pieces):
-                self._new_sheet(following)
+        if following is None or id(following) in busy or not self._free:
+            return
+        if any(piece.owner in self._present for piece in following.pieces):
+            self._new_sheet(following)
 
     def _close_if_full(self, piece: Piece) -> None:
         sheet = self._sheets[id(self._group_of[id(piece)])]
@@ -272,9 +273,9 @@ class GradientSwapper:
     def restore_resident(self) -> None:
         """Give the gradient in memory its own values again."""
         clean, self._clean = self._clean, None
-        if clean is not None and self._resident is not None:
-            if self._resident.parameter.grad is not None:
-                self._resident.parameter.grad.copy_(clean)
+        if clean is None or self._resident is None or self._resident.parameter.grad is None:
+            return
+        self._resident.parameter.grad.copy_(clean)
 
     # What the optimizer asks
 

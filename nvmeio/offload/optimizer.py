@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -311,7 +311,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
             if self._swapper is not None:
                 self._swapper.restore_resident()
             return clip
-        if self.grad_scale is None:
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
             raise RuntimeError(
                 "GradScaler.unscale_ cannot reach gradients on the drive: leave it out, and "
                 "clip with optimizer.clip_grad_norm_(max_norm, scaler=scaler)"
@@ -319,7 +320,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         if bool(self.found_inf):
             return False
         self._swapper.restore_resident()
-        inverse = self.grad_scale.double().reciprocal().float()
+        inverse = scale.double().reciprocal().float()
         return inverse if clip is None else clip * inverse
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -360,7 +361,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2.0:
             raise ValueError("of gradients on the drive only the 2-norm is known")
-        inverse = None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
+        inverse = (
+            None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
+        )
         total, factor = self._swapper.clip(max_norm, inverse)
         self._clip_factor = factor
         return total
@@ -531,5 +534,3 @@ def _finish(
             engine.close()
         finally:
             directory.release(remove)
-
-
