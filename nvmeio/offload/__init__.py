@@ -6,7 +6,9 @@ Reading order: `_layout` (where things lie), `_pipeline` (the three stages), `_s
 
 from nvmeio.offload._pipeline import Times as Times
 from nvmeio.offload._plan import MemoryPlan as MemoryPlan
+from nvmeio.offload.config import Offloaded as Offloaded
+from nvmeio.offload.config import offload as offload
 from nvmeio.offload.module import SwappedModule as SwappedModule
 from nvmeio.offload.optimizer import SwappedOptimizer as SwappedOptimizer
 
-__all__ = ["MemoryPlan", "SwappedModule", "SwappedOptimizer", "Times"]
+__all__ = ["MemoryPlan", "Offloaded", "SwappedModule", "SwappedOptimizer", "Times", "offload"]

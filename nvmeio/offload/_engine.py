@@ -567,6 +567,11 @@ class Engine:
         )
 
     @property
+    def pinned(self) -> bool:
+        """Whether the buffers are page-locked, or there are none."""
+        return self._pool is None or self._pool.locked
+
+    @property
     def read_bytes(self) -> int:
         """Read from the drive since this was made, gradients included."""
         grads = 0 if self.swapper is None else self.swapper.read_bytes

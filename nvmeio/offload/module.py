@@ -197,7 +197,8 @@ class SwappedModule(torch.nn.Module):
             owner = parameters.get(name, buffers.get(name))
             if owner is not None and tuple(owner.shape) != tuple(tensor.shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(owner.shape)}, in the state dict {tuple(tensor.shape)}"
+                    f"{name} has shape {tuple(owner.shape)}, and in the state dict "
+                    f"{tuple(tensor.shape)}"
                 )
         for name in buffers.keys() & state_dict.keys():
             buffers[name].copy_(state_dict[name])
@@ -363,9 +364,7 @@ class _Keeper:
         if self.closed:
             raise ClosedError("the swapped module is closed")
         if os.getpid() != self._pid:
-            raise ClosedError(
-                "this process was forked from the module's owner: swap one of its own"
-            )
+            raise ClosedError("this process was forked from the module's owner: swap one here")
 
     def close(self, pid: int) -> None:
         if self.closed or os.getpid() != pid:

@@ -457,6 +457,11 @@ class SwappedOptimizer(torch.optim.Optimizer):
         return self._opened().read_bytes
 
     @property
+    def pinned(self) -> bool:
+        """Whether the buffers are page-locked; the drive does not need it."""
+        return self._opened().pinned
+
+    @property
     def broken(self) -> str:
         """Why no further step can be made, or ""."""
         return self._opened().broken
