@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __init__(self, engine: Engine, owners: list[Owner]) -> None:
         self._engine = engine
         self._owners = owners
+        # What was handed out: whoever puts the same back (to move it where it is) changes nothing.
+        self._handed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         for owner in self._owners:
@@ -44,6 +47,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
             found[kind.name] = self._tensor(owner, kind.name, kind.dtype, shape)
         if first.stored and first.step_dtype != owner.dtype:
             found[MASTER] = self._tensor(owner, WEIGHTS, first.step_dtype, owner.shape)
+        self._handed.update({id(t): t for t in found.values() if isinstance(t, torch.Tensor)})
         return found
 
     def _tensor(
@@ -77,6 +81,9 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         return any(owner.parameter is parameter for owner in self._owners if _begun(owner))
 
     def __setitem__(self, parameter: torch.Tensor, value: dict[str, Any]) -> None:
+        tensors = [t for t in value.values() if isinstance(t, torch.Tensor)]
+        if parameter in self and all(self._handed.get(id(t)) is t for t in tensors):
+            return
         raise TypeError("the state is on the drive: change it through load_state_dict")
 
     def __delitem__(self, parameter: torch.Tensor) -> None:

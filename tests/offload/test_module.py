@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -290,8 +291,7 @@ LIMITED = """
 
 
 def test_a_model_of_four_times_the_memory_trains(tmp_path: Path) -> None:
-    """100 MiB of parameters and 400 MiB of state, gradients included, in 96 MiB of address space."""
-    import json
+    """100 MB of parameters and 400 MB of state, with gradients, in 96 MiB of address space."""
 
     results = []
     for limited in (True, False):
