@@ -37,6 +37,8 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint import save as save
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
+    from nvmeio.offload import SwappedModule as SwappedModule
+    from nvmeio.offload import SwappedOptimizer as SwappedOptimizer
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,8 @@ _LATER = {
     "Checkpointer": "nvmeio.checkpoint",
     "FastFileReader": "nvmeio.checkpoint",
     "FastFileWriter": "nvmeio.checkpoint",
+    "SwappedModule": "nvmeio.offload",
+    "SwappedOptimizer": "nvmeio.offload",
     "async_load": "nvmeio.checkpoint",
     "async_save": "nvmeio.checkpoint",
     "load": "nvmeio.checkpoint",
@@ -68,6 +72,8 @@ __all__ = [
     "Operation",
     "PinnedPool",
     "ShortTransferError",
+    "SwappedModule",
+    "SwappedOptimizer",
     "TransferError",
     "as_future",
     "async_load",

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from nvmeio.buffers import empty_aligned
-from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _snapshot
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._owners import Owner
-from nvmeio.offload._pipeline import Job, Move, Pipeline, Times
+from nvmeio.offload._pipeline import Job, Move, Pipeline, Times, move_all
 from nvmeio.offload._plan import MemoryPlan
 from nvmeio.offload._stepping import Stepper, Work
 from nvmeio.offload._store import Store
@@ -109,10 +108,16 @@ class Engine:
     ) -> None:
         """Take further parameters on."""
         self.store.settle()
-        self.add(owners, subgroups)
-        self.store.open()
-        self._make_slots()
-        self._store_weights(subgroups, groups)
+        before = len(self._owners), len(self._subgroups), self.store.nbytes
+        try:
+            self.add(owners, subgroups)
+            self.store.open()
+            self._make_slots()
+            self._store_weights(subgroups, groups)
+        except BaseException:
+            del self._owners[before[0] :], self._subgroups[before[1] :]
+            self.store.forget(subgroups, before[2])
+            raise
         self._relocate(owners)
 
     def _relocate(self, owners: Sequence[Owner]) -> None:
@@ -196,18 +201,20 @@ class Engine:
             moved.update({piece.number: True for piece in pieces})
         if not jobs and not later:
             return Times()
+        in_memory = False
         try:
             times = self._run(jobs)
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             for subgroup, pieces in later:
                 slot = self._resident[id(subgroup)]
                 self._read_gradients(subgroup, pieces, slot)
+                in_memory = True
                 small.update(self._compute(subgroup, pieces, slot, groups, factor))
                 self._write_homes(subgroup, pieces, slot)
             began = {p.number: True for _, pieces in later for p in pieces}
             self.store.commit(set(moved), moved | began, small, saved())
         except BaseException as failed:
-            self._undo(touched, later, failed)
+            self._undo(touched, in_memory, failed)
             raise
         return times
 
@@ -402,14 +409,14 @@ class Engine:
     def _undo(
         self,
         touched: Sequence[Subgroup],
-        later: Sequence[tuple[Subgroup, list[Piece]]],
+        in_memory: bool,
         failed: BaseException,
     ) -> None:
         """After a failed step: the drive has the last one; memory gets it back from there."""
         lost = [p for s in touched for p in s.pieces if not p.stored]
         why = "the weights have no copy on the drive (recoverable=False)" if lost else ""
-        if later and not isinstance(failed, TransferError):
-            why = "a part of the state is in memory only (ratio)"
+        if in_memory:
+            why = "the part of the state that is in memory (ratio) was stepped already"
         if not why:
             try:
                 self._restore(touched)
@@ -504,14 +511,7 @@ class Engine:
 
     def _move_now(self, slot: torch.Tensor, moves: Sequence[Move], writing: bool = False) -> None:
         """Outside of the pipeline; awaited."""
-        begin: Any = self.handle.async_pwrite if writing else self.handle.async_pread
-        started = [
-            begin(slot[m.slot_offset : m.slot_offset + m.nbytes], m.file, m.file_offset)
-            for m in moves
-        ]
-        failures = [failed for each in started if (failed := each.exception()) is not None]
-        if failures:
-            raise failures[0]
+        move_all(self.handle, slot, moves, writing)
 
     def _read_gradients(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor

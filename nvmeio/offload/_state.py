@@ -28,16 +28,20 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __init__(self, engine: Engine, owners: list[Owner]) -> None:
         self._engine = engine
         self._owners = owners
+        self._by_id: dict[int, Owner] = {}
         # What was handed out: whoever puts the same back (to move it where it is) changes nothing.
         self._handed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        for owner in self._owners:
-            if owner.parameter is parameter:
-                if not _begun(owner):
-                    return {}
-                return self._entry(owner)
-        raise KeyError(parameter)
+        owner = self._owner_of(parameter)
+        if owner is None:
+            raise KeyError("this tensor is no parameter of the optimizer")
+        return self._entry(owner) if _begun(owner) else {}
+
+    def _owner_of(self, parameter: object) -> Owner | None:
+        if len(self._by_id) != len(self._owners):  # a group was added
+            self._by_id = {id(owner.parameter): owner for owner in self._owners}
+        return self._by_id.get(id(parameter))
 
     def _entry(self, owner: Owner) -> dict[str, Any]:
         first = owner.pieces[0]
@@ -78,7 +82,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(map(_begun, self._owners))
 
     def __contains__(self, parameter: object) -> bool:
-        return any(owner.parameter is parameter for owner in self._owners if _begun(owner))
+        owner = self._owner_of(parameter)
+        return owner is not None and _begun(owner)
 
     def __setitem__(self, parameter: torch.Tensor, value: dict[str, Any]) -> None:
         tensors = [t for t in value.values() if isinstance(t, torch.Tensor)]

@@ -62,6 +62,15 @@ class Store:
                 self.small.append({})
                 self._subgroup_of[piece.number] = subgroup
 
+    def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
+        """Take back what `place` did last; the files stay as long as they are."""
+        for subgroup in subgroups:
+            for piece in subgroup.pieces:
+                if self._subgroup_of.pop(piece.number, None) is not None:
+                    self.pieces.pop()
+                    self.small.pop()
+        self._nbytes = nbytes
+
     def open(self) -> None:
         """Open the files, and reserve their space.
 

@@ -52,28 +52,31 @@ class Window:
         self._memory: dict[int, torch.Tensor] = {}  # by id of the unit: there, or being read
         self._reading: dict[int, list[Operation]] = {}
         self._pins: dict[int, int] = {}
+        self._units: dict[int, Unit] = {}  # by id: those that are or were there
         self._order: list[Unit] = []
         self._at: dict[int, int] = {}  # a unit's place in the order
+        self._position = 0  # where computing is in it
         self._by_address: dict[int, Unit] = {}
         self.read_bytes = 0
 
     # What computing asks for
 
-    def need(self, unit: Unit, pin: bool = False) -> torch.Tensor:
+    def need(self, unit: Unit, pin: bool = False, computing: bool = True) -> torch.Tensor:
         """Have a unit in memory, waiting for it; the next ones are begun.
 
         Args:
             unit: Which.
             pin: It stays until `unpin`.
+            computing: It is the model's turn that wants it; False tells nothing of the order, and
+                begins nothing.
 
         Raises:
             MemoryError: The budget is taken by what cannot go.
             TransferError: It could not be read.
         """
         with self._lock:
-            if id(unit) not in self._at:
-                self._at[id(unit)] = len(self._order)
-                self._order.append(unit)
+            if computing:
+                self._note(unit)
             if pin:
                 self._pins[id(unit)] = self._pins.get(id(unit), 0) + 1
             try:
@@ -84,8 +87,17 @@ class Window:
                 if pin:
                     self.unpin(unit)
                 raise
-            self._look_ahead(unit)
+            if computing:
+                self._look_ahead()
             return self._memory[id(unit)]
+
+    def _note(self, unit: Unit) -> None:
+        if id(unit) not in self._at:
+            self._at[id(unit)] = len(self._order)
+            self._order.append(unit)
+        # One that several stages need (tied weights) comes at several places: it tells nothing.
+        if len(unit.stages) == 1:
+            self._position = self._at[id(unit)]
 
     def unpin(self, unit: Unit) -> None:
         """A stage that pinned the unit is done."""
@@ -101,6 +113,7 @@ class Window:
         with self._lock:
             self.drop(unit)
             self._memory[id(unit)] = memory = self._room(unit)
+            self._units[id(unit)] = unit
             self._bind(unit, memory)
             return memory
 
@@ -123,7 +136,7 @@ class Window:
     def drop_all(self) -> None:
         """Let everything go that is not in use."""
         with self._lock:
-            for unit in self._order:
+            for unit in self._there():
                 if id(unit) not in self._pins:
                     self.drop(unit)
 
@@ -131,6 +144,7 @@ class Window:
 
     def _begin(self, unit: Unit, memory: torch.Tensor) -> None:
         self._memory[id(unit)] = memory
+        self._units[id(unit)] = unit
         started: list[Operation] = []
         self._reading[id(unit)] = started
         for move in self._moves(unit):
@@ -153,16 +167,16 @@ class Window:
         for parameter, span in zip(unit.parameters, unit.spans, strict=True):
             parameter.data = over(memory, span)
 
-    def _look_ahead(self, unit: Unit) -> None:
+    def _look_ahead(self) -> None:
         """Begin to read what comes next in this direction, into memory that is behind or free."""
         step = -1 if _in_backward() else 1
-        here = self._at[id(unit)]
+        here = self._position
         under_way = len(self._reading)
         at = here + step
         while 0 <= at < len(self._order) and under_way < _AHEAD:
             ahead = self._order[at]
             if id(ahead) not in self._memory:
-                memory = self._try_room(ahead, behind=here, step=step)
+                memory = self._try_room(ahead, here, step)
                 if memory is None:
                     return
                 self._begin(ahead, memory)
@@ -174,11 +188,10 @@ class Window:
     def _room(self, unit: Unit) -> torch.Tensor:
         """Memory for a unit that is needed now, whatever unpinned one has to go for it."""
         step = -1 if _in_backward() else 1
-        here = self._at.get(id(unit), 0)
-        memory = self._try_room(unit, here, step)
+        memory = self._try_room(unit, self._position, step)
         if memory is not None:
             return memory
-        for ahead in sorted(self._there(), key=lambda u: -step * self._at.get(id(u), 0)):
+        for ahead in sorted(self._there(), key=lambda u: -step * self._at.get(id(u), -1)):
             if id(ahead) not in self._pins:
                 self.drop(ahead)
                 memory = self._take(unit)
@@ -196,12 +209,12 @@ class Window:
             "or checkpoint smaller regions"
         )
 
-    def _try_room(self, unit: Unit, behind: int, step: int) -> torch.Tensor | None:
+    def _try_room(self, unit: Unit, here: int, step: int) -> torch.Tensor | None:
         """Memory that is free, or becomes it as units behind go, the farthest first."""
         memory = self._take(unit)
         if memory is not None:
             return memory
-        gone = [u for u in self._there() if step * (self._at.get(id(u), behind) - behind) < 0]
+        gone = [u for u in self._there() if step * (self._at.get(id(u), here) - here) < 0]
         for each in sorted(gone, key=lambda u: step * self._at[id(u)]):
             if id(each) in self._pins:
                 continue
@@ -212,7 +225,7 @@ class Window:
         return None
 
     def _there(self) -> list[Unit]:
-        return [unit for unit in self._order if id(unit) in self._memory]
+        return [self._units[key] for key in self._memory]
 
     def _take(self, unit: Unit) -> torch.Tensor | None:
         lease = self._pool.take(unit.nbytes, timeout=0)
@@ -227,7 +240,7 @@ class Window:
     def close(self) -> None:
         """Let everything go and give the memory back."""
         with self._lock:
-            for unit in self._order:
+            for unit in self._there():
                 self.drop(unit)
             self._pool.close()
 

@@ -139,7 +139,7 @@ class SwappedModule(torch.nn.Module):
         pinned: list[Unit] = []
         try:
             for unit in units:
-                keeper.window.need(unit, pin=True)
+                keeper.window.need(unit, pin=True, computing=False)
                 pinned.append(unit)
             yield
             for unit in units:
@@ -204,7 +204,7 @@ class SwappedModule(torch.nn.Module):
             buffers[name].copy_(state_dict[name])
         for unit in keeper.units:
             if any(id(p) in given for p in unit.parameters):
-                keeper.window.need(unit, pin=True)
+                keeper.window.need(unit, pin=True, computing=False)
                 try:
                     for parameter in unit.parameters:
                         if id(parameter) in given:
@@ -240,6 +240,12 @@ class SwappedModule(torch.nn.Module):
         `SwappedOptimizer` of these parameters before or after it, as you like.
         """
         self._finalizer()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SwappedModule:
+        raise TypeError(
+            "a swapped module cannot be moved or converted (to, half, cuda, …): do so before it is "
+            "swapped"
+        )
 
     def __enter__(self) -> SwappedModule:
         return self
@@ -296,7 +302,7 @@ class _Keeper:
 
     def write(self, unit: Unit) -> None:
         """Write a unit that is in memory to where it lives."""
-        memory = self.window.need(unit)
+        memory = self.window.need(unit, computing=False)
         move_all(self._handle, memory, self._moves(unit), writing=True)
 
     def _moves(self, unit: Unit) -> list[Move]:
