@@ -8,6 +8,7 @@ parameters, a few buffers and the activations, which are checkpointed. The limit
 (RLIMIT_AS): a byte more, and it refuses. The model is made on the drive as well, layer by layer.
 """
 
+import argparse
 import resource
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from _common import say, verify
 from torch.utils.checkpoint import checkpoint
 
+import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 
 CONTEXT, VOCABULARY = 128, 8192
@@ -75,7 +77,7 @@ def used_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
-def main(folder: Path, options: object, width: int, layers: int) -> None:
+def main(folder: Path, options: argparse.Namespace, width: int, layers: int) -> None:
     before = used_bytes()
     limit(options.memory)
     torch.manual_seed(0)
@@ -83,18 +85,29 @@ def main(folder: Path, options: object, width: int, layers: int) -> None:
         gpt = Gpt(width, layers)
     began = time.perf_counter()
     with (
-        SwappedModule(gpt, swap_dir=folder, resident_bytes=options.memory * 3 // 8) as module,
+        nvmeio.AioHandle(queue_depth=32) as handle,
+        SwappedModule(
+            gpt, swap_dir=folder, resident_bytes=options.memory * 3 // 8, handle=handle
+        ) as module,
         SwappedOptimizer(
-            torch.optim.AdamW, module.parameters(), swap_dir=folder, gradients="disk",
-            subgroup_bytes=options.memory // 24, lr=3e-4, fused=True,
+            torch.optim.AdamW,
+            module.parameters(),
+            swap_dir=folder,
+            gradients="disk",
+            subgroup_bytes=options.memory // 24,
+            handle=handle,
+            lr=3e-4,
+            fused=True,
         ) as optimizer,
-    ):  # fmt: skip
+    ):
         plan = optimizer.plan
         state = 16 * plan.parameters
-        say("model", f"{plan.parameters / 1e6:.0f} M parameters, {state / 1e9:.2f} GB of state in "
-            f"{options.memory / 1e9:.2f} GB of memory; made in {time.perf_counter() - began:.1f} s")  # fmt: skip
-        say("each step", f"writes {plan.written_bytes / 1e9:.2f} GB, window of "
+        say("model", f"{plan.parameters / 1e6:.0f} M parameters, {state / 1e9:.2f} GB of state, "
+            f"made in {time.perf_counter() - began:.1f} s")  # fmt: skip
+        say("memory", f"{options.memory / 1e9:.2f} GB: a window of "
             f"{module.resident_bytes / 1e6:.0f} MB, buffers of {plan.memory_bytes / 1e6:.0f} MB")  # fmt: skip
+        say("each step", f"reads {plan.read_bytes / 1e9:.2f} GB and writes "
+            f"{plan.written_bytes / 1e9:.2f}")  # fmt: skip
         tokens = torch.randint(0, VOCABULARY, (1, CONTEXT))
         losses = []
         for _ in range(options.steps):

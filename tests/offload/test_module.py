@@ -240,7 +240,7 @@ def test_a_resumed_training_goes_on_with_its_parameters(tmp_path: Path) -> None:
 
 
 LIMITED = """
-    import resource, sys, torch, json
+    import resource, sys, torch, json, nvmeio
     sys.path.insert(0, {tests!r})
     torch.set_num_threads(1)
     from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -266,7 +266,6 @@ LIMITED = """
     make()[0](torch.ones(1, 1024)).sum().backward()  # what torch itself takes
     warm = torch.nn.Parameter(torch.ones(8)); warm.grad = torch.ones(8)
     torch.optim.Adam([warm], fused=True).step()
-    torch.manual_seed(0)
     if {limited}:
         with torch.device("meta"):
             made = make()
@@ -275,16 +274,20 @@ LIMITED = """
         # Anonymous and file mappings alike: whatever is more than this is refused by the kernel.
         resource.setrlimit(resource.RLIMIT_AS, (mapped + {limit}, mapped + {limit}))
         before = rss()
-        module = SwappedModule(made, swap_dir={folder!r}, resident_bytes=24 << 20)
+        torch.manual_seed(0)
+        handle = nvmeio.AioHandle(queue_depth=8)  # whose ring is small then
+        module = SwappedModule(
+            made, swap_dir={folder!r}, resident_bytes=24 << 20, handle=handle)
         optimizer = SwappedOptimizer(torch.optim.Adam, module.parameters(), swap_dir={folder!r},
-            gradients="disk", subgroup_bytes=4 << 20, fused=True)
+            gradients="disk", subgroup_bytes=4 << 20, fused=True, handle=handle)
         state = 16 * sum(p.numel() for p in module.parameters())
         assert state >= 4 * {limit}, state
         losses = train(module, optimizer)
         budget = module.resident_bytes + optimizer.plan.memory_bytes
         print(json.dumps([losses, rss() - before, budget]))
-        optimizer.close(); module.close()
+        optimizer.close(); module.close(); handle.close()
     else:
+        torch.manual_seed(0)
         made = make()
         print(json.dumps([train(made, torch.optim.Adam(made.parameters(), fused=True)), 0, 0]))
 """
