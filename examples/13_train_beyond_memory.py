@@ -104,8 +104,8 @@ def main(folder: Path, options: argparse.Namespace, width: int, layers: int) -> 
         state = 16 * plan.parameters
         say("model", f"{plan.parameters / 1e6:.0f} M parameters, {state / 1e9:.2f} GB of state, "
             f"made in {time.perf_counter() - began:.1f} s")  # fmt: skip
-        say("memory", f"{options.memory / 1e9:.2f} GB: a window of "
-            f"{module.resident_bytes / 1e6:.0f} MB, buffers of {plan.memory_bytes / 1e6:.0f} MB")  # fmt: skip
+        window, buffers = module.resident_bytes / 1e6, plan.memory_bytes / 1e6
+        say("memory", f"a window of {window:.0f} MB, buffers of {buffers:.0f} MB")
         say("each step", f"reads {plan.read_bytes / 1e9:.2f} GB and writes "
             f"{plan.written_bytes / 1e9:.2f}")  # fmt: skip
         tokens = torch.randint(0, VOCABULARY, (1, CONTEXT))
