@@ -43,6 +43,7 @@ class Engine:
         store: The files.
         swapper: Has the gradients, where those are on the drive.
         broken: Why no further step can be made, or "".
+        closed: `close` was called.
         read_bytes: Since this was made.
         written_bytes: Since this was made, gradients not counted.
     """
@@ -62,6 +63,7 @@ class Engine:
         self.store = Store(directory, self.handle, durable)
         self.swapper: GradientSwapper | None = None
         self.broken = ""
+        self.closed = False
         self._stepper = stepper
         self._read_ahead = read_ahead
         self._write_behind = write_behind
@@ -585,6 +587,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is being made durable; give back files, memory and handle."""
+        self.closed = True
         try:
             self.store.close()
         finally:

@@ -76,14 +76,18 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         return file_tensor([self._engine.store.file_part(piece, name)], dtype, span.shape)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (owner.parameter for owner in self._owners if _begun(owner))
+        return (owner.parameter for owner in self._there())
 
     def __len__(self) -> int:
-        return sum(map(_begun, self._owners))
+        return len(self._there())
+
+    def _there(self) -> list[Owner]:
+        """Those that have state; none once the optimizer is closed."""
+        return [] if self._engine.closed else [o for o in self._owners if _begun(o)]
 
     def __contains__(self, parameter: object) -> bool:
         owner = self._owner_of(parameter)
-        return owner is not None and _begun(owner)
+        return owner is not None and _begun(owner) and not self._engine.closed
 
     def __setitem__(self, parameter: torch.Tensor, value: dict[str, Any]) -> None:
         tensors = [t for t in value.values() if isinstance(t, torch.Tensor)]

@@ -397,9 +397,14 @@ class SwappedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         engine = self._opened()
+        hooked: Any = self
+        for hook in hooked._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         loaded = _state.prepared(self, state_dict)
         off_loop(lambda: engine.load(loaded.states, lambda: loaded.groups))
         _state.apply_groups(self.param_groups, loaded.groups)
+        for hook in hooked._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @torch.no_grad()
     def reload_weights(self) -> None:
