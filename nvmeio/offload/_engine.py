@@ -17,7 +17,7 @@ from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._owners import Owner
 from nvmeio.offload._pipeline import Job, Move, Pipeline, Times, move_all
-from nvmeio.offload._plan import MemoryPlan
+from nvmeio.offload._plan import MemoryPlan, plan_of
 from nvmeio.offload._stepping import Stepper, Work
 from nvmeio.offload._store import Store
 from nvmeio.offload._swap_dir import SwapDir
@@ -541,31 +541,13 @@ class Engine:
 
     def memory_plan(self) -> MemoryPlan:
         """See `SwappedOptimizer.plan`."""
-        swapped = [subgroup for subgroup in self._subgroups if not subgroup.resident]
-        state = sum(subgroup.nbytes for subgroup in swapped)
-        grads = 0 if self.swapper is None else self.swapper.file_bytes
-        reads = writes = 0
-        for subgroup in swapped:
-            for piece in subgroup.pieces:
-                owner = self._owners[piece.owner]
-                weights = piece.spans[WEIGHTS].nbytes if piece.stored else 0
-                writes += piece.record_nbytes
-                reads += piece.record_nbytes - (0 if piece.staged else weights)
-                if owner.casts_home:
-                    writes += piece.numel * owner.dtype.itemsize
-        resident = sum(memory.nbytes for memory in self._resident.values())
-        staging = 0 if self.swapper is None else self.swapper.memory_bytes
-        each = self._slots[0].nbytes if self._slots else 0
-        return MemoryPlan(
-            parameters=sum(piece.numel for o in self._owners for piece in o.pieces),
-            subgroups=len(self._subgroups),
-            buffers=len(self._slots),
-            buffer_bytes=each,
-            memory_bytes=len(self._slots) * each + resident + staging,
-            state_bytes=state,
-            disk_bytes=2 * state + grads,
-            read_bytes=reads + grads,
-            written_bytes=writes + grads,
+        return plan_of(
+            self._owners,
+            self._subgroups,
+            self._slots,
+            self.swapper.file_bytes if self.swapper else 0,
+            sum(memory.nbytes for memory in self._resident.values())
+            + (self.swapper.memory_bytes if self.swapper else 0),
         )
 
     @property

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nvmeio.offload._layout import Piece, Subgroup, pack, place
+import torch
+
+from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, pack, place
+from nvmeio.offload._owners import Owner
 
 _SPARE = 0.9  # of a buffer: what alignment takes is not known before the pieces are placed
 
@@ -120,3 +123,42 @@ def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
             break
         subgroup.resident = True
         kept += subgroup.nbytes
+
+
+def plan_of(
+    owners: Sequence[Owner],
+    subgroups: Sequence[Subgroup],
+    slots: Sequence[torch.Tensor],
+    gradient_bytes: int,
+    other_bytes: int,
+) -> MemoryPlan:
+    """What an optimizer takes.
+
+    Args:
+        owners: Its parameters, by number.
+        subgroups: Its subgroups.
+        slots: Its buffers.
+        gradient_bytes: Length of the gradient file, or 0.
+        other_bytes: Memory beside the buffers.
+    """
+    swapped = [subgroup for subgroup in subgroups if not subgroup.resident]
+    reads = writes = 0
+    for piece in (piece for subgroup in swapped for piece in subgroup.pieces):
+        weights = piece.spans[WEIGHTS].nbytes if piece.stored else 0
+        writes += piece.record_nbytes
+        reads += piece.record_nbytes - (0 if piece.staged else weights)
+        if owners[piece.owner].casts_home:
+            writes += piece.numel * piece.grad_dtype.itemsize
+    state = sum(subgroup.nbytes for subgroup in swapped)
+    each = slots[0].nbytes if slots else 0
+    return MemoryPlan(
+        parameters=sum(piece.numel for owner in owners for piece in owner.pieces),
+        subgroups=len(subgroups),
+        buffers=len(slots),
+        buffer_bytes=each,
+        memory_bytes=len(slots) * each + other_bytes,
+        state_bytes=state,
+        disk_bytes=2 * state + gradient_bytes,
+        read_bytes=reads + gradient_bytes,
+        written_bytes=writes + gradient_bytes,
+    )
