@@ -20,7 +20,7 @@ def measure(session: Session) -> list[Line]:
     ):
         return []
     nbytes = int(worker.call("module_bytes"))
-    first, second = session.files(2, max(nbytes, session.size) // (1 << 20) * (1 << 20))
+    first, second = session.files(2)
     with _limits.contenders(session, (first, second), nbytes, 0) as drives:
         samples = session.measure(
             "forward and backward",

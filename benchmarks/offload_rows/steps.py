@@ -41,7 +41,7 @@ def measure(session: Session) -> list[Line]:
     if made is None:
         return []
     worker, sizes = made
-    first, second = session.files(2, sizes["read"] // MIB * MIB + MIB)
+    first, second = session.files(2)
     paths = (first, second)
     with _limits.contenders(session, paths, sizes["read"], sizes["written"]) as drives:
         samples = session.measure(

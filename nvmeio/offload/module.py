@@ -376,6 +376,9 @@ class _Keeper:
         if self.closed or os.getpid() != pid:
             return
         self.closed = True
+        for unit in self.units:
+            for parameter in unit.parameters:
+                set_home(parameter, None)
         try:
             self.window.close()
         finally:
