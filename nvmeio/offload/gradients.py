@@ -73,6 +73,7 @@ class GradientSwapper:
         self._failure: BaseException | None = None
         self._not_finite = False
         self._resident: Owner | None = None  # keeps its gradient in memory
+        self._seen = False  # it had one since the last `clear`
         self._clean: torch.Tensor | None = None  # that gradient, while it is poisoned
         self._pool: PinnedPool | None = None
         self._leases: list[Any] = []
@@ -137,8 +138,10 @@ class GradientSwapper:
             if parameter.grad is None or self._file is None:
                 return
             if owner is self._resident:
+                self._seen = True
                 self._poison()
                 return
+            self._look_for_zero_grad()
             if parameter.grad.layout is not torch.strided:
                 raise TypeError(
                     f"parameter {owner.number} has a {parameter.grad.layout} gradient: only dense "
@@ -259,6 +262,11 @@ class GradientSwapper:
         if self._failure is not None:
             raise self._failure
 
+    def _look_for_zero_grad(self) -> None:
+        """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
+        if self._seen and self._resident is not None and self._resident.parameter.grad is None:
+            self.clear()
+
     # GradScaler looks at gradients in memory only: one of them tells it of the others.
 
     def _poison(self) -> None:
@@ -304,6 +312,7 @@ class GradientSwapper:
             TransferError: Some gradients were lost; zero_grad, and run backward again.
         """
         with self._lock:
+            self._look_for_zero_grad()
             while self._sheets:
                 self._write(next(iter(self._sheets.values())))
             while self._leaving:
@@ -323,7 +332,7 @@ class GradientSwapper:
             self._present.clear()
             self._norms.clear()
             self._failure = None
-            self._not_finite = False
+            self._not_finite = self._seen = False
             self._clean = None
 
     def clip(

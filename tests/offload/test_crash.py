@@ -93,7 +93,6 @@ def test_a_failed_step_has_not_happened(
             ours.parameters(),
             swap_dir=tmp_path,
             handle=handle,
-            **SMALL,
             **options,
         ) as optimizer,
         SwappedOptimizer(
@@ -365,7 +364,7 @@ def test_leftovers_of_a_dead_process_are_removed(tmp_path: Path) -> None:
         import os, signal, torch
         from nvmeio.offload import SwappedOptimizer
         p = torch.nn.Parameter(torch.ones(50000))
-        SwappedOptimizer(torch.optim.Adam, [p], swap_dir={str(tmp_path)!r}, gradients="disk")
+        kept = SwappedOptimizer(torch.optim.Adam, [p], swap_dir={str(tmp_path)!r}, gradients="disk")
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )

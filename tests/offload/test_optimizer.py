@@ -588,6 +588,24 @@ def test_zeroed_gradients_on_the_drive_are_gone(tmp_path: Path) -> None:
             optimizer.zero_grad(set_to_none=False)
 
 
+def test_the_models_zero_grad_is_noticed(tmp_path: Path) -> None:
+    """Many loops (that of transformers, for one) call the model's and not the optimizer's."""
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path, gradients="disk") as optimizer:
+        for step in range(4):
+            for made, stepping in ((ours, optimizer), (theirs, reference)):
+                loss_of(made, step).backward()
+                stepping.step()
+                made.zero_grad()
+        assert_same_weights(ours, theirs)
+        loss_of(ours, 9).backward()
+        ours.zero_grad()
+        before = optimizer.generation
+        optimizer.step()
+        assert optimizer.generation == before
+
+
 def test_it_is_neither_copied_nor_pickled(tmp_path: Path) -> None:
     with swapped(model(), tmp_path) as optimizer:
         with pytest.raises(TypeError, match="state_dict"):
