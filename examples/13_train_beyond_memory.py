@@ -5,7 +5,7 @@
 
 Parameters, gradients and the state of AdamW are on the drive; what is in memory is a window of
 parameters, a few buffers and the activations, which are checkpointed. The limit is the kernel's
-(RLIMIT_AS): a byte more, and it refuses. The model is made on the drive as well, layer by layer.
+(RLIMIT_DATA): a byte more, and it refuses. The model is made on the drive as well, layer by layer.
 """
 
 import argparse
@@ -66,19 +66,19 @@ def sizes(parameters: int) -> tuple[int, int]:
     return width, max(2, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))
 
 
-def limit(nbytes: int) -> None:
-    """Refuse this process more than so many bytes beyond the libraries that it has mapped."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes,) * 2)
-
-
-def used_bytes() -> int:
+def status(field: str) -> int:
+    """A figure of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def limit(nbytes: int) -> None:
+    """Refuse this process more than so many bytes of memory, beyond what it has mapped so far."""
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + nbytes,) * 2)
 
 
 def main(folder: Path, options: argparse.Namespace, width: int, layers: int) -> None:
-    before = used_bytes()
+    before = status("RssAnon")
     limit(options.memory)
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def main(folder: Path, options: argparse.Namespace, width: int, layers: int) -> 
             losses.append(loss.item())
             say("step", f"loss {losses[-1]:.3f}; forward and backward {middle - start:.1f} s, "
                 f"optimizer {time.perf_counter() - middle:.1f} s; "
-                f"{(used_bytes() - before) / 1e6:.0f} MB in memory")  # fmt: skip
+                f"{(status("RssAnon") - before) / 1e6:.0f} MB in memory")  # fmt: skip
         say("written", f"{optimizer.bytes_written / 1e9:.2f} GB in all, for the drive's endurance")
     verify(losses[-1] < losses[0], "the loss falls")
     verify(state > 3 * options.memory, "the state is several times the memory")

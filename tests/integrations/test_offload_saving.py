@@ -60,7 +60,8 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_checkpointer(trained: Any, tmp_path: Path) -> None:
     module, optimizer = trained
     with nvmeio.Checkpointer(tmp_path / "saved", memory_bytes=4 << 20) as checkpointer:
-        checkpointer.save_sync({"warm": torch.ones(10)}, 0)
+        checkpointer.save_sync({"warm": torch.ones(12 << 20)}, 0)  # what a handle takes at first
+        checkpointer.wait_sync()
         before = anonymous_bytes()
         checkpointer.save_sync(state_of(module, optimizer), 1)
         checkpointer.wait_sync()
