@@ -118,9 +118,10 @@ def main(folder: Path, options: argparse.Namespace, width: int, layers: int) -> 
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+            used = status("RssAnon") - before
             say("step", f"loss {losses[-1]:.3f}; forward and backward {middle - start:.1f} s, "
                 f"optimizer {time.perf_counter() - middle:.1f} s; "
-                f"{(status("RssAnon") - before) / 1e6:.0f} MB in memory")  # fmt: skip
+                f"{used / 1e6:.0f} MB in memory")  # fmt: skip
         say("written", f"{optimizer.bytes_written / 1e9:.2f} GB in all, for the drive's endurance")
     verify(losses[-1] < losses[0], "the loss falls")
     verify(state > 3 * options.memory, "the state is several times the memory")
