@@ -83,11 +83,18 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def _there(self) -> list[Owner]:
         """Those that have state; none once the optimizer is closed."""
-        return [] if self._engine.closed else [o for o in self._owners if _begun(o)]
+        return [] if self._engine.closed else [o for o in self._owners if self._has(o)]
+
+    def _has(self, owner: Owner) -> bool:
+        """Whether there is anything to tell of it: plain SGD keeps nothing."""
+        first = owner.pieces[0]
+        master = first.stored and first.step_dtype != owner.dtype
+        something = bool(first.kinds) or bool(self._engine.store.small[first.number]) or master
+        return something and _begun(owner)
 
     def __contains__(self, parameter: object) -> bool:
         owner = self._owner_of(parameter)
-        return owner is not None and _begun(owner) and not self._engine.closed
+        return owner is not None and not self._engine.closed and self._has(owner)
 
     def __setitem__(self, parameter: torch.Tensor, value: dict[str, Any]) -> None:
         tensors = [t for t in value.values() if isinstance(t, torch.Tensor)]

@@ -48,7 +48,7 @@ class Stepper:
         self.optimizer_class = optimizer_class
         self._arguments = arguments
         # One parameter, so that the class checks its arguments and tells its defaults.
-        self._engine = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)
+        self._engine = _made_small(optimizer_class, arguments)
         self.defaults: dict[str, Any] = dict(self._engine.defaults)
         self._probed: dict[Any, tuple[Any, ...]] = {}
 
@@ -108,6 +108,16 @@ class Stepper:
 
         make.__name__ = self.optimizer_class.__name__
         return make
+
+
+def _made_small(optimizer_class: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)
+    except Exception as refused:
+        try:  # some take matrices only (Muon)
+            return optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], **arguments)
+        except Exception:
+            raise refused from None
 
 
 def _groups_of(works: Sequence[Work], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
