@@ -39,6 +39,8 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
     from nvmeio.gds import GdsHandle as GdsHandle
+    from nvmeio.offload import SwappedModule as SwappedModule
+    from nvmeio.offload import SwappedOptimizer as SwappedOptimizer
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,8 @@ _LATER = {
     "FastFileReader": "nvmeio.checkpoint",
     "FastFileWriter": "nvmeio.checkpoint",
     "GdsHandle": "nvmeio.gds",
+    "SwappedModule": "nvmeio.offload",
+    "SwappedOptimizer": "nvmeio.offload",
     "async_load": "nvmeio.checkpoint",
     "async_save": "nvmeio.checkpoint",
     "load": "nvmeio.checkpoint",
@@ -73,6 +77,8 @@ __all__ = [
     "Operation",
     "PinnedPool",
     "ShortTransferError",
+    "SwappedModule",
+    "SwappedOptimizer",
     "TransferError",
     "as_future",
     "async_load",

@@ -1,0 +1,27 @@
+"""Training with state on disk: nvmeio against memory, fio and DeepSpeed's ZeRO-3.
+
+    python benchmarks/offload.py --dir /mnt/nvme --json result.json
+    python benchmarks/offload.py --only step,deepspeed --repeats 7
+    python benchmarks/offload.py --quick
+
+`--size` is that of the weights and moments of Adam in fp32, 12 bytes a parameter; twice that is on
+the disk. All contenders take turns within one run, starting with another one each time.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from _program import Program
+from offload_rows import ROWS
+
+CONDITIONS = (
+    "A step is timed without fsync on both sides: nvmeio's runs beside the next forward pass, and "
+    "is waited for before the clock starts.",
+    "fio reads and writes at the same time, as many bytes as a step does, over files written "
+    "before, on huge pages where they can be had; its time is that of the slower job.",
+)
+
+
+if __name__ == "__main__":
+    sys.exit(Program(__doc__, ROWS, CONDITIONS, 3 << 30, 3 << 27).run(sys.argv[1:]))

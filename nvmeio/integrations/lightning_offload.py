@@ -1,0 +1,129 @@
+"""Lightning with optimizer state on the drive: a callback, or an optimizer to return.
+
+    Trainer(callbacks=[SwapOptimizers("/mnt/nvme", master_dtype=torch.float32)])
+
+`configure_optimizers` stays as it is. Works with `lightning` and with `pytorch_lightning`; their
+checkpoints hold the state as ever, and each resumes from what the other saved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload.converting import follow, swapped_like
+
+__all__ = ["LightningSwappedOptimizer", "SwapOptimizers"]  # noqa: F822
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class LightningSwappedOptimizer(SwappedOptimizer):
+    """`SwappedOptimizer` for automatic optimization, where Lightning steps with a closure.
+
+    The closure (forward, backward, clipping) is evaluated once, before the step, as torch's Adam
+    does it. Return one from `configure_optimizers`, or let `SwapOptimizers` make it.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, then step; see `SwappedOptimizer.step`.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+
+class _SwapOptimizers:
+    """A callback that puts the Trainer's optimizers on the drive when fitting begins.
+
+    Args:
+        swap_dir: As for `SwappedOptimizer`; a subdirectory for each optimizer is made in it.
+        options: Further arguments of `SwappedOptimizer`.
+
+    Raises:
+        BackendUnavailableError: Neither package is installed.
+        ValueError: `Trainer(gradient_clip_val=…)` with gradients on the drive, which Lightning
+            cannot reach.
+
+    Attributes:
+        optimizers: Those it has made.
+    """
+
+    def __init__(self, swap_dir: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__()
+        self._swap_dir = os.fspath(swap_dir)
+        self._options = options
+        self.optimizers: list[LightningSwappedOptimizer] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._options.get("gradients") == "disk" and trainer.gradient_clip_val:
+            raise ValueError(
+                "gradient_clip_val cannot reach gradients on the drive: call clip_grad_norm_ of "
+                'the optimizer in on_before_optimizer_step, or leave gradients at "memory"'
+            )
+        made: list[Any] = []
+        for number, optimizer in enumerate(trainer.optimizers):
+            if isinstance(optimizer, SwappedOptimizer):
+                made.append(optimizer)
+                continue
+            folder = os.path.join(self._swap_dir, f"optimizer-{number}")
+            os.makedirs(folder, exist_ok=True)
+            swapped = swapped_like(
+                optimizer, folder, as_class=LightningSwappedOptimizer, **self._options
+            )
+            for config in trainer.lr_scheduler_configs:
+                if config.scheduler.optimizer is optimizer:
+                    follow(config.scheduler, swapped)
+            made.append(swapped)
+            self.optimizers.append(swapped)  # type: ignore[arg-type]
+        trainer.optimizers = made
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for optimizer in self.optimizers:
+            optimizer.close()
+            folder = os.path.dirname(optimizer.swap_dir)
+            if os.path.isdir(folder) and not os.listdir(folder):
+                os.rmdir(folder)
+        self.optimizers = []
+
+
+def __getattr__(name: str) -> Any:
+    """`SwapOptimizers`, made when it is first asked for: Lightning is imported then."""
+    if name != "SwapOptimizers":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    names = [each for each in _PACKAGES if each in sys.modules]
+    names = names or [each for each in _PACKAGES if _is_installed(each)]
+    if not names:
+        raise BackendUnavailableError(
+            "there is no Lightning to plug into",
+            attempts=[(each, "not installed") for each in _PACKAGES],
+            remedy="pip install lightning",
+        )
+    # Two packages, two classes of the same name: a Trainer asks for its own.
+    bases = tuple(importlib.import_module(each).Callback for each in names)
+    made = type(
+        "SwapOptimizers",
+        (_SwapOptimizers, *bases),
+        {"__doc__": _SwapOptimizers.__doc__, "__module__": __name__},
+    )
+    if len(names) == len(_PACKAGES):
+        globals()[name] = made
+    return made
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name.split(".")[0]) is not None

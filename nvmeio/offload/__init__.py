@@ -1,0 +1,25 @@
+"""Training with optimizer state, gradients and parameters on the drive.
+
+Reading order: `_layout` (where things lie), `_pipeline` (the three stages), `_store` (generations),
+`_engine` (a step), `optimizer`, `gradients`, `module`. docs/offload.md has the arithmetic.
+"""
+
+from nvmeio.offload._pipeline import Times as Times
+from nvmeio.offload._plan import MemoryPlan as MemoryPlan
+from nvmeio.offload.config import Offloaded as Offloaded
+from nvmeio.offload.config import offload as offload
+from nvmeio.offload.converting import follow as follow
+from nvmeio.offload.converting import swapped_like as swapped_like
+from nvmeio.offload.module import SwappedModule as SwappedModule
+from nvmeio.offload.optimizer import SwappedOptimizer as SwappedOptimizer
+
+__all__ = [
+    "MemoryPlan",
+    "Offloaded",
+    "SwappedModule",
+    "SwappedOptimizer",
+    "Times",
+    "follow",
+    "offload",
+    "swapped_like",
+]

@@ -1,0 +1,48 @@
+"""Arguments, checked in words."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from nvmeio.handle import AioHandle
+
+
+def count(name: str, value: int, least: int) -> int:
+    """An int of at least so many."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+    return operator.index(value)
+
+
+def handle(value: AioHandle | None) -> None:
+    """None or a handle."""
+    if value is not None and not isinstance(value, AioHandle):
+        raise TypeError(f"handle must be an nvmeio.AioHandle, not {value!r:.80}")
+
+
+def master_dtype(value: torch.dtype | None) -> None:
+    """None or a floating-point dtype."""
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"master_dtype must be a torch.dtype or None, not {value!r:.80}")
+    if not value.is_floating_point:
+        raise ValueError(f"master_dtype must be a floating-point dtype, not {value}")
+
+
+def choice(name: str, value: str, among: tuple[str, ...]) -> None:
+    """One of some words."""
+    if value not in among:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, not {value!r}")
+
+
+def ratio(value: float) -> None:
+    """A number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"ratio must be a number, not {value!r:.80}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"ratio must lie between 0 and 1, not {value}")

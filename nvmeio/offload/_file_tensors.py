@@ -1,0 +1,98 @@
+"""Tensors over spans of files: nothing is read before somebody looks at an element."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+_PAGE = mmap.PAGESIZE
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file, by an open descriptor."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+def file_tensor(
+    parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """One tensor over parts of files, end to end.
+
+    Its pages are those of the page cache, read when they are looked at and given up when memory
+    is short. A change of the tensor stays in memory and never reaches the file; a change of the
+    file shows in the tensor.
+
+    Args:
+        parts: In order; together the tensor's bytes.
+        dtype: Of the elements.
+        shape: Of the tensor.
+
+    Cost: no memory where all parts but the last are whole pages on page boundaries; else a copy.
+
+    Source: man 2 mmap, MAP_PRIVATE and MAP_FIXED.
+    """
+    total = sum(each.nbytes for each in parts)
+    if not total:
+        return torch.empty(shape, dtype=dtype)
+    if not _maps(parts):
+        return _copied(parts, dtype, shape)
+    lead = parts[0].offset % _PAGE
+    room = mmap.mmap(-1, lead + total)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    for each in parts:
+        start = each.offset // _PAGE * _PAGE
+        nbytes = each.nbytes + each.offset - start
+        found = _libc.mmap(
+            at,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            each.fd,
+            start,
+        )
+        if found in (None, _FAILED):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        at += nbytes
+    # The object owns the addresses, and with them what was mapped over them since.
+    flat = torch.frombuffer(room, dtype=dtype, count=total // dtype.itemsize, offset=lead)
+    return flat.view(shape)
+
+
+def _maps(parts: Sequence[FilePart]) -> bool:
+    inner = all(each.nbytes % _PAGE == 0 for each in parts[:-1])
+    return len(parts) == 1 or (inner and all(each.offset % _PAGE == 0 for each in parts))
+
+
+def _copied(parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    data = bytearray(sum(each.nbytes for each in parts))
+    memory, at = memoryview(data), 0
+    for each in parts:
+        end = at + each.nbytes
+        offset = each.offset
+        while at < end:
+            count = os.preadv(each.fd, [memory[at:end]], offset)
+            if not count:
+                raise OSError("the swap file ends too early")
+            at += count
+            offset += count
+    return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -1,0 +1,115 @@
+"""What state an optimizer keeps: found by letting it step on something small."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from nvmeio.offload._layout import Kind
+
+# These work element by element, so a step over parts of a parameter equals a step over the whole,
+# bit for bit (in fp32 and fp64). A subclass may not.
+_ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+_SPLIT_DTYPES = (torch.float32, torch.float64)
+
+
+def check_class(optimizer_class: Any) -> None:
+    """Refuse what cannot be swapped.
+
+    Raises:
+        TypeError: It is no optimizer class, or one that needs a closure or sparse gradients.
+    """
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            f"optimizer_class must be a torch.optim.Optimizer class, not {optimizer_class!r:.80}"
+        )
+    if issubclass(optimizer_class, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        why = (
+            "evaluates the model several times a step through a closure"
+            if issubclass(optimizer_class, torch.optim.LBFGS)
+            else "works on sparse gradients"
+        )
+        raise TypeError(f"{optimizer_class.__name__} {why}: its state cannot be swapped")
+    step = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if step is not None and step.default is inspect.Parameter.empty:
+        raise TypeError(f"{optimizer_class.__name__}.step needs a closure, which cannot be swapped")
+
+
+def splits(optimizer_class: type, dtype: torch.dtype) -> bool:
+    """Whether a parameter may be stepped in parts with the same result."""
+    own = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
+    return own and optimizer_class.__name__ in _ELEMENTWISE and dtype in _SPLIT_DTYPES
+
+
+def kinds(
+    optimizer_class: Any,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    splittable: bool,
+) -> tuple[Kind, ...]:
+    """The state tensors that a parameter will have and that are worth swapping.
+
+    Args:
+        optimizer_class: The class.
+        options: Its arguments and the group's options.
+        dtype: That the step computes in.
+        shape: Of the parameter.
+        splittable: The state has the parameter's shape, whatever that is.
+
+    Raises:
+        TypeError: The optimizer cannot be probed; says why.
+    """
+    asked = (3,) if splittable else shape
+    failed: Exception | None = None
+    # On the meta device a tensor of any size costs nothing; some optimizers look at values.
+    for device in ("cpu",) if splittable else ("meta", "cpu"):
+        try:
+            state = _step_once(optimizer_class, options, dtype, asked, device)
+        except Exception as error:
+            failed = error
+            continue
+        found = []
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                continue  # a step counter: stays in memory
+            same = tuple(value.shape) == asked
+            if same or value.numel() >= 64:
+                found.append(Kind(name, value.dtype, None if same else tuple(value.shape)))
+        return tuple(found)
+    raise TypeError(
+        f"{optimizer_class.__name__} could not be tried on a {dtype} parameter of shape {shape}: "
+        f"{failed}"
+    ) from failed
+
+
+def _step_once(
+    optimizer_class: Any,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: str,
+) -> dict[str, Any]:
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    made = optimizer_class([parameter], **options)
+    made.step()
+    return dict(made.state[parameter])

@@ -1,0 +1,129 @@
+"""Which parts of a module are brought into memory together, and which parameters they need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nvmeio.offload._layout import Span, round_up
+
+_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+_PAGED_BYTES = 64 << 10
+
+# These reach into their children's parameters without calling the children.
+_WHOLE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
+
+
+@dataclass(eq=False)
+class Stage:
+    """A module whose forward needs some parameters.
+
+    Attributes:
+        name: Its name in the model, "" for the model itself.
+        module: The module.
+        parameters: What it needs, itself or in its children.
+    """
+
+    name: str
+    module: torch.nn.Module
+    parameters: list[torch.nn.Parameter]
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that the same stages need: they come and go together.
+
+    Attributes:
+        parameters: In the order of the model.
+        spans: Where each lies in the unit's memory (and, at first, in its part of the file).
+        nbytes: Its length.
+        file_offset: Where it begins in the module's own file.
+        stages: Who needs it.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    spans: list[Span] = field(default_factory=list)
+    nbytes: int = 0
+    file_offset: int = 0
+    stages: list[Stage] = field(default_factory=list)
+
+
+def find_stages(root: torch.nn.Module, most_bytes: int) -> list[Stage]:
+    """The largest modules whose parameters are at most so many bytes; larger ones by their parts.
+
+    A module that is larger and has parameters of its own is a stage for those, and its children
+    are stages too. Containers that are never called (ModuleList) hand their parameters to who
+    has them.
+    """
+    found: list[Stage] = []
+
+    def visit(name: str, module: torch.nn.Module) -> None:
+        inside = list(module.parameters())
+        if not inside:
+            return
+        if _is_called(module) and (_nbytes(inside) <= most_bytes or isinstance(module, _WHOLE)):
+            found.append(Stage(name, module, inside))
+            return
+        if _is_called(module):
+            own = list(_own_parameters(module))
+            if own:
+                found.append(Stage(name, module, own))
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", root)
+    return found
+
+
+def _is_called(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def _own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Of the module itself, and of containers in it that nobody calls."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not _is_called(child):
+            yield from _own_parameters(child)
+
+
+def _nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def find_units(stages: Sequence[Stage]) -> list[Unit]:
+    """Parameters by who needs them: those of one stage alone are one unit, tied ones another."""
+    users: dict[int, list[Stage]] = {}
+    parameters: dict[int, torch.nn.Parameter] = {}
+    for stage in stages:
+        for parameter in stage.parameters:
+            parameters[id(parameter)] = parameter
+            mine = users.setdefault(id(parameter), [])
+            if stage not in mine:
+                mine.append(stage)
+    by_users: dict[tuple[int, ...], Unit] = {}
+    for key, parameter in parameters.items():
+        who = tuple(id(stage) for stage in users[key])
+        unit = by_users.setdefault(who, Unit([], stages=users[key]))
+        unit.parameters.append(parameter)
+    offset = 0
+    for unit in by_users.values():
+        _place(unit)
+        unit.file_offset = offset
+        offset += unit.nbytes
+    return list(by_users.values())
+
+
+def _place(unit: Unit) -> None:
+    at = 0
+    for parameter in unit.parameters:
+        shape = tuple(parameter.shape)
+        nbytes = math.prod(shape) * parameter.dtype.itemsize
+        at = round_up(at, _PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
+        unit.spans.append(Span(at, nbytes, parameter.dtype, shape))
+        at += nbytes
+    unit.nbytes = round_up(max(at, 1), _PAGE_BYTES)

@@ -1,0 +1,157 @@
+"""The arithmetic of a step: torch's own optimizer, handed some pieces as if they were the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nvmeio.offload import _probe
+from nvmeio.offload._layout import WEIGHTS, Piece
+from nvmeio.offload._tensors import view
+
+
+@dataclass(eq=False)
+class Work:
+    """A piece on its turn.
+
+    Attributes:
+        piece: The piece.
+        group: The number of its parameter group.
+        weights: What the optimizer steps on; its `grad` is set.
+        slot: The memory that holds the piece's state.
+    """
+
+    piece: Piece
+    group: int
+    weights: torch.nn.Parameter
+    slot: torch.Tensor
+
+
+class Stepper:
+    """Steps pieces with an optimizer class.
+
+    Args:
+        optimizer_class: The class.
+        arguments: Its arguments, without the parameters.
+
+    Raises:
+        TypeError: The class cannot be swapped.
+        Exception: What the class says to its arguments.
+    """
+
+    def __init__(self, optimizer_class: Any, arguments: dict[str, Any]) -> None:
+        _probe.check_class(optimizer_class)
+        self.optimizer_class = optimizer_class
+        self._arguments = arguments
+        # One parameter, so that the class checks its arguments and tells its defaults.
+        self._engine = _made_small(optimizer_class, arguments)
+        self.defaults: dict[str, Any] = dict(self._engine.defaults)
+        self._probed: dict[Any, tuple[Any, ...]] = {}
+
+    def kinds(
+        self, group: dict[str, Any], number: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """The swapped state of a parameter of a group; see `_probe.kinds`."""
+        splittable = self.splits(dtype)
+        key = (number, dtype, None if splittable else shape)
+        if key not in self._probed:
+            options = {k: v for k, v in group.items() if k != "params"}
+            self._probed[key] = _probe.kinds(self._made_by(options), {}, dtype, shape, splittable)
+        return self._probed[key]
+
+    def splits(self, dtype: torch.dtype) -> bool:
+        """Whether a parameter may be stepped in parts."""
+        return _probe.splits(self.optimizer_class, dtype)
+
+    def step(
+        self, works: Sequence[Work], groups: Sequence[dict[str, Any]], small: Sequence[Any]
+    ) -> dict[int, dict[str, Any]]:
+        """Step pieces; their state is in their slots before and after.
+
+        Args:
+            works: The pieces.
+            groups: The parameter groups with their options.
+            small: For each piece, by number, its state outside of the slots; not changed.
+
+        Returns:
+            For each of these pieces, by number, that state after the step.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        begun = [work for work in works if work.piece.begun]
+        if begun:
+            self._engine.param_groups = _groups_of(begun, groups)
+            self._engine.state = defaultdict(dict)
+            for work in begun:
+                self._engine.state[work.weights] = _state(work, small[work.piece.number])
+            self._engine.step()
+            _collect(begun, self._engine.state, found)
+            self._engine.state = defaultdict(dict)
+            self._engine.param_groups = []
+        fresh = [work for work in works if not work.piece.begun]
+        if fresh:
+            # Some classes make the state when they are constructed, others in the first step.
+            made = self._constructed(_groups_of(fresh, groups))
+            made.step()
+            _collect(fresh, made.state, found)
+        return found
+
+    def _constructed(self, groups: list[dict[str, Any]]) -> Any:
+        return self.optimizer_class(groups, **self._arguments)
+
+    def _made_by(self, options: dict[str, Any]) -> Any:
+        def make(parameters: list[torch.nn.Parameter]) -> Any:
+            return self._constructed([{**options, "params": parameters}])
+
+        make.__name__ = self.optimizer_class.__name__
+        return make
+
+
+def _made_small(optimizer_class: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)
+    except Exception as refused:
+        try:  # some take matrices only (Muon)
+            return optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], **arguments)
+        except Exception:
+            raise refused from None
+
+
+def _groups_of(works: Sequence[Work], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    members: dict[int, list[torch.nn.Parameter]] = {}
+    for work in works:
+        members.setdefault(work.group, []).append(work.weights)
+    return [
+        {**{k: v for k, v in groups[number].items() if k != "param_names"}, "params": weights}
+        for number, weights in members.items()
+    ]
+
+
+def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in small.items()
+    }
+    for name, span in work.piece.spans.items():
+        if name != WEIGHTS:
+            state[name] = view(work.slot, span)
+    return state
+
+
+def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]) -> None:
+    """Bring what the optimizer made anew into the slots; the rest stays outside of them."""
+    for work in works:
+        after = dict(state[work.weights])
+        for name, span in work.piece.spans.items():
+            if name == WEIGHTS:
+                continue
+            value = after.pop(name, None)
+            place = view(work.slot, span)
+            if value is None:
+                place.zero_()
+            elif value.data_ptr() != place.data_ptr():
+                place.copy_(value)
+        found[work.piece.number] = after

@@ -1,0 +1,287 @@
+"""The swap files of an optimizer: where each piece is, and which generation is complete."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.offload import _manifest
+from nvmeio.offload._file_tensors import FilePart
+from nvmeio.offload._homes import Extent
+from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, runs
+from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._pipeline import Move
+from nvmeio.offload._swap_dir import SwapDir
+
+NAMES = ("state.0", "state.1")
+
+
+class Store:
+    """Two files of state, and the manifest that says which of them is current for each piece.
+
+    Args:
+        directory: Locked by this process.
+        handle: For fsync.
+        durable: Make each generation survive a power cut, beside what comes next.
+
+    Attributes:
+        pieces: All of them, by number.
+        small: For each piece, the state that is not in the files.
+        generation: Of the last complete step.
+    """
+
+    def __init__(self, directory: SwapDir, handle: AioHandle, durable: bool) -> None:
+        self._directory = directory
+        self._handle = handle
+        self._durable = durable
+        self._files: list[File] = []
+        self._nbytes = 0
+        self.pieces: list[Piece] = []
+        self.small: list[dict[str, Any]] = []
+        self.generation = 0
+        self._subgroup_of: dict[int, Subgroup] = {}
+        self._syncing: threading.Thread | None = None
+        self._sync_failure: BaseException | None = None
+
+    def place(self, subgroups: Sequence[Subgroup]) -> None:
+        """Give further subgroups their places; `open` makes the files that long."""
+        for subgroup in subgroups:
+            if not subgroup.resident:
+                subgroup.offset = self._nbytes
+                self._nbytes += subgroup.nbytes
+            for piece in subgroup.pieces:
+                piece.number = len(self.pieces)
+                self.pieces.append(piece)
+                self.small.append({})
+                self._subgroup_of[piece.number] = subgroup
+
+    def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
+        """Take back what `place` did last; the files stay as long as they are."""
+        for subgroup in subgroups:
+            for piece in subgroup.pieces:
+                if self._subgroup_of.pop(piece.number, None) is not None:
+                    self.pieces.pop()
+                    self.small.pop()
+        self._nbytes = nbytes
+
+    def open(self) -> None:
+        """Open the files, and reserve their space.
+
+        Raises:
+            TransferError: There is no space; the files that were open still are.
+        """
+        opened: list[File] = []
+        try:
+            for name in NAMES:
+                opened.append(self._directory.allocate(name, self._nbytes))
+        except BaseException:
+            for file in opened:
+                file.close()
+            raise
+        before, self._files = self._files, opened
+        for file in before:
+            file.close()
+
+    # What moves
+
+    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], weights: bool) -> list[Move]:
+        """The moves that bring the current state of pieces into a slot.
+
+        Args:
+            subgroup: Theirs.
+            pieces: Some of it.
+            weights: The weights as well, where they are stored.
+        """
+        found: list[Move] = []
+        for which in (0, 1):
+            mine = [piece for piece in pieces if piece.current == which]
+            spans = [
+                span
+                for piece in mine
+                for name, span in piece.spans.items()
+                if (weights if name == WEIGHTS else piece.begun)
+            ]
+            whole = len(mine) == len(subgroup.pieces) and all(piece.begun for piece in mine)
+            found += self._moves(subgroup, which, spans, whole)
+        return found
+
+    def weights(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
+        """The moves that bring the current weights of pieces into a slot."""
+        found: list[Move] = []
+        for which in (0, 1):
+            mine = [piece for piece in pieces if piece.current == which and piece.stored]
+            spans = [piece.spans[WEIGHTS] for piece in mine]
+            whole = len(mine) == len(subgroup.pieces)
+            found += self._moves(subgroup, which, spans, whole)
+        return found
+
+    def writes(self, subgroup: Subgroup, pieces: Sequence[Piece], begun: bool = True) -> list[Move]:
+        """The moves that take pieces to the place that is not current.
+
+        Args:
+            subgroup: Theirs.
+            pieces: Some of it.
+            begun: Weights and state; False for the weights alone.
+        """
+        found: list[Move] = []
+        for which in (0, 1):
+            mine = [piece for piece in pieces if piece.current != which]
+            spans = [
+                span
+                for piece in mine
+                for name, span in piece.spans.items()
+                if begun or name == WEIGHTS
+            ]
+            found += self._moves(subgroup, which, spans, len(mine) == len(subgroup.pieces))
+        return found
+
+    def _moves(
+        self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool
+    ) -> list[Move]:
+        return [
+            Move(self._files[which], subgroup.offset + run.offset, run.offset, run.nbytes)
+            for run in runs(spans, subgroup.nbytes, whole)
+        ]
+
+    def extent(self, piece: Piece) -> Extent:
+        """Where the current weights of a piece are."""
+        offset = self._subgroup_of[piece.number].offset + piece.spans[WEIGHTS].offset
+        return Extent(self._files[piece.current], offset, piece.start, piece.stop)
+
+    def subgroup_of(self, piece: Piece) -> Subgroup:
+        """The subgroup that a piece belongs to."""
+        return self._subgroup_of[piece.number]
+
+    def file_part(self, piece: Piece, name: str) -> FilePart:
+        """A piece's current state as a span of an open file."""
+        span = piece.spans[name]
+        opened = self._files[piece.current].acquire(False)
+        try:
+            fd = opened.any_fd()
+        finally:
+            opened.release()
+        return FilePart(fd, self._subgroup_of[piece.number].offset + span.offset, span.nbytes)
+
+    # Generations
+
+    def commit(
+        self,
+        moved: set[int],
+        begun: dict[int, bool],
+        small: dict[int, dict[str, Any]],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """What was written is current from now on.
+
+        Args:
+            moved: The pieces that were written to their other place, by number.
+            begun: Of those whose state exists now, or does not, which it is.
+            small: What changed of the state outside of the files, by number.
+            groups: The options of the parameter groups.
+
+        Raises:
+            TransferError: The manifest could not be written: the generation before is current.
+        """
+        current = [piece.current ^ (piece.number in moved) for piece in self.pieces]
+        started = [int(begun.get(piece.number, piece.begun)) for piece in self.pieces]
+        values = list(self.small)
+        for number, value in small.items():
+            values[number] = value
+        manifest = Manifest(self.generation + 1, self.signature(), current, started, values, groups)
+        _manifest.store(self._directory.path, manifest, durable=False)
+        self.generation += 1
+        self.small = values
+        for piece, which, has in zip(self.pieces, current, started, strict=True):
+            piece.current, piece.begun = which, bool(has)
+        if self._durable:
+            self._syncing = threading.Thread(
+                target=self._sync, args=(manifest,), name="nvmeio-offload-sync", daemon=True
+            )
+            self._syncing.start()
+
+    def _sync(self, manifest: Manifest) -> None:
+        try:
+            for file in self._files:
+                self._handle.sync_fsync(file, data_only=True)
+            _manifest.store(self._directory.path, manifest, durable=True)
+        except BaseException as failed:
+            self._sync_failure = failed
+
+    def settle(self) -> None:
+        """Wait until the last generation is durable: the next overwrites the one before it.
+
+        Raises:
+            TransferError: The drive lost it; raised once.
+        """
+        thread, self._syncing = self._syncing, None
+        if thread is not None:
+            thread.join()
+        failed, self._sync_failure = self._sync_failure, None
+        if failed is not None:
+            raise failed
+
+    def resume(self) -> Manifest | None:
+        """Take up what is in the directory; None where there is nothing. Before `open`.
+
+        Raises:
+            IntegrityError: It belongs to other parameters, another optimizer or other sizes.
+        """
+        manifest = _manifest.newest(self._directory.path)
+        if manifest is None:
+            return None
+        if manifest.signature != self.signature():
+            raise IntegrityError(
+                f"the state in {self._directory.path} belongs to another optimizer, other "
+                "parameters, or another subgroup_bytes or buffer_bytes: make the same as "
+                "before, or begin anew with resume=False",
+                expected=self.signature(),
+                found=manifest.signature,
+            )
+        for name in NAMES:
+            path = self._directory.file(name)
+            if not os.path.isfile(path) or os.path.getsize(path) < self._nbytes:
+                raise TransferError(
+                    errno.ENODATA,
+                    operation="open",
+                    path=path,
+                    detail="the manifest is there, but this file is missing or too short",
+                )
+        self.generation = manifest.generation
+        self.small = manifest.small
+        for piece, which, has in zip(self.pieces, manifest.current, manifest.begun, strict=True):
+            piece.current, piece.begun = which, bool(has)
+        return manifest
+
+    def signature(self) -> str:
+        """What the files are laid out for, as a digest."""
+        digest = hashlib.sha256()
+        for piece in self.pieces:
+            subgroup = self._subgroup_of[piece.number]
+            facts = (piece.owner, piece.start, piece.stop, piece.shape, subgroup.offset)
+            digest.update(repr((facts, sorted(piece.spans.items()))).encode())
+        return digest.hexdigest()[:32]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of each of the two files."""
+        return self._nbytes
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """The two files."""
+        return tuple(self._files)
+
+    def close(self) -> None:
+        """Wait for what is being made durable, and close the files."""
+        try:
+            self.settle()
+        finally:
+            for file in self._files:
+                file.close()

@@ -1,0 +1,60 @@
+"""Parameters as local, flat memory; sharded ones (DTensor) by their own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvmeio.offload._layout import Span
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this process has a part."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory in this process, without autograd."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    sharded: Any = tensor
+    with torch.no_grad():
+        shard: torch.Tensor = sharded.to_local().detach()
+    return shard
+
+
+def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A local tensor as a tensor that is sharded as the parameter is."""
+    if not is_sharded(parameter):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = parameter
+    return DTensor.from_local(
+        shard,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def view(memory: torch.Tensor, span: Span, base: int = 0) -> torch.Tensor:
+    """The tensor that lies at a span of byte memory, `base` bytes in."""
+    start = base + span.offset
+    if not span.nbytes:
+        return torch.empty(span.shape, dtype=span.dtype)
+    return memory[start : start + span.nbytes].view(span.dtype).view(span.shape)
+
+
+def part(tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
+    """Elements [start, stop) in row-major order; the tensor itself where that is all of it.
+
+    Shares memory where the tensor is contiguous, and else is a copy.
+    """
+    if tuple(tensor.shape) == tuple(shape) and stop - start == tensor.numel():
+        return tensor
+    return tensor.reshape(-1)[start:stop]

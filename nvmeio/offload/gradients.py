@@ -1,0 +1,400 @@
+"""Gradients that leave memory as backward makes them, packed into large writes.
+
+Each subgroup of the optimizer has an area in one file, in the order of its pieces. What backward
+makes is copied into a *sheet*, the memory of such an area; a sheet that is full is written at once,
+and one that is wanted again (the next micro-batch) is read first and added to.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.offload._layout import Piece, Subgroup, runs
+from nvmeio.offload._owners import Owner
+from nvmeio.offload._pipeline import Move
+from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._tensors import is_sharded, local, part, view
+from nvmeio.operation import Operation
+from nvmeio.pool import PinnedPool
+
+SHEETS = 3  # one is filled, one is written, one is read ahead
+NAME = "gradients"
+
+
+class _Sheet:
+    """A subgroup's gradients in memory."""
+
+    def __init__(self, subgroup: Subgroup, memory: torch.Tensor) -> None:
+        self.subgroup = subgroup
+        self.memory = memory
+        self.reading: list[Operation] = []
+        self.writing: list[Operation] = []
+        self.changed: list[Piece] = []
+
+
+class GradientSwapper:
+    """Takes gradients to the drive, and tells where they are.
+
+    Args:
+        directory: Locked by this process.
+        handle: Moves the bytes.
+
+    Attributes:
+        read_bytes: Since it was made, for accumulation only.
+        written_bytes: Since it was made.
+    """
+
+    def __init__(self, directory: SwapDir, handle: AioHandle) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._distributed = True
+        else:
+            self._distributed = False
+        self._directory = directory
+        self._handle = handle
+        self._lock = threading.RLock()
+        self._file: File | None = None
+        self._nbytes = 0
+        self._owners: dict[int, Owner] = {}
+        self._group_of: dict[int, Subgroup] = {}  # by id of the piece
+        self._present: set[int] = set()
+        self._norms: dict[int, torch.Tensor] = {}
+        self._sheets: OrderedDict[int, _Sheet] = OrderedDict()  # open ones, the oldest first
+        self._leaving: list[_Sheet] = []  # being written
+        self._order: list[Subgroup] = []  # in which they came last time
+        self._failure: BaseException | None = None
+        self._not_finite = False
+        self._resident: Owner | None = None  # keeps its gradient in memory
+        self._seen = False  # it had one since the last `clear`
+        self._clean: torch.Tensor | None = None  # that gradient, while it is poisoned
+        self._pool: PinnedPool | None = None
+        self._leases: list[Any] = []
+        self._free: list[torch.Tensor] = []
+        self._hooks: list[Any] = []
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    def extend(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+        """Take over the gradients of further parameters.
+
+        Raises:
+            TransferError: There is no space for them.
+            ValueError: They are of several ranks and not sharded: DistributedDataParallel reduces
+                gradients in memory, after they were taken.
+        """
+        plain = [o for o in owners if not is_sharded(o.parameter)]
+        if self._distributed and plain:
+            raise ValueError(
+                "with several ranks only sharded gradients (FSDP2) can be swapped: "
+                'DistributedDataParallel reduces them in memory; use gradients="memory"'
+            )
+        self.flush()
+        nbytes = self._nbytes
+        for subgroup in subgroups:
+            subgroup.grad_offset = nbytes
+            nbytes += subgroup.grad_nbytes
+        opened = self._directory.allocate(NAME, nbytes)
+        if self._file is not None:
+            self._file.close()
+        self._file, self._nbytes = opened, nbytes
+        need = max((subgroup.grad_nbytes for subgroup in subgroups), default=0)
+        self._make_sheets(need)
+        self._owners.update({owner.number: owner for owner in owners})
+        self._group_of.update({id(p): s for s in subgroups for p in s.pieces})
+        if self._resident is None:
+            self._resident = min(owners, key=lambda o: o.parameter.numel(), default=None)
+            if self._resident is not None and self._resident.parameter.requires_grad:
+                resident: Any = self._resident.parameter
+                self._hooks.append(resident.register_hook(lambda _: self.restore_resident()))
+        for owner in owners:
+            if owner.parameter.requires_grad:
+                take = functools.partial(self._take, owner)
+                parameter: Any = owner.parameter
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+
+    def _make_sheets(self, need: int) -> None:
+        if not need or (self._pool is not None and self._free[0].nbytes >= need):
+            return
+        self._free_memory()
+        self._pool = PinnedPool(SHEETS * need)
+        for _ in range(SHEETS):
+            lease = self._pool.take(need)
+            self._free.append(lease.__enter__())
+            self._leases.append(lease)
+
+    # What backward made
+
+    @torch.no_grad()
+    def _take(self, owner: Owner, parameter: torch.Tensor) -> None:
+        with self._lock:
+            if parameter.grad is None or self._file is None:
+                return
+            if owner is self._resident:
+                self._seen = True
+                self._poison()
+                return
+            self._look_for_zero_grad()
+            if parameter.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"parameter {owner.number} has a {parameter.grad.layout} gradient: only dense "
+                    "ones can be swapped (an embedding wants sparse=False)"
+                )
+            gradient = local(parameter.grad).contiguous()
+            again = owner.number in self._present
+            try:
+                if again:
+                    for piece in owner.pieces:
+                        old = self._open(piece)
+                        part(gradient, piece.start, piece.stop, piece.shape).add_(old)
+                norm = torch.linalg.vector_norm(gradient)
+                self._norms[owner.number] = norm
+                # A norm may overflow where no element is infinite.
+                if not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
+                    self._not_finite = True
+                    self._poison()
+                for piece in owner.pieces:
+                    place = self._open(piece)
+                    place.copy_(part(gradient, piece.start, piece.stop, piece.shape))
+                    self._close_if_full(piece)
+            except BaseException as failed:
+                self._failure = self._failure or failed
+                raise
+            self._present.add(owner.number)
+            parameter.grad = None
+
+    def _open(self, piece: Piece) -> torch.Tensor:
+        """The place of a piece's gradient in its sheet, with what was there before."""
+        subgroup = self._group_of[id(piece)]
+        sheet = self._sheets.get(id(subgroup))
+        if sheet is None:
+            sheet = self._new_sheet(subgroup)
+            self._look_ahead(subgroup)
+        reading, sheet.reading = sheet.reading, []
+        self._check(reading)
+        if piece.grad is None:
+            raise RuntimeError("a piece has no place for its gradient")
+        return view(sheet.memory, piece.grad)
+
+    def _new_sheet(self, subgroup: Subgroup) -> _Sheet:
+        for sheet in [each for each in self._leaving if each.subgroup is subgroup]:
+            self._wait_for(sheet)
+        while not self._free:
+            if not self._leaving:
+                self._write(next(iter(self._sheets.values())))
+            self._wait_for(self._leaving[0])
+        sheet = _Sheet(subgroup, self._free.pop())
+        self._sheets[id(subgroup)] = sheet
+        if subgroup not in self._order:
+            self._order.append(subgroup)
+        there = [piece for piece in subgroup.pieces if piece.owner in self._present]
+        for move in self.reads(subgroup, there, 0):
+            memory = sheet.memory[move.slot_offset : move.slot_offset + move.nbytes]
+            sheet.reading.append(self._handle.async_pread(memory, move.file, move.file_offset))
+            self.read_bytes += move.nbytes
+        return sheet
+
+    def _look_ahead(self, subgroup: Subgroup) -> None:
+        """Begin to read the sheet that came after this one last time, if there is room."""
+        if not self._present:
+            return
+        at = self._order.index(subgroup) + 1
+        following = self._order[at] if at < len(self._order) else None
+        self._leaving = [sheet for sheet in self._leaving if not self._is_over(sheet)]
+        busy = {id(sheet.subgroup) for sheet in self._leaving} | set(self._sheets)
+        if following is None or id(following) in busy or not self._free:
+            return
+        if any(piece.owner in self._present for piece in following.pieces):
+            self._new_sheet(following)
+
+    def _close_if_full(self, piece: Piece) -> None:
+        sheet = self._sheets[id(self._group_of[id(piece)])]
+        sheet.changed.append(piece)
+        expected = [
+            each
+            for each in sheet.subgroup.pieces
+            if self._owners[each.owner].parameter.requires_grad
+            and self._owners[each.owner] is not self._resident
+        ]
+        if len(sheet.changed) >= len(expected):
+            self._write(sheet)
+
+    def _write(self, sheet: _Sheet) -> None:
+        reading, sheet.reading = sheet.reading, []
+        self._check(reading)
+        del self._sheets[id(sheet.subgroup)]
+        for move in self._moves(sheet.subgroup, sheet.changed, 0):
+            memory = sheet.memory[move.slot_offset : move.slot_offset + move.nbytes]
+            sheet.writing.append(self._handle.async_pwrite(memory, move.file, move.file_offset))
+            self.written_bytes += move.nbytes
+        self._leaving.append(sheet)
+
+    def _is_over(self, sheet: _Sheet) -> bool:
+        """Whether a sheet is written, and given back if so."""
+        if not all(operation.done() for operation in sheet.writing):
+            return False
+        self._settle(sheet)
+        return True
+
+    def _wait_for(self, sheet: _Sheet) -> None:
+        self._leaving.remove(sheet)
+        self._settle(sheet)
+
+    def _settle(self, sheet: _Sheet) -> None:
+        try:
+            self._check(sheet.writing)
+        finally:
+            self._free.append(sheet.memory)
+
+    def _check(self, operations: Sequence[Operation]) -> None:
+        """Wait for operations; the first failure counts until `clear`."""
+        for operation in operations:
+            failed = operation.exception()
+            if failed is not None and self._failure is None:
+                self._failure = failed
+        if self._failure is not None:
+            raise self._failure
+
+    def _look_for_zero_grad(self) -> None:
+        """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
+        if self._seen and self._resident is not None and self._resident.parameter.grad is None:
+            self.clear()
+
+    # GradScaler looks at gradients in memory only: one of them tells it of the others.
+
+    def _poison(self) -> None:
+        if not self._not_finite or self._resident is None or self._clean is not None:
+            return
+        gradient = self._resident.parameter.grad
+        if gradient is not None:
+            self._clean = gradient.clone()
+            gradient.fill_(float("nan"))
+
+    @torch.no_grad()
+    def restore_resident(self) -> None:
+        """Give the gradient in memory its own values again."""
+        clean, self._clean = self._clean, None
+        if clean is None or self._resident is None or self._resident.parameter.grad is None:
+            return
+        self._resident.parameter.grad.copy_(clean)
+
+    # What the optimizer asks
+
+    def has(self, number: int) -> bool:
+        """Whether a parameter's gradient is on the drive."""
+        return number in self._present
+
+    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
+        """The moves that bring gradients into a slot, from byte `base` on."""
+        return self._moves(subgroup, [p for p in pieces if p.owner in self._present], base)
+
+    def _moves(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
+        if self._file is None:
+            return []
+        spans = [piece.grad for piece in pieces if piece.grad is not None]
+        whole = len(spans) == len(subgroup.pieces)
+        return [
+            Move(self._file, subgroup.grad_offset + run.offset, base + run.offset, run.nbytes)
+            for run in runs(spans, subgroup.grad_nbytes, whole)
+        ]
+
+    def flush(self) -> None:
+        """Write what is in memory, and wait until all is written.
+
+        Raises:
+            TransferError: Some gradients were lost; zero_grad, and run backward again.
+        """
+        with self._lock:
+            self._look_for_zero_grad()
+            while self._sheets:
+                self._write(next(iter(self._sheets.values())))
+            while self._leaving:
+                self._wait_for(self._leaving[0])
+            if self._failure is not None:
+                raise self._failure
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        with self._lock:
+            for sheet in [*self._sheets.values(), *self._leaving]:
+                for operation in [*sheet.reading, *sheet.writing]:
+                    operation.exception()  # until the memory is ours; whatever came of it
+                self._free.append(sheet.memory)
+            self._sheets.clear()
+            self._leaving.clear()
+            self._present.clear()
+            self._norms.clear()
+            self._failure = None
+            self._not_finite = self._seen = False
+            self._clean = None
+
+    def clip(
+        self, max_norm: float, inverse_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of all gradients, and what to multiply them with; as torch clips.
+
+        Args:
+            max_norm: The largest norm allowed.
+            inverse_scale: What undoes a GradScaler, or None.
+        """
+        with self._lock:
+            norms = []
+            for owner in self._owners.values():
+                norm = self._norms.get(owner.number)
+                if norm is None and owner.parameter.grad is not None:
+                    norm = torch.linalg.vector_norm(local(owner.parameter.grad))
+                if norm is not None:
+                    norms.append(_over_ranks(owner.parameter, norm))
+            total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+            if inverse_scale is not None:
+                total = total * inverse_scale
+            return total, torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file."""
+        return self._nbytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of all sheets."""
+        return 0 if self._pool is None else self._pool.budget_bytes
+
+    def close(self) -> None:
+        """Leave the parameters alone, and give back memory and file."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.clear()
+        self._free_memory()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _free_memory(self) -> None:
+        self._free = []
+        for lease in self._leases:
+            lease.__exit__(None, None, None)
+        self._leases = []
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _over_ranks(parameter: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """The norm of a sharded gradient from those of its shards."""
+    if not is_sharded(parameter):
+        return norm
+    sharded: Any = parameter
+    square = norm.square()
+    for dimension, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
+    return square.sqrt()

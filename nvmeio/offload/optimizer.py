@@ -1,0 +1,546 @@
+"""`SwappedOptimizer`: any torch optimizer, with its state on the drive."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvmeio.errors import ClosedError, NvmeioError
+from nvmeio.handle import AioHandle
+from nvmeio.offload import _checks, _plan, _state
+from nvmeio.offload._engine import Engine
+from nvmeio.offload._owners import Owner, new_owner
+from nvmeio.offload._pipeline import Times, in_thread, off_loop
+from nvmeio.offload._plan import MemoryPlan
+from nvmeio.offload._ranks import directory_name
+from nvmeio.offload._state import StateView
+from nvmeio.offload._stepping import Stepper
+from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload.gradients import GradientSwapper
+
+DEFAULT_SUBGROUP_BYTES = 64 << 20
+
+
+class SwappedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state lies on the drive and passes through a few buffers.
+
+    The result is that of `optimizer_class` in memory, bit for bit. Works with every torch optimizer
+    whose state is tensors of each parameter (Adam, AdamW, SGD, Adagrad, …; foreach and fused
+    forms), with parameter groups, LR schedulers, clipping, accumulation and `GradScaler`.
+
+    Each step reads, computes and writes subgroup by subgroup, the three at once. It is complete or
+    has not happened: a failed one raises and everything is as before it; a killed process goes
+    on from its last complete step with ``resume=True``.
+
+    Args:
+        optimizer_class: The class, such as `torch.optim.AdamW`.
+        params: Parameters, or groups, as for that class.
+        swap_dir: An existing directory on a fast drive; a subdirectory for this optimizer (and
+            rank) is made in it and locked. Takes twice the state; see `plan`.
+        subgroup_bytes: State that is read, stepped and written as one. More is better for the
+            drive up to some 64 MiB; see docs/offload.md.
+        buffer_bytes: All buffers together; None gives each stage the largest subgroup. Parameters
+            are split to fit where the class works element by element in fp32 or fp64.
+        handle: Moves the bytes and stays open; None makes one.
+        master_dtype: Step in this dtype on weights of their own, kept on the drive, and round
+            the result into the parameters: `torch.float32` for bf16 parameters.
+        gradients: "memory" leaves them in ``.grad``; "disk" takes each away as backward has made
+            it. Then clip with `clip_grad_norm_` of this object.
+        ratio: The part of the state that is on the drive; the rest stays in memory.
+        recoverable: Keep a copy of the weights on the drive beside the state, which undoes failed
+            steps and is what `resume` takes weights from: 4 bytes more written for an fp32
+            parameter. Master weights are such a copy already.
+        durable: Survive a power cut as well (fdatasync beside the next forward pass).
+        resume: Go on from what is in the directory, weights included; where there is nothing,
+            begin. Files stay there on `close`. False removes what a dead process left.
+        pipeline_read: Read ahead of the step; False needs a buffer less.
+        pipeline_write: Write behind the step; False needs a buffer less.
+        optimizer_args: Arguments of the class: ``lr=1e-3``.
+
+    Raises:
+        TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure).
+        ValueError: A parameter is out of range; the buffers are too small for one parameter.
+        TransferError: The directory is missing, read-only, full or in use (EBUSY).
+        IntegrityError: What is to be resumed belongs to something else, or is damaged.
+
+    Attributes:
+        generation: How many times the state has changed: 1 when made, one more with each step.
+        resumed: Whether it went on from what was in the directory.
+        last_step: Where the time of the last step went, and its bytes.
+
+    Cost: see `plan`, which states it. A step takes as long as the longest of reading, computing and
+    writing, and one subgroup's reading and writing more.
+
+    Example:
+        >>> opt = SwappedOptimizer(torch.optim.AdamW, model.parameters(), swap_dir="/mnt/nvme",
+        ...                        master_dtype=torch.float32, lr=1e-4)
+        >>> loss.backward()
+        >>> opt.step()  # or: await opt.async_step()
+        >>> opt.zero_grad()
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Any,
+        params: Any,
+        *,
+        swap_dir: str | os.PathLike[str],
+        subgroup_bytes: int = DEFAULT_SUBGROUP_BYTES,
+        buffer_bytes: int | None = None,
+        handle: AioHandle | None = None,
+        master_dtype: torch.dtype | None = None,
+        gradients: str = "memory",
+        ratio: float = 1.0,
+        recoverable: bool = True,
+        durable: bool = True,
+        resume: bool = False,
+        pipeline_read: bool = True,
+        pipeline_write: bool = True,
+        **optimizer_args: Any,
+    ) -> None:
+        _checks.count("subgroup_bytes", subgroup_bytes, 4096)
+        if buffer_bytes is not None:
+            _checks.count("buffer_bytes", buffer_bytes, 4096)
+        _checks.handle(handle)
+        _checks.master_dtype(master_dtype)
+        _checks.choice("gradients", gradients, ("memory", "disk"))
+        _checks.ratio(ratio)
+        if resume and not (ratio == 1.0 and recoverable):
+            raise ValueError(
+                "resume=True needs all state and weights on the drive: leave ratio at 1.0 and "
+                "recoverable at True"
+            )
+        self._stepper = Stepper(optimizer_class, optimizer_args)
+        self._optimizer_class = optimizer_class
+        self._subgroup_bytes = subgroup_bytes
+        self._buffer_bytes = buffer_bytes
+        self._buffers = 1 + bool(pipeline_read) + bool(pipeline_write)
+        self._master_dtype = master_dtype
+        self._ratio = float(ratio)
+        self._recoverable = bool(recoverable)
+        self._on_disk = gradients == "disk"
+        self._owners: list[Owner] = []
+        self._engine: Engine | None = None
+        self._swapper: GradientSwapper | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._clip_factor: torch.Tensor | None = None
+        self.last_step: Times = Times()
+        self.resumed = False
+        super().__init__(params, self._stepper.defaults)
+        directory = SwapDir(swap_dir, directory_name("optimizer"))
+        try:
+            if not resume:
+                directory.clean()
+            self._start(directory, handle, bool(durable), resume, pipeline_read, pipeline_write)
+        except BaseException:
+            self._closed = True
+            if self._engine is not None:
+                self._engine.close()
+            directory.release(remove=not resume)
+            raise
+
+    def _start(
+        self,
+        directory: SwapDir,
+        handle: AioHandle | None,
+        durable: bool,
+        resume: bool,
+        pipeline_read: bool,
+        pipeline_write: bool,
+    ) -> None:
+        self._engine = engine = Engine(
+            directory, handle, self._stepper, durable, bool(pipeline_read), bool(pipeline_write)
+        )
+        for number in range(len(self.param_groups)):
+            self._own_group(number)
+        subgroups = self._subgroups(self._owners)
+        bound = {o.number for o in self._owners if o.home is not None and not o.casts_home}
+        _plan.hold(subgroups, self._ratio, bound)
+        self._make_swapper(subgroups)
+        engine.add(self._owners, subgroups)
+        manifest = off_loop(lambda: engine.begin(resume, self._saved_groups))
+        if manifest is not None:
+            self.resumed = True
+            _state.apply_groups(self.param_groups, manifest.groups)
+        self.state = StateView(engine, self._owners)  # type: ignore[assignment]
+        self._finalizer = weakref.finalize(
+            self, _finish, engine, self._swapper, directory, not resume, os.getpid()
+        )
+
+    # Parameters
+
+    def _own_group(self, number: int) -> list[Owner]:
+        """The parameters of a group, cut so that each piece fits into a buffer."""
+        whole = self._new_owners(number, 1 << 62)
+        share = _plan.slot_share([p for each in whole for p in each.pieces], self._on_disk)
+        made = self._new_owners(number, self._most_bytes(share))
+        self._owners += made
+        return made
+
+    def _new_owners(self, number: int, most_bytes: int) -> list[Owner]:
+        group = self.param_groups[number]
+        return [
+            new_owner(
+                len(self._owners) + position,
+                parameter,
+                number,
+                group,
+                self._stepper,
+                self._master_dtype,
+                self._recoverable,
+                most_bytes,
+                self._on_disk,
+            )
+            for position, parameter in enumerate(group["params"])
+        ]
+
+    def _most_bytes(self, share: float) -> int:
+        return _plan.most_record_bytes(
+            self._subgroup_bytes, self._buffer_bytes, self._buffers, share
+        )
+
+    def _subgroups(self, owners: Sequence[Owner]) -> list[Any]:
+        pieces = [piece for owner in owners for piece in owner.pieces]
+        most = self._most_bytes(_plan.slot_share(pieces, self._on_disk))
+        subgroups = _plan.make_subgroups(pieces, most, self._on_disk)
+        _plan.check_budget(subgroups, self._needs_grads(owners), self._buffer_bytes, self._buffers)
+        return subgroups
+
+    def _needs_grads(self, owners: Sequence[Owner]) -> bool:
+        return self._on_disk or any(owner.casts_home for owner in owners)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do; its state follows the others' in the files.
+
+        Raises:
+            TransferError: There is no space for it.
+            ValueError, TypeError: As for the optimizer's class.
+        """
+        super().add_param_group(param_group)
+        engine = self._engine
+        if engine is None:
+            return  # called by the constructor
+        try:
+            self._check_open()
+            made = self._own_group(len(self.param_groups) - 1)
+            try:
+                subgroups = self._subgroups(made)
+                off_loop(lambda: engine.extend(made, subgroups, self._saved_groups))
+                if self._swapper is not None:
+                    self._swapper.extend(made, subgroups)
+            except BaseException:
+                del self._owners[len(self._owners) - len(made) :]
+                raise
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _make_swapper(self, subgroups: Sequence[Any]) -> None:
+        engine = self._engine
+        if self._on_disk and engine is not None:
+            self._swapper = GradientSwapper(engine.directory, engine.handle)
+            self._swapper.extend(self._owners, subgroups)
+            engine.swapper = self._swapper
+            # GradScaler then leaves the scaling to us: only this object reaches the gradients.
+            self._step_supports_amp_scaling = True
+
+    def _saved_groups(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.param_groups
+        ]
+
+    # Stepping
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step, as the class does in memory. Blocks; other threads run.
+
+        Args:
+            closure: Refused: call ``loss.backward()`` yourself, then `step`.
+
+        Raises:
+            TypeError: There is a closure.
+            TransferError: The drive failed or is full. The step has not happened: state, weights
+                and gradients are as before, and it may be tried again. If even the weights could
+                not be brought back, the optimizer is broken: every further step raises.
+            RuntimeError: A parameter was resized, converted or moved; nothing was changed.
+            ClosedError: It is closed, or belongs to the parent of this forked process.
+        """
+        if closure is not None:
+            raise TypeError(
+                "a swapped optimizer takes no closure: call loss.backward() first, then step()"
+            )
+        self._check_open()
+        factor = self._scaling()
+        if factor is False:
+            return
+        engine = self._opened()
+        self.last_step = off_loop(
+            lambda: engine.step(self.param_groups, factor, self._saved_groups)
+        )
+        self._clip_factor = None
+
+    async def async_step(self) -> None:
+        """`step`, awaited: a thread does it, and the event loop goes on.
+
+        Leave parameters and gradients alone meanwhile. Cancelling waits for the step, which then
+        has happened, before `CancelledError` is raised.
+
+        Raises: As `step`.
+        """
+        self._check_open()
+        threads = torch.get_num_threads()
+
+        def work() -> None:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            self.step()
+
+        await in_thread(work)
+
+    def _scaling(self) -> Any:
+        """What gradients are to be multiplied with: None, a tensor, or False to leave it all."""
+        clip = self._clip_factor
+        if self._swapper is None or not hasattr(self, "found_inf"):
+            if self._swapper is not None:
+                self._swapper.restore_resident()
+            return clip
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            raise RuntimeError(
+                "GradScaler.unscale_ cannot reach gradients on the drive: leave it out, and "
+                "clip with optimizer.clip_grad_norm_(max_norm, scaler=scaler)"
+            )
+        if bool(self.found_inf):
+            return False
+        self._swapper.restore_resident()
+        inverse = scale.double().reciprocal().float()
+        return inverse if clip is None else clip * inverse
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those on the drive too.
+
+        Raises:
+            ValueError: `set_to_none` is False while gradients are on the drive, which holds none of
+                zeros.
+        """
+        if self._swapper is not None:
+            if not set_to_none:
+                raise ValueError("gradients on the drive are set to none: set_to_none must be True")
+            self._swapper.clear()
+        self._clip_factor = None
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, scaler: Any = None
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over all gradients, on the drive or in memory.
+
+        Gradients on the drive are multiplied when the next step reads them.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: 2.0; any other only with gradients in memory.
+            scaler: The GradScaler that scaled them; None for none. For gradients on the drive:
+                in memory, call its `unscale_` first, as ever.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ValueError: The norm type is not known of gradients on the drive.
+        """
+        parameters = [owner.parameter for owner in self._owners]
+        if self._swapper is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2.0:
+            raise ValueError("of gradients on the drive only the 2-norm is known")
+        inverse = (
+            None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
+        )
+        total, factor = self._swapper.clip(max_norm, inverse)
+        self._clip_factor = factor
+        return total
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as `optimizer_class` has it, which loads it; without reading it.
+
+        Its tensors lie over the swap files: pages are read when they are looked at, so saving
+        takes no memory for the whole. They are valid until the next step. Master weights are there
+        too, as "master", which torch's classes carry along and `load_state_dict` takes up.
+        """
+        self._check_open()
+        found: dict[str, Any] = super().state_dict()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of an optimizer of this class, swapped or not.
+
+        It is streamed to the drive, subgroup by subgroup. Weights are the parameters' own as they
+        are now, and "master" where the state has it: load the model first.
+
+        Args:
+            state_dict: Of `optimizer_class`, or of this class.
+
+        Raises:
+            ValueError: It has other groups, parameters or kinds of state; nothing has changed.
+            TransferError: The drive failed; nothing has changed.
+        """
+        self._check_open()
+        engine = self._opened()
+        hooked: Any = self
+        for hook in hooked._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        loaded = _state.prepared(self, state_dict)
+        off_loop(lambda: engine.load(loaded.states, lambda: loaded.groups))
+        _state.apply_groups(self.param_groups, loaded.groups)
+        for hook in hooked._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def reload_weights(self) -> None:
+        """Take the parameters' present values for the weights that are on the drive.
+
+        For parameters that were changed by other means than `step`, such as
+        ``model.load_state_dict``. Without master weights the next step does it by itself, but a
+        step that is undone before that brings back what was on the drive.
+        """
+        self._check_open()
+        engine = self._opened()
+        off_loop(lambda: engine.store_weights(self._saved_groups))
+
+    def snapshot(self, directory: str | os.PathLike[str]) -> None:
+        """Copy the swap files of the last step, from which ``resume=True`` goes on.
+
+        Args:
+            directory: Made where it is missing; to resume, name it as `swap_dir`.
+
+        Raises:
+            TransferError: It is not empty, full, or on a failing drive.
+            ValueError: Some state is in memory (`ratio`).
+
+        Cost: a link in the file system where it shares blocks (reflink on xfs, btrfs), else a copy
+        within the kernel; none of it passes through this process.
+        """
+        self._check_open()
+        off_loop(lambda: self._opened().snapshot(directory))
+
+    # Properties
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The sizes that were computed; its `str` states them."""
+        return self._opened().memory_plan()
+
+    @property
+    def generation(self) -> int:
+        """How many times the state has changed: 1 when made, one more with each step."""
+        return self._opened().store.generation
+
+    @property
+    def swap_dir(self) -> str:
+        """The directory of the swap files."""
+        return self._opened().directory.path
+
+    @property
+    def bytes_written(self) -> int:
+        """Written to the drive since this object was made, for the drive's endurance."""
+        return self._opened().written_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Read from the drive since this object was made."""
+        return self._opened().read_bytes
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the buffers are page-locked; the drive does not need it."""
+        return self._opened().pinned
+
+    @property
+    def broken(self) -> str:
+        """Why no further step can be made, or ""."""
+        return self._opened().broken
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # The end
+
+    def close(self) -> None:
+        """Wait for what is being written, give back memory, files and lock.
+
+        The swap files are removed, unless it was made with ``resume=True``. Idempotent. Without it
+        the same happens when the object goes, or the process ends.
+        """
+        if not self._closed:
+            self._closed = True
+            self._finalizer()
+
+    def __enter__(self) -> SwappedOptimizer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the optimizer is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this process was forked from the optimizer's owner: make one of its own here"
+            )
+        if self._engine is not None and self._engine.broken:
+            raise NvmeioError(self._engine.broken)
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            raise ClosedError("the optimizer was never opened")
+        return self._engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a swapped optimizer belongs to its process and directory: send its state_dict()"
+        )
+
+    def __deepcopy__(self, memo: Any) -> SwappedOptimizer:
+        raise TypeError("a swapped optimizer cannot be copied: make another in another swap_dir")
+
+    def __repr__(self) -> str:
+        if self._engine is None or self._closed:
+            return f"<SwappedOptimizer of {self._optimizer_class.__name__}, closed>"
+        return (
+            f"<SwappedOptimizer of {self._optimizer_class.__name__} in {self.swap_dir}, "
+            f"generation {self.generation}: {self.plan}>"
+        )
+
+
+def _finish(
+    engine: Engine,
+    swapper: GradientSwapper | None,
+    directory: SwapDir,
+    remove: bool,
+    pid: int,
+) -> None:
+    """What `close` does, without the object."""
+    if os.getpid() != pid:
+        return  # a forked child: everything is the parent's
+    try:
+        if swapper is not None:
+            swapper.close()
+    finally:
+        try:
+            engine.close()
+        finally:
+            directory.release(remove)

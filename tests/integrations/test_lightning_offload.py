@@ -1,0 +1,140 @@
+"""Lightning with optimizer state on the drive: real fits, equal to those in memory."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+@pytest.fixture(params=PACKAGES)
+def pl(request: pytest.FixtureRequest) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages it imports
+        pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+        return importlib.import_module(PACKAGES[request.param])
+
+
+def new_module(pl: ModuleType, optimizers: Any = None) -> Any:
+    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+            )
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            (x,) = batch
+            loss = (self.net(x).squeeze() - x.sum(1)).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            if optimizers is not None:
+                return optimizers(self)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+        def train_dataloader(self) -> Any:
+            data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 16)
+
+    return Module()
+
+
+def fit(
+    pl: ModuleType, folder: Path, callbacks: list[Any], module: Any = None, **options: Any
+) -> Any:
+    module = module or new_module(pl)
+    checkpoint = options.pop("ckpt_path", None)
+    trainer = pl.Trainer(
+        **{
+            "max_epochs": 2,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": folder,
+            "callbacks": callbacks,
+            "gradient_clip_val": 0.5,
+            "accumulate_grad_batches": 2,
+            **options,
+        }
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few workers and the like
+        trainer.fit(module, ckpt_path=checkpoint)
+    return module, trainer
+
+
+def test_a_fit_with_the_callback_equals_one_without(pl: ModuleType, tmp_path: Path) -> None:
+    from nvmeio.integrations.lightning_offload import SwapOptimizers
+
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    ours, _ = fit(pl, tmp_path, [SwapOptimizers(swap, subgroup_bytes=4096)])
+    theirs, _ = fit(pl, tmp_path, [])
+    assert ours.losses == theirs.losses
+    assert list(swap.iterdir()) == []
+
+
+def test_checkpoints_go_both_ways(pl: ModuleType, tmp_path: Path) -> None:
+    from nvmeio.integrations.lightning_offload import SwapOptimizers
+
+    swap = tmp_path / "swap"
+    swap.mkdir()
+
+    class Saving(pl.Callback):  # type: ignore[name-defined,misc]
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(folder / "epoch.ckpt")
+
+    results = []
+    for first, second in ((True, False), (False, True), (False, False)):
+        folder = tmp_path / f"{first}{second}"
+        folder.mkdir()
+        callbacks = [SwapOptimizers(swap)] if first else []
+        fit(pl, folder, [*callbacks, Saving()], max_epochs=1)
+        callbacks = [SwapOptimizers(swap)] if second else []
+        module, _ = fit(pl, folder, callbacks, max_epochs=3, ckpt_path=folder / "epoch.ckpt")
+        results.append(module.losses)
+    assert results[0] == results[1] == results[2]
+
+
+def test_the_optimizer_is_returned_by_the_module(pl: ModuleType, tmp_path: Path) -> None:
+    from nvmeio.integrations.lightning_offload import LightningSwappedOptimizer
+
+    made: list[Any] = []
+
+    def swapped(module: Any) -> Any:
+        made.append(
+            LightningSwappedOptimizer(
+                torch.optim.SGD, module.parameters(), swap_dir=tmp_path, lr=1e-2, momentum=0.9
+            )
+        )
+        return made[0]
+
+    ours, _ = fit(pl, tmp_path, [], new_module(pl, swapped))
+    made[0].close()
+    plain = new_module(pl, lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9))
+    theirs, _ = fit(pl, tmp_path, [], plain)
+    assert ours.losses == theirs.losses
+
+
+def test_clipping_what_lightning_cannot_reach_is_refused(pl: ModuleType, tmp_path: Path) -> None:
+    from nvmeio.integrations.lightning_offload import SwapOptimizers
+
+    with pytest.raises(ValueError, match="gradient_clip_val"):
+        fit(pl, tmp_path, [SwapOptimizers(tmp_path, gradients="disk")])
+    ours, _ = fit(pl, tmp_path, [SwapOptimizers(tmp_path, gradients="disk")], gradient_clip_val=0)
+    theirs, _ = fit(pl, tmp_path, [], gradient_clip_val=0)
+    assert ours.losses == theirs.losses

@@ -1,0 +1,94 @@
+"""Swapped state is saved by Checkpointer and DCP without being in memory as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nvmeio
+from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE_BYTES = 12 * 12 * 1024 * 513  # weights and two moments in fp32
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[tuple[SwappedModule, SwappedOptimizer]]:
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(*(torch.nn.Linear(512, 1024) if n % 2 == 0 else
+                                 torch.nn.Linear(1024, 512) for n in range(12)))  # fmt: skip
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    with (
+        SwappedModule(made, swap_dir=swap, resident_bytes=8 << 20) as module,
+        SwappedOptimizer(
+            torch.optim.Adam, module.parameters(), swap_dir=swap, subgroup_bytes=4 << 20
+        ) as optimizer,
+    ):
+        for _ in range(2):
+            module(torch.ones(2, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield module, optimizer
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def state_of(module: SwappedModule, optimizer: SwappedOptimizer) -> dict[str, Any]:
+    return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["model"].keys() == wanted["model"].keys()
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    for key, entry in wanted["optimizer"]["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(found["optimizer"]["state"][key][name], value), (key, name)
+
+
+def test_checkpointer(trained: Any, tmp_path: Path) -> None:
+    module, optimizer = trained
+    with nvmeio.Checkpointer(tmp_path / "saved", memory_bytes=4 << 20) as checkpointer:
+        checkpointer.save_sync({"warm": torch.ones(12 << 20)}, 0)  # what a handle takes at first
+        checkpointer.wait_sync()
+        before = anonymous_bytes()
+        checkpointer.save_sync(state_of(module, optimizer), 1)
+        checkpointer.wait_sync()
+        assert anonymous_bytes() - before < STATE_BYTES / 2
+        loaded = checkpointer.restore(1)
+    assert_same(loaded, state_of(module, optimizer))
+    plain = torch.nn.Sequential(*(torch.nn.Linear(512, 1024) if n % 2 == 0 else
+                                  torch.nn.Linear(1024, 512) for n in range(12)))  # fmt: skip
+    plain.load_state_dict(loaded["model"])
+    torch.optim.Adam(plain.parameters()).load_state_dict(loaded["optimizer"])
+
+
+@pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
+def test_dcp(writer: Any, trained: Any, tmp_path: Path) -> None:
+    module, optimizer = trained
+    wanted = state_of(module, optimizer)
+    before = anonymous_bytes()
+    dcp.save(state_of(module, optimizer), storage_writer=writer(tmp_path / "saved"))
+    assert anonymous_bytes() - before < STATE_BYTES / 2
+    found = {
+        "model": {name: torch.zeros_like(t) for name, t in wanted["model"].items()},
+        "optimizer": {
+            "state": {
+                key: {name: torch.zeros_like(value) for name, value in entry.items()}
+                for key, entry in wanted["optimizer"]["state"].items()
+            },
+        },
+    }
+    dcp.load(found, storage_reader=NvmeStorageReader(tmp_path / "saved"))
+    assert_same(found, wanted)

@@ -1,0 +1,126 @@
+"""A transformers Trainer with optimizer state on the drive: a real model, a real training."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the packages it imports
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+    from nvmeio.integrations.transformers import NvmeTrainerMixin
+    from nvmeio.integrations.transformers_offload import (
+        NvmeOffloadTrainer,
+        NvmeOffloadTrainerMixin,
+    )
+    from nvmeio.offload import SwappedOptimizer
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Both(NvmeOffloadTrainerMixin, NvmeTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """State on the drive, and checkpoints through nvmeio."""
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+        )
+    )
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trained(kind: Any, folder: Path, resume: Any = None, steps: int = 6, **options: Any) -> Any:
+    arguments = {"max_grad_norm": 1.0, **options.pop("arguments", {})}
+    trainer = kind(
+        model=llama(),
+        args=transformers.TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            logging_steps=1,
+            save_steps=3,
+            report_to=[],
+            use_cpu=True,
+            seed=1,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **arguments,
+        ),
+        train_dataset=Tokens(),
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", [NvmeOffloadTrainer, Both])
+def test_training_and_resuming_equal_those_of_transformers(kind: Any, tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    offload = {"swap_dir": swap, "subgroup_bytes": 16384}
+    ours = trained(kind, tmp_path / "ours", nvme_offload=offload)
+    assert isinstance(getattr(ours.optimizer, "optimizer", ours.optimizer), SwappedOptimizer)
+    ours.close_offload()
+    theirs = trained(transformers.Trainer, tmp_path / "theirs")
+    assert losses(ours) == losses(theirs)
+    for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    # Each goes on from what the other saved after three steps.
+    again = trained(
+        kind, tmp_path / "again", str(tmp_path / "theirs/checkpoint-3"), nvme_offload=offload
+    )
+    again.close_offload()
+    assert losses(again) == losses(theirs)
+    stock = trained(transformers.Trainer, tmp_path / "stock", str(tmp_path / "ours/checkpoint-3"))
+    assert losses(stock) == losses(theirs)
+    assert list(swap.iterdir()) == []
+
+
+def test_gradients_on_the_drive(tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    offload = {"swap_dir": swap, "gradients": "disk"}
+    with pytest.raises(ValueError, match="max_grad_norm=0"):
+        trained(NvmeOffloadTrainer, tmp_path, nvme_offload=offload)
+    unclipped = {"arguments": {"max_grad_norm": 0.0}}
+    ours = trained(NvmeOffloadTrainer, tmp_path / "ours", nvme_offload=offload, **unclipped)
+    ours.close_offload()
+    theirs = trained(transformers.Trainer, tmp_path / "theirs", **unclipped)
+    # Only the clipped norm that transformers logs differs: it sees no gradients.
+    assert losses(ours) == losses(theirs)
+
+
+def test_it_wants_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="swap_dir"):
+        trained(NvmeOffloadTrainer, tmp_path)

@@ -1,0 +1,168 @@
+"""One rank of tests/offload/test_ranks.py: trains twice, with the optimizer swapped and without.
+
+python _rank.py RANK WORLD FOLDER KIND
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
+from nvmeio.offload import SwappedOptimizer
+
+OPTIONS: dict[str, Any] = {"subgroup_bytes": 32768, "lr": 1e-2}
+
+
+def plain() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(37, 101), torch.nn.GELU(), torch.nn.Linear(101, 53), torch.nn.Linear(53, 1)
+    )
+
+
+def sharded(world: int) -> Any:
+    """Sizes that two does not divide; the last bias has a rank without any of it."""
+    from torch.distributed.fsdp import fully_shard
+
+    made = plain()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in made:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(made, mesh=mesh)
+    return made
+
+
+def train(made: Any, optimizer: Any, steps: int, first: int = 0, clip: bool = True) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(97 * step + 13 * micro + dist.get_rank())
+            x = torch.randn(5, 37, generator=generator)
+            loss = (made(x).squeeze() - x.sum(1)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        if clip:
+            torch.nn.utils.clip_grad_norm_(made.parameters(), 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def fsdp(folder: Path, world: int) -> None:
+    ours, theirs = sharded(world), sharded(world)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    optimizer = SwappedOptimizer(
+        torch.optim.AdamW, ours.parameters(), swap_dir=folder / "swap", **OPTIONS
+    )
+    assert train(ours, optimizer, 5) == train(theirs, reference, 5)
+    assert f"-{dist.get_rank():05d}-of-{world:05d}" in optimizer.swap_dir
+    # What DCP saves of it is that of the reference, and either goes on from either.
+    weights, state = get_state_dict(ours, optimizer)
+    dcp.save(
+        {"model": weights, "optimizer": state},
+        storage_writer=NvmeStorageWriter(folder / "checkpoint"),
+    )
+    losses = train(theirs, reference, 3, 5)
+    for kind in ("plain", "swapped"):
+        made = sharded(world)
+        again: Any
+        if kind == "plain":
+            again = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        else:
+            (folder / "swap-again").mkdir(exist_ok=True)
+            dist.barrier()
+            again = SwappedOptimizer(
+                torch.optim.AdamW, made.parameters(), swap_dir=folder / "swap-again", **OPTIONS
+            )
+        weights, state = get_state_dict(made, again)
+        found = {"model": weights, "optimizer": state}
+        dcp.load(found, storage_reader=NvmeStorageReader(folder / "checkpoint"))
+        set_state_dict(
+            made,
+            again,
+            model_state_dict=found["model"],
+            optim_state_dict=found["optimizer"],
+        )
+        assert train(made, again, 3, 5) == losses, kind
+        if kind == "swapped":
+            again.close()
+    optimizer.close()
+
+
+def fsdp_gradients(folder: Path, world: int) -> None:
+    """Sharded gradients on the drive as well; the clipped norm goes over all ranks."""
+    ours, theirs = sharded(world), sharded(world)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    with SwappedOptimizer(
+        torch.optim.AdamW,
+        ours.parameters(),
+        swap_dir=folder / "swap",
+        gradients="disk",
+        **OPTIONS,
+    ) as optimizer:
+        assert train(ours, optimizer, 4, clip=False) == train(theirs, reference, 4, clip=False)
+        for made in (ours, theirs):
+            made(torch.ones(2, 37)).sum().backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        whole = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        torch.testing.assert_close(norm, whole.full_tensor())
+        optimizer.step()
+        reference.step()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.full_tensor())
+
+
+def ddp(folder: Path, world: int) -> None:
+    ours = torch.nn.parallel.DistributedDataParallel(plain())
+    theirs = torch.nn.parallel.DistributedDataParallel(plain())
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    with SwappedOptimizer(
+        torch.optim.AdamW, ours.parameters(), swap_dir=folder / "swap", **OPTIONS
+    ) as optimizer:
+        assert train(ours, optimizer, 5) == train(theirs, reference, 5)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q)
+    try:
+        SwappedOptimizer(
+            torch.optim.AdamW, ours.parameters(), swap_dir=folder / "swap", gradients="disk"
+        )
+    except ValueError as told:
+        assert "DistributedDataParallel reduces" in str(told)
+    else:
+        raise AssertionError("gradients of DDP were taken before they were reduced")
+
+
+def main() -> None:
+    rank, world, folder, kind = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    {"fsdp": fsdp, "fsdp_gradients": fsdp_gradients, "ddp": ddp}[kind](folder, world)
+    (folder / f"done-{rank}").write_text(json.dumps(kind))
+    dist.barrier()
+    dist.destroy_process_group()
+    # gloo's threads abort a busy process at its very end now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

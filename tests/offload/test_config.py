@@ -1,0 +1,145 @@
+"""`offload`: DeepSpeed's words, each understood or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _gpt import Gpt, train
+
+from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
+
+
+def gpt(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return Gpt().to(dtype)
+
+
+def test_all_three_together(tmp_path: Path) -> None:
+    ours, theirs = gpt(), gpt()
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 20_000,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": str(tmp_path),
+                "buffer_count": 4,
+                "pipeline_read": True,
+                "pipeline_write": True,
+                "pin_memory": False,
+                "fast_init": False,
+            },
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": str(tmp_path),
+                "buffer_count": 3,
+                "buffer_size": 15_000,
+                "max_in_cpu": 1e3,
+            },
+        },
+        "aio": {"block_size": 65536, "queue_depth": 16, "thread_count": 2, "use_gds": False},
+    }
+    made = offload(ours, torch.optim.AdamW, config, lr=1e-2)
+    module, optimizer = made
+    assert isinstance(module, SwappedModule)
+    assert isinstance(optimizer, SwappedOptimizer)
+    assert 180_000 <= module.resident_bytes < 190_000
+    assert optimizer.plan.subgroups > 5
+    assert train(module, optimizer, 4) == train(
+        theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 4
+    )
+    assert sum(p.grad is not None for p in ours.parameters()) <= 1
+    assert made.last_step is not None
+    assert made.last_step.written_bytes > 0
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_optimizer(tmp_path: Path) -> None:
+    ours, theirs = gpt(torch.bfloat16), gpt(torch.bfloat16)
+    (tmp_path / "theirs").mkdir()
+    config = {
+        "bf16": {"enabled": True},
+        "offload_optimizer": {"device": "nvme", "nvme_path": tmp_path, "ratio": 0.5},
+    }
+    made = offload(ours, torch.optim.Adam, config, lr=1e-2)
+    assert made.module is ours
+    reference = SwappedOptimizer(
+        torch.optim.Adam,
+        theirs.parameters(),
+        swap_dir=tmp_path / "theirs",
+        master_dtype=torch.float32,
+        lr=1e-2,
+    )
+    assert train(ours, made.optimizer, 4) == train(theirs, reference, 4)
+    made.close()
+    reference.close()
+
+
+def test_in_memory(tmp_path: Path) -> None:
+    for device in ("none", "cpu"):
+        ours, theirs = gpt(), gpt()
+        made = offload(ours, torch.optim.Adam, {"offload_optimizer": {"device": device}})
+        losses = train(ours, made.optimizer, 3)
+        assert losses == train(theirs, torch.optim.Adam(theirs.parameters()), 3)
+        made.close()
+    plain = offload(gpt(), torch.optim.SGD, {}, lr=0.1)
+    assert type(plain.optimizer) is torch.optim.SGD
+    assert plain.last_step is None
+
+
+NVME = {"device": "nvme", "nvme_path": "/nowhere"}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"offload_optimiser": {}}, "unknown key 'offload_optimiser'"),
+        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "unknown key"),
+        ({"offload_optimizer": {"device": "gpu"}}, "device must be one of"),
+        ({"offload_optimizer": {"device": "nvme"}}, "needs an nvme_path"),
+        ({"offload_optimizer": {**NVME, "nvme_path": 3}}, "must be a path"),
+        ({"offload_optimizer": {**NVME, "buffer_cout": 4}}, "unknown key 'buffer_cout'"),
+        ({"offload_optimizer": {**NVME, "buffer_count": 2}}, "buffer_count 2 is impossible"),
+        ({"offload_optimizer": {**NVME, "buffer_count": 2.5}}, "positive number"),
+        ({"offload_optimizer": {**NVME, "pipeline_read": 1}}, "true or false"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "ratio is for"),
+        ({"offload_param": NVME}, "offload_param: device"),
+        ({"offload_param": NVME, "offload_optimizer": {"device": "cpu"}}, "offload_param"),
+        ({"offload_param": {**NVME, "max_in_cpu": -1}, "offload_optimizer": NVME}, "max_in_cpu"),
+        ({"zero_optimization": {"stage": 2, "offload_param": NVME}}, "needs stage 3"),
+        ({"aio": {"use_gds": True}, "offload_optimizer": NVME}, "use_gds is impossible"),
+        ({"aio": {"block_size": 1000}, "offload_optimizer": NVME}, "aio: block_size"),
+        ({"aio": {"queue_deph": 8}, "offload_optimizer": NVME}, "unknown key 'queue_deph'"),
+        (
+            {"aio": {"thread_count": 1, "intra_op_parallelism": 2}, "offload_optimizer": NVME},
+            "are the same",
+        ),
+        ({"gradient_clipping": 1.0}, "clip_grad_norm_"),
+        ({"fp16": {"enabled": True}}, "GradScaler"),
+        ({"bf16": {"enabled": True}}, "master weights need"),
+        ({"bf16": {"enabled": "yes"}}, "true or false"),
+        ({"offload_optimizer": 3}, "must be a mapping"),
+        (
+            {"offload_optimizer": NVME, "zero_optimization": {"offload_optimizer": NVME}},
+            "given twice",
+        ),
+    ],
+)
+def test_what_is_unknown_or_impossible_is_refused(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        offload(gpt(), torch.optim.Adam, config)
+
+
+def test_a_path_that_is_missing_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+    ours, theirs = gpt(), gpt()
+    with pytest.raises(FileNotFoundError):
+        offload(ours, torch.optim.Adam, {"offload_optimizer": NVME})
+    assert train(ours, torch.optim.Adam(ours.parameters()), 2) == train(
+        theirs, torch.optim.Adam(theirs.parameters()), 2
+    )
+    with pytest.raises(TypeError):
+        offload(ours, torch.optim.Adam, 3)  # type: ignore[arg-type]

@@ -1,0 +1,430 @@
+"""SwappedModule equals its module in memory, within a window of memory that it does not leave."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _gpt import Block, Gpt, loss_of, train
+from support import run_python
+
+import nvmeio
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.testing import FakeEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+def gpt(reentrant: bool | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return Gpt(reentrant=reentrant).to(dtype)
+
+
+def nbytes_of(made: Any) -> int:
+    return sum(p.nbytes for p in made.parameters())
+
+
+def swapped(made: Any, folder: Path, **options: Any) -> SwappedModule:
+    """With a window of half of it."""
+    whole = nbytes_of(made)
+    return SwappedModule(
+        made,
+        swap_dir=folder,
+        **{"resident_bytes": whole // 2 + 65536, "stage_bytes": whole // 4, **options},
+    )
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_training_equals_that_in_memory(
+    reentrant: bool | None, masters: bool, gradients: str, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    ours, theirs = gpt(reentrant, dtype), gpt(reentrant, dtype)
+    (tmp_path / "theirs").mkdir()
+    options: dict[str, Any] = {
+        "master_dtype": torch.float32 if masters else None,
+        "subgroup_bytes": 64 << 10,
+        "durable": False,
+        "lr": 1e-2,
+    }
+    with (
+        swapped(ours, tmp_path) as module,
+        SwappedOptimizer(
+            torch.optim.AdamW,
+            module.parameters(),
+            swap_dir=tmp_path,
+            gradients=gradients,
+            **options,
+        ) as optimizer,
+        SwappedOptimizer(
+            torch.optim.AdamW, theirs.parameters(), swap_dir=tmp_path / "theirs", **options
+        ) as reference,
+    ):
+        assert train(module, optimizer, 6) == train(theirs, reference, 6)
+        found, wanted = module.state_dict(), theirs.state_dict()
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
+        assert module._keeper.window.in_use_bytes <= module.resident_bytes
+
+
+def test_gradients_and_outputs_equal_those_in_memory(tmp_path: Path) -> None:
+    """Without an optimizer, and with one part of the graph used twice."""
+    ours, theirs = gpt(), gpt()
+    with swapped(ours, tmp_path) as module:
+        for made in (module, theirs):
+            (loss_of(made, 0) + loss_of(made, 1)).backward()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
+        with torch.no_grad():
+            assert torch.equal(loss_of(module, 2), loss_of(theirs, 2))
+
+
+def test_what_is_on_the_drive_is_not_in_memory(tmp_path: Path) -> None:
+    ours = gpt()
+    with swapped(ours, tmp_path) as module:
+        module.evict()
+        weight = ours.blocks[0].up.weight
+        assert weight.shape == (128, 32)
+        assert weight.untyped_storage().nbytes() == 4
+        assert weight.isnan().all()
+        with pytest.raises(RuntimeError):  # torch's: its elements share their memory
+            weight.data.add_(1)
+
+
+def test_each_parameter_is_read_once_a_pass(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12)))
+    whole = nbytes_of(made)
+    one = whole // 12
+    with SwappedModule(
+        made, swap_dir=tmp_path, resident_bytes=4 * 24576, stage_bytes=one
+    ) as module:
+        x = torch.randn(2, 64)
+        module(x).sum().backward()
+        start = module.bytes_read
+        module(x).sum().backward()
+        read = module.bytes_read - start
+        window = module.resident_bytes
+        pages = 12 * 20480
+        # Both ways, less what the window still has when the direction turns.
+        assert 2 * pages - 2 * window <= read <= 2 * pages
+
+
+def test_a_window_for_everything_reads_everything_once(tmp_path: Path) -> None:
+    ours = gpt()
+    with swapped(ours, tmp_path, resident_bytes=2 * nbytes_of(ours) + (1 << 20)) as module:
+        for step in range(3):
+            loss_of(module, step).backward()
+        assert module.bytes_read <= 1.2 * nbytes_of(ours)
+
+
+def test_parameters_are_changed_within_gather(tmp_path: Path) -> None:
+    ours, theirs = gpt(), gpt()
+    with swapped(ours, tmp_path) as module:
+        weight, tied = ours.blocks[2].up.weight, ours.head.weight
+        with module.gather(weight, tied), torch.no_grad():
+            weight.mul_(2)
+            tied.add_(1)
+        module.evict()
+        with torch.no_grad():
+            theirs.blocks[2].up.weight.mul_(2)
+            theirs.head.weight.add_(1)
+        assert torch.equal(loss_of(module, 0), loss_of(theirs, 0))
+        with pytest.raises(MemoryError, match="too small"), module.gather():
+            pass
+        assert torch.equal(loss_of(module, 1), loss_of(theirs, 1))
+
+
+def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
+    ours, theirs = gpt(), gpt()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.01)
+    with swapped(ours, tmp_path) as module:
+        told = module.load_state_dict(theirs.state_dict())
+        assert not told.missing_keys
+        assert torch.equal(loss_of(module, 0), loss_of(theirs, 0))
+        plain = gpt()
+        plain.load_state_dict(module.state_dict())
+        assert torch.equal(loss_of(plain, 1), loss_of(theirs, 1))
+        short = dict(list(theirs.state_dict().items())[:3])
+        with pytest.raises(RuntimeError, match="missing"):
+            module.load_state_dict(short)
+        with pytest.raises(ValueError, match="shape"):
+            module.load_state_dict({"norm.weight": torch.zeros(3)}, strict=False)
+        with pytest.raises(ValueError, match="assign"):
+            module.load_state_dict(theirs.state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_loaded_weights_reach_the_optimizer(masters: bool, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    ours, other = gpt(dtype=dtype), gpt(dtype=dtype)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.25)
+    (tmp_path / "theirs").mkdir()
+    options: dict[str, Any] = {"master_dtype": torch.float32 if masters else None, "lr": 1e-2}
+    with (
+        swapped(ours, tmp_path) as module,
+        SwappedOptimizer(
+            torch.optim.Adam, module.parameters(), swap_dir=tmp_path, **options
+        ) as optimizer,
+        SwappedOptimizer(
+            torch.optim.Adam, other.parameters(), swap_dir=tmp_path / "theirs", **options
+        ) as reference,
+    ):
+        module.load_state_dict(other.state_dict())
+        optimizer.reload_weights()
+        assert train(module, optimizer, 3) == train(other, reference, 3)
+
+
+def test_a_module_is_made_on_the_drive(tmp_path: Path) -> None:
+    """From the meta device, part by part, with the values that it would have had in memory."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(
+            torch.nn.Linear(64, 96),
+            torch.nn.GELU(),
+            torch.nn.Linear(96, 64),
+            torch.nn.LayerNorm(64),
+        )
+
+    torch.manual_seed(3)
+    theirs = make()
+    with torch.device("meta"):
+        ours = make()
+    torch.manual_seed(3)
+    with SwappedModule(
+        ours, swap_dir=tmp_path, resident_bytes=128 << 10, stage_bytes=28 << 10
+    ) as module:
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(module.state_dict()[name], tensor), name
+    with torch.device("meta"):
+        again = make()
+
+    def ones(one: torch.nn.Module) -> None:
+        for parameter in one.parameters(recurse=False):
+            torch.nn.init.ones_(parameter)
+
+    with SwappedModule(again, swap_dir=tmp_path, resident_bytes=128 << 10, init=ones) as module:
+        assert all(bool((t == 1).all()) for t in module.state_dict().values())
+
+
+def test_a_resumed_training_goes_on_with_its_parameters(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"swap_dir": tmp_path, "resume": True, "lr": 1e-2}
+    first, second, theirs = gpt(), gpt(), gpt()
+    with (
+        swapped(first, tmp_path) as module,
+        SwappedOptimizer(torch.optim.Adam, module.parameters(), **options) as optimizer,
+    ):
+        train(module, optimizer, 3)
+    with (
+        swapped(second, tmp_path) as module,
+        SwappedOptimizer(torch.optim.Adam, module.parameters(), **options) as optimizer,
+    ):
+        assert optimizer.resumed
+        losses = train(module, optimizer, 3, 3)
+    reference = torch.optim.Adam(theirs.parameters(), lr=1e-2)
+    train(theirs, reference, 3)
+    assert losses == train(theirs, reference, 3, 3)
+
+
+LIMITED = """
+    import resource, sys, torch, json, nvmeio
+    sys.path.insert(0, {tests!r})
+    torch.set_num_threads(1)
+    from nvmeio.offload import SwappedModule, SwappedOptimizer
+
+    def make():
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
+
+    def train(module, optimizer):
+        losses = []
+        for step in range(3):
+            x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(step))
+            loss = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def rss():
+        with open("/proc/self/status") as file:
+            return next(int(l.split()[1]) << 10 for l in file if l.startswith("RssAnon"))
+
+    make()[0](torch.ones(1, 1024)).sum().backward()  # what torch itself takes
+    warm = torch.nn.Parameter(torch.ones(8)); warm.grad = torch.ones(8)
+    torch.optim.Adam([warm], fused=True).step()
+    if {limited}:
+        with torch.device("meta"):
+            made = make()
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * 4096
+        # Anonymous and file mappings alike: whatever is more than this is refused by the kernel.
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + {limit}, mapped + {limit}))
+        before = rss()
+        torch.manual_seed(0)
+        handle = nvmeio.AioHandle(queue_depth=8)  # whose ring is small then
+        module = SwappedModule(
+            made, swap_dir={folder!r}, resident_bytes=24 << 20, handle=handle)
+        optimizer = SwappedOptimizer(torch.optim.Adam, module.parameters(), swap_dir={folder!r},
+            gradients="disk", subgroup_bytes=4 << 20, fused=True, handle=handle)
+        state = 16 * sum(p.numel() for p in module.parameters())
+        assert state >= 4 * {limit}, state
+        losses = train(module, optimizer)
+        budget = module.resident_bytes + optimizer.plan.memory_bytes
+        print(json.dumps([losses, rss() - before, budget]))
+        optimizer.close(); module.close(); handle.close()
+    else:
+        torch.manual_seed(0)
+        made = make()
+        print(json.dumps([train(made, torch.optim.Adam(made.parameters(), fused=True)), 0, 0]))
+"""
+
+
+def test_a_model_of_four_times_the_memory_trains(tmp_path: Path) -> None:
+    """100 MB of parameters and 400 MB of state, with gradients, in 96 MiB of address space."""
+
+    results = []
+    for limited in (True, False):
+        done = run_python(
+            LIMITED.format(
+                tests=str(Path(__file__).parent),
+                limited=limited,
+                limit=96 << 20,
+                folder=str(tmp_path),
+            ),
+            MALLOC_ARENA_MAX="1",
+            MALLOC_MMAP_THRESHOLD_="65536",
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+    (ours, grown, budget), (theirs, _, _) = results
+    assert ours == theirs
+    assert grown <= budget * 1.05 + (8 << 20)  # and one gradient, activations, Python objects
+
+
+# Bad input and faults
+
+
+def test_a_window_that_cannot_hold_a_part_says_what_can(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give at least that") as told:
+        SwappedModule(gpt(), swap_dir=tmp_path, resident_bytes=8192)
+    assert "resident_bytes=8192 is too small" in str(told.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_modules_that_cannot_be_swapped(tmp_path: Path) -> None:
+    ours = gpt()
+    with swapped(ours, tmp_path), pytest.raises(ValueError, match="swapped already"):
+        swapped(ours, tmp_path)
+    meta = torch.nn.BatchNorm1d(4, device="meta")
+    with pytest.raises(ValueError, match="buffer running_mean"):
+        SwappedModule(meta, swap_dir=tmp_path, resident_bytes=1 << 20)
+    nobody = torch.nn.PReLU(device="meta")
+    nobody.reset_parameters = None  # type: ignore[method-assign,assignment]
+    with pytest.raises(TypeError, match="give init="):
+        SwappedModule(nobody, swap_dir=tmp_path, resident_bytes=1 << 20)
+    with pytest.raises(TypeError):
+        SwappedModule(3, swap_dir=tmp_path, resident_bytes=1 << 20)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_modules_cannot_have_one_directory(tmp_path: Path) -> None:
+    with swapped(gpt(), tmp_path), pytest.raises(nvmeio.TransferError) as told:
+        swapped(gpt(), tmp_path)
+    assert told.value.errno == errno.EBUSY
+
+
+def test_a_read_that_fails_is_raised_and_may_be_tried_again(tmp_path: Path) -> None:
+    failing: dict[str, int] = {"times": 0}
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        if kind == "pread" and failing["times"]:
+            failing["times"] -= 1
+            return errno.EIO
+        return 0
+
+    ours, theirs = gpt(), gpt()
+    with (
+        nvmeio.AioHandle(engine=FakeEngine(fail=fail)) as handle,
+        swapped(ours, tmp_path, handle=handle) as module,
+    ):
+        failing["times"] = 1
+        with pytest.raises(nvmeio.TransferError):
+            loss_of(module, 0)
+        loss = loss_of(module, 0)
+        assert torch.equal(loss, loss_of(theirs, 0))
+        module.evict()
+        failing["times"] = 1
+        with pytest.raises(nvmeio.TransferError):
+            loss.backward()
+
+
+def test_an_error_in_forward_lets_the_parameters_go(tmp_path: Path) -> None:
+    ours = gpt()
+    with swapped(ours, tmp_path) as module:
+        with pytest.raises(IndexError):
+            module(torch.tensor([[10_000]]))
+        assert module._keeper.window._pins == {}
+        loss_of(module, 0).backward()
+
+
+def test_tensors_that_outlive_their_unit_keep_their_bytes(tmp_path: Path) -> None:
+    """Nothing is ever read into memory that a tensor still looks at."""
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12)))
+    first = made[0].weight.detach().clone()
+    with SwappedModule(
+        made, swap_dir=tmp_path, resident_bytes=4 * 24576, stage_bytes=20480
+    ) as module:
+        with module.gather(made[0].weight):
+            kept = made[0].weight.data
+        for _ in range(3):
+            module(torch.ones(1, 64)).sum().backward()
+        assert torch.equal(kept, first)
+        held = [kept]
+        with pytest.raises(MemoryError, match="held by"):
+            for layer in made:
+                with module.gather(layer.weight):
+                    held.append(layer.weight.data)
+        held.clear()
+        del kept
+        module(torch.ones(1, 64))
+
+
+def test_it_is_neither_copied_nor_pickled_and_closed_for_good(tmp_path: Path) -> None:
+    module = swapped(gpt(), tmp_path)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(module)
+    with pytest.raises(TypeError, match="another place"):
+        copy.deepcopy(module)
+    module.close()
+    module.close()
+    assert module.closed
+    with pytest.raises(nvmeio.ClosedError):
+        loss_of(module, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_blocks_come_whole(tmp_path: Path) -> None:
+    """A module that reaches into its children must find their parameters there."""
+    torch.manual_seed(0)
+    ours, theirs = Block(32), Block(32)
+    theirs.load_state_dict(ours.state_dict())
+    with SwappedModule(
+        ours, swap_dir=tmp_path, resident_bytes=128 << 10, stage_bytes=17 << 10
+    ) as module:
+        x = torch.randn(1, 3, 32)
+        assert torch.equal(module(x), theirs(x))

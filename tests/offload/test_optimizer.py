@@ -1,0 +1,636 @@
+"""SwappedOptimizer equals its class in memory, bit for bit, whatever goes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import (
+    WithMasters,
+    assert_same_state,
+    assert_same_weights,
+    loss_of,
+    model,
+    train,
+)
+from support import on_every_loop
+
+import nvmeio
+from nvmeio.offload import SwappedOptimizer
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "adam-fused": (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True, "amsgrad": True}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}),
+    "sgd-fused": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "fused": True}),
+    "sgd-plain": (torch.optim.SGD, {"lr": 1e-3}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "adagrad-fused": (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-3}),
+}
+# Small subgroups, so that parameters are split and there are several of each.
+SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
+
+
+def swapped(made: Any, folder: Path, cls: Any = torch.optim.Adam, **options: Any) -> Any:
+    return SwappedOptimizer(cls, made.parameters(), swap_dir=folder, **{**SMALL, **options})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_hundred_steps_equal_those_in_memory(name: str, tmp_path: Path) -> None:
+    cls, arguments = OPTIMIZERS[name]
+    ours, theirs = model(), model()
+    reference = cls(theirs.parameters(), **arguments)
+    with swapped(ours, tmp_path, cls, **arguments) as optimizer:
+        assert train(ours, optimizer, 200) == train(theirs, reference, 200)
+        assert_same_weights(ours, theirs)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw-fused", "sgd-momentum", "adagrad", "sgd-plain"])
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_bf16_with_fp32_masters_equals_masters_in_memory(
+    name: str, gradients: str, tmp_path: Path
+) -> None:
+    cls, arguments = OPTIMIZERS[name]
+    ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
+    reference = WithMasters(theirs.parameters(), cls, **arguments)
+    options = {**arguments, "master_dtype": torch.float32, "gradients": gradients}
+    with swapped(ours, tmp_path, cls, **options) as optimizer:
+        assert train(ours, optimizer, 200) == train(theirs, reference, 200)
+        assert_same_weights(ours, theirs)
+        masters = [optimizer.state[p].get("master") for p in ours.parameters()]
+        for found, wanted in zip(masters, reference.masters, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd-momentum"])
+def test_bf16_without_masters_equals_torch(name: str, tmp_path: Path) -> None:
+    cls, arguments = OPTIMIZERS[name]
+    ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
+    with swapped(ours, tmp_path, cls, **arguments) as optimizer:
+        reference = cls(theirs.parameters(), **arguments)
+        assert train(ours, optimizer, 50) == train(theirs, reference, 50)
+        assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_ratio_splits_the_state_and_changes_nothing(
+    ratio: float, gradients: str, tmp_path: Path
+) -> None:
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path, ratio=ratio, gradients=gradients) as optimizer:
+        whole = sum(p.numel() for p in ours.parameters()) * 12
+        assert optimizer.plan.state_bytes == pytest.approx(ratio * whole, rel=0.25)
+        assert train(ours, optimizer, 10) == train(theirs, reference, 10)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def groups_of(made: Any) -> list[dict[str, Any]]:
+    parameters = list(made.parameters())
+    return [
+        {"params": parameters[:2], "lr": 5e-3},
+        {"params": parameters[2:], "weight_decay": 0.1, "amsgrad": True},
+    ]
+
+
+def test_groups_schedulers_clipping_and_accumulation(tmp_path: Path) -> None:
+    results = []
+    for ours in (True, False):
+        made = model()
+        optimizer: Any = (
+            SwappedOptimizer(torch.optim.AdamW, groups_of(made), swap_dir=tmp_path, **SMALL)
+            if ours
+            else torch.optim.AdamW(groups_of(made))
+        )
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=12)
+        losses = []
+        for step in range(12):
+            for micro in range(3):
+                loss = loss_of(made, 3 * step + micro) / 3
+                loss.backward()
+                losses.append(loss.item())
+            losses.append(torch.nn.utils.clip_grad_norm_(made.parameters(), 0.5).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        results.append((losses, [p.detach().clone() for p in made.parameters()]))
+        if ours:
+            optimizer.close()
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_accumulated_and_clipped_gradients(gradients: str, tmp_path: Path) -> None:
+    """The norm of gradients on the drive is that of torch, and so is what it does to them."""
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path, gradients=gradients) as optimizer:
+        for step in range(8):
+            for micro in range(3):
+                a, b = loss_of(ours, 3 * step + micro), loss_of(theirs, 3 * step + micro)
+                assert a.item() == b.item()
+                a.backward()
+                b.backward()
+            norm = optimizer.clip_grad_norm_(0.3)
+            assert norm == torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+        assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_grad_scaler_skips_what_is_not_finite(gradients: str, tmp_path: Path) -> None:
+    """With all gradients but one on the drive, the scaler still learns of a NaN in any of them."""
+    results = []
+    for ours in (True, False):
+        made = model()
+        optimizer: Any = (
+            swapped(made, tmp_path, gradients=gradients)
+            if ours
+            else torch.optim.Adam(made.parameters())
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        told: list[Any] = []
+        for step in range(9):
+            loss = loss_of(made, step)
+            scaler.scale(loss).backward()
+            if step == 4:  # once more, and this time it overflows
+                weight = made[0].weight
+                (weight.sum() * float("inf")).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            told += [loss.item(), scaler.get_scale()]
+        results.append((told, [p.detach().clone() for p in made.parameters()]))
+        if ours:
+            assert optimizer.generation == 1 + 8
+            optimizer.close()
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+def test_unscaled_and_clipped_with_gradients_on_the_drive(tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    a, b = (torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2))
+    with swapped(ours, tmp_path, gradients="disk") as optimizer:
+        for step in range(5):
+            a.scale(loss_of(ours, step)).backward()
+            b.scale(loss_of(theirs, step)).backward()
+            b.unscale_(reference)
+            norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+            assert optimizer.clip_grad_norm_(0.1, scaler=a) == norm
+            a.step(optimizer)
+            b.step(reference)
+            a.update()
+            b.update()
+            optimizer.zero_grad()
+            reference.zero_grad()
+        assert_same_weights(ours, theirs)
+        a.scale(loss_of(ours, 9)).backward()
+        a.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="cannot reach gradients on the drive"):
+            a.step(optimizer)
+
+
+def test_nan_without_a_scaler_is_stepped_as_in_memory(tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path, gradients="disk") as optimizer:
+        for made, stepping in ((ours, optimizer), (theirs, reference)):
+            loss_of(made, 0).backward()
+            (made[0].weight.sum() * float("nan")).backward()
+            stepping.step()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p.isnan(), q.isnan())
+            assert torch.equal(p.nan_to_num(), q.nan_to_num())
+
+
+def test_parameters_without_gradients_are_neither_read_nor_written(tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path) as optimizer:
+        train(ours, optimizer, 2)
+        train(theirs, reference, 2)
+        for made in (ours, theirs):
+            made[0].requires_grad_(False)  # frozen
+        whole = optimizer.last_step.written_bytes
+        assert train(ours, optimizer, 3, 2) == train(theirs, reference, 3, 2)
+        frozen = sum(p.numel() for p in ours[0].parameters()) * 12
+        assert optimizer.last_step.written_bytes < whole - frozen * 0.9
+        for made in (ours, theirs):
+            made[0].requires_grad_(True)
+        assert train(ours, optimizer, 3, 5) == train(theirs, reference, 3, 5)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_a_group_that_is_added_later(gradients: str, tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    more = [model(), model()]
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path, gradients=gradients) as optimizer:
+        train(ours, optimizer, 3)
+        train(theirs, reference, 3)
+        optimizer.add_param_group({"params": list(more[0].parameters()), "lr": 0.1})
+        reference.add_param_group({"params": list(more[1].parameters()), "lr": 0.1})
+        both = [torch.nn.Sequential(m, torch.nn.Linear(1, 48), e) for m, e in
+                zip((ours, theirs), more, strict=True)]  # fmt: skip
+        both[1][1].load_state_dict(both[0][1].state_dict())
+        assert train(both[0], optimizer, 4) == train(both[1], reference, 4)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+# State dicts
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd-momentum", "adagrad"])
+def test_state_dicts_go_both_ways(name: str, tmp_path: Path) -> None:
+    cls, arguments = OPTIMIZERS[name]
+    first, second = model(), model()
+    with swapped(first, tmp_path, cls, **arguments) as optimizer:
+        train(first, optimizer, 3)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        plain = cls(second.parameters(), lr=9.0)
+        plain.load_state_dict(torch.load(file))
+        second.load_state_dict(first.state_dict())
+        assert train(first, optimizer, 3, 3) == train(second, plain, 3, 3)
+        # And back, into an optimizer that has stepped already.
+        train(first, optimizer, 5)
+        first.load_state_dict(second.state_dict())
+        optimizer.load_state_dict(plain.state_dict())
+        assert optimizer.param_groups[0]["lr"] == arguments["lr"]
+        assert train(first, optimizer, 3, 6) == train(second, plain, 3, 6)
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+def test_masters_travel_in_the_state_dict(tmp_path: Path) -> None:
+    first, second = model(torch.bfloat16), model(torch.bfloat16)
+    options: dict[str, Any] = {"master_dtype": torch.float32, "lr": 1e-2}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with (
+        swapped(first, tmp_path / "a", **options) as one,
+        swapped(second, tmp_path / "b", **options) as two,
+    ):
+        train(first, one, 4)
+        two.load_state_dict(one.state_dict())
+        assert_same_weights(second, first)
+        assert train(first, one, 4, 4) == train(second, two, 4, 4)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    ours = model()
+    with swapped(ours, tmp_path) as optimizer:
+        train(ours, optimizer, 2)
+        before = copy.deepcopy(optimizer.state_dict())
+        other = torch.optim.Adam(model(torch.float64).parameters())
+        wrong = copy.deepcopy(before)
+        wrong["state"][0]["exp_avg"] = torch.zeros(3)
+        short = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+        missing = copy.deepcopy(before)
+        del missing["state"][2]["exp_avg_sq"]
+        for bad, says in (
+            (wrong, "exp_avg"),
+            (short, "groups of"),
+            (missing, "exp_avg_sq"),
+            ({"lr": 1}, "param_groups"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                optimizer.load_state_dict(bad)
+        assert_same_state(optimizer.state_dict(), before)
+        optimizer.load_state_dict(other.state_dict())  # one that has not stepped
+        assert len(optimizer.state) == 0
+
+
+def test_state_is_not_in_memory_before_somebody_looks(tmp_path: Path) -> None:
+    """The tensors of a state dict lie over the files, whatever the size of the state."""
+    made = torch.nn.Linear(2048, 2048, bias=False)
+    with SwappedOptimizer(
+        torch.optim.Adam, made.parameters(), swap_dir=tmp_path, subgroup_bytes=8 << 20
+    ) as optimizer:
+        made(torch.ones(1, 2048)).sum().backward()
+        optimizer.step()
+        before = resident_bytes()
+        state = optimizer.state_dict()["state"][0]
+        assert state["exp_avg"].nbytes == 16 << 20
+        assert resident_bytes() - before < 4 << 20
+        assert state["exp_avg"].sum() > 0
+
+
+def resident_bytes() -> int:
+    """Anonymous memory of this process."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+
+
+# Awaiting
+
+
+@on_every_loop
+async def test_a_step_is_awaited(tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    optimizer = swapped(ours, tmp_path)
+    for step in range(5):
+        loss_of(ours, step).backward()
+        await optimizer.async_step()
+        optimizer.zero_grad()
+    train(theirs, reference, 5)
+    assert_same_weights(ours, theirs)
+    optimizer.close()
+
+
+async def test_a_blocking_step_works_inside_a_loop(tmp_path: Path) -> None:
+    """Its transfers would report to the loop that it blocks."""
+    ours, theirs = model(), model()
+    with swapped(ours, tmp_path, gradients="disk") as optimizer:
+        train(ours, optimizer, 3)
+    train(theirs, torch.optim.Adam(theirs.parameters()), 3)
+    assert_same_weights(ours, theirs)
+
+
+async def test_a_cancelled_step_has_happened(tmp_path: Path) -> None:
+    ours, theirs = model(), model()
+    with swapped(ours, tmp_path) as optimizer:
+        loss_of(ours, 0).backward()
+        task = asyncio.create_task(optimizer.async_step())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    train(theirs, torch.optim.Adam(theirs.parameters()), 1)
+    assert_same_weights(ours, theirs)
+
+
+async def test_the_loop_goes_on_during_a_step(tmp_path: Path) -> None:
+    made = torch.nn.Linear(2048, 1024)
+    with SwappedOptimizer(
+        torch.optim.Adam, made.parameters(), swap_dir=tmp_path, subgroup_bytes=2 << 20
+    ) as optimizer:
+        made(torch.ones(1, 2048)).sum().backward()
+        await optimizer.async_step()
+        ticks = 0
+        step = asyncio.create_task(optimizer.async_step())
+        until = time.monotonic() + 20
+        while not step.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+            assert time.monotonic() < until
+        assert ticks > 1
+
+
+# Sizes
+
+
+def test_the_plan_is_what_happens(tmp_path: Path) -> None:
+    made = torch.nn.Linear(1024, 1024)
+    with SwappedOptimizer(
+        torch.optim.Adam, made.parameters(), swap_dir=tmp_path, subgroup_bytes=2 << 20
+    ) as optimizer:
+        for _ in range(2):
+            made(torch.ones(1, 1024)).sum().backward()
+            optimizer.step()
+        plan = optimizer.plan
+        assert plan.parameters == 1024 * 1025
+        assert plan.buffers == 3
+        assert plan.read_bytes == plan.parameters * 8
+        assert plan.written_bytes == plan.parameters * 12
+        assert optimizer.last_step.read_bytes == pytest.approx(plan.read_bytes, rel=0.02)
+        assert optimizer.last_step.written_bytes == pytest.approx(plan.written_bytes, rel=0.02)
+        assert plan.buffer_bytes <= (2 << 20) + 65536  # and alignment
+        assert f"{plan.buffers} buffers" in str(plan)
+        files = {p.name: p.stat().st_size for p in Path(optimizer.swap_dir).glob("state.*")}
+        assert sum(files.values()) == plan.disk_bytes
+
+
+def test_buffers_stay_within_their_budget(tmp_path: Path) -> None:
+    ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
+    reference = WithMasters(theirs.parameters(), torch.optim.Adam)
+    options = {"master_dtype": torch.float32, "gradients": "disk", "subgroup_bytes": 1 << 30}
+    with swapped(ours, tmp_path, buffer_bytes=300 << 10, **options) as optimizer:
+        assert optimizer.plan.buffers * optimizer.plan.buffer_bytes <= 300 << 10
+        assert optimizer.plan.subgroups > 3
+        assert train(ours, optimizer, 5) == train(theirs, reference, 5)
+
+
+def test_a_budget_that_cannot_do_says_what_can(tmp_path: Path) -> None:
+    made = model(torch.bfloat16)  # stepped in bf16, and so as a whole
+    with pytest.raises(ValueError, match="give buffer_bytes=") as told:
+        swapped(made, tmp_path, buffer_bytes=64 << 10)
+    enough = int(str(told.value).split("give buffer_bytes=")[1].split()[0])
+    swapped(made, tmp_path, buffer_bytes=enough).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("read", "write", "buffers"), [(False, False, 1), (True, False, 2)])
+def test_without_a_pipeline_there_are_fewer_buffers(
+    read: bool, write: bool, buffers: int, tmp_path: Path
+) -> None:
+    ours, theirs = model(), model()
+    with swapped(ours, tmp_path, pipeline_read=read, pipeline_write=write) as optimizer:
+        assert optimizer.plan.buffers == buffers
+        train(ours, optimizer, 4)
+    train(theirs, torch.optim.Adam(theirs.parameters()), 4)
+    assert_same_weights(ours, theirs)
+
+
+# Odd parameters
+
+
+def test_strided_and_empty_parameters(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.ParameterList(
+            [
+                torch.nn.Parameter(torch.randn(70, 90).t()),
+                torch.nn.Parameter(torch.randn(0, 3)),
+                torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+                torch.nn.Parameter(torch.randn(())),
+                torch.nn.Parameter(torch.randn(33, dtype=torch.float64)),
+                torch.nn.Parameter(torch.randn(17, dtype=torch.complex64)),
+            ]
+        )
+
+    ours, theirs = make(), make()
+    reference = torch.optim.Adam(theirs)
+    with SwappedOptimizer(torch.optim.Adam, ours, swap_dir=tmp_path, **SMALL) as optimizer:
+        for _ in range(5):
+            for made, stepping in ((ours, optimizer), (theirs, reference)):
+                sum(p.abs().square().sum() for p in made).backward()
+                stepping.step()
+                stepping.zero_grad()
+        for p, q in zip(ours, theirs, strict=True):
+            assert torch.equal(p, q)
+            assert p.stride() == q.stride()
+
+
+def test_an_optimizer_that_is_not_elementwise(tmp_path: Path) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    torch.manual_seed(0)
+    first = [torch.nn.Parameter(torch.randn(40, 60)), torch.nn.Parameter(torch.randn(30, 20))]
+    second = copy.deepcopy(first)
+    reference = torch.optim.Muon(second)
+    with SwappedOptimizer(torch.optim.Muon, first, swap_dir=tmp_path, **SMALL) as optimizer:
+        for _ in range(5):
+            for made, stepping in ((first, optimizer), (second, reference)):
+                sum(p.square().sum() for p in made).backward()
+                stepping.step()
+                stepping.zero_grad()
+        assert all(map(torch.equal, first, second))
+
+
+# Bad input
+
+
+def test_closures_are_refused(tmp_path: Path) -> None:
+    made = model()
+    refused = pytest.raises(TypeError, match="takes no closure")
+    with swapped(made, tmp_path) as optimizer, refused:
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.nn.Linear, 3])
+def test_classes_that_cannot_be_swapped(cls: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        SwappedOptimizer(cls, model().parameters(), swap_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"subgroup_bytes": 10}, ValueError),
+        ({"subgroup_bytes": 1.5}, TypeError),
+        ({"buffer_bytes": 0}, ValueError),
+        ({"master_dtype": "fp32"}, TypeError),
+        ({"master_dtype": torch.int32}, ValueError),
+        ({"gradients": "nvme"}, ValueError),
+        ({"ratio": 1.5}, ValueError),
+        ({"ratio": "all"}, TypeError),
+        ({"ratio": 0.5, "resume": True}, ValueError),
+        ({"handle": 3}, TypeError),
+        ({"lr": -1.0}, ValueError),
+        ({"learning_rate": 1.0}, TypeError),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        SwappedOptimizer(torch.optim.Adam, model().parameters(), swap_dir=tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_that_changed_are_refused_before_anything_happens(tmp_path: Path) -> None:
+    made = model()
+    with swapped(made, tmp_path) as optimizer:
+        train(made, optimizer, 1)
+        weights = [p.detach().clone() for p in made.parameters()]
+        last = made[5].weight
+        kept = last.data
+        for changed, says in (
+            (torch.zeros(1, 7), "shape"),
+            (kept.double(), "dtype"),
+        ):
+            for p in made.parameters():
+                p.grad = torch.ones_like(p)
+            last.grad = None
+            last.data = changed
+            with pytest.raises(RuntimeError, match=f"its {says} was"):
+                optimizer.step()
+            last.data = kept
+            assert all(map(torch.equal, made.parameters(), weights))
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    made = torch.nn.Embedding(10, 4, sparse=True)
+    with swapped(made, tmp_path) as optimizer:
+        made(torch.tensor([1])).sum().backward()
+        before = made.weight.detach().clone()
+        with pytest.raises(TypeError, match="sparse"):
+            optimizer.step()
+        assert torch.equal(made.weight, before)
+        assert not optimizer.broken
+    with swapped(made, tmp_path, gradients="disk"):
+        made.weight.grad = None
+        # The only parameter keeps its gradient in memory; a second one would be refused.
+
+
+def test_zeroed_gradients_on_the_drive_are_gone(tmp_path: Path) -> None:
+    made = model()
+    with swapped(made, tmp_path, gradients="disk") as optimizer:
+        loss_of(made, 0).backward()
+        assert sum(p.grad is not None for p in made.parameters()) == 1
+        optimizer.zero_grad()
+        before = optimizer.generation
+        optimizer.step()
+        assert optimizer.generation == before
+        with pytest.raises(ValueError, match="set_to_none"):
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_the_models_zero_grad_is_noticed(tmp_path: Path) -> None:
+    """Many loops (that of transformers, for one) call the model's and not the optimizer's."""
+    ours, theirs = model(), model()
+    reference = torch.optim.Adam(theirs.parameters())
+    with swapped(ours, tmp_path, gradients="disk") as optimizer:
+        for step in range(4):
+            for made, stepping in ((ours, optimizer), (theirs, reference)):
+                loss_of(made, step).backward()
+                stepping.step()
+                made.zero_grad()
+        assert_same_weights(ours, theirs)
+        loss_of(ours, 9).backward()
+        ours.zero_grad()
+        before = optimizer.generation
+        optimizer.step()
+        assert optimizer.generation == before
+
+
+def test_it_is_neither_copied_nor_pickled(tmp_path: Path) -> None:
+    with swapped(model(), tmp_path) as optimizer:
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(optimizer)
+        with pytest.raises(TypeError, match="another swap_dir"):
+            copy.deepcopy(optimizer)
+
+
+def test_closed_is_closed(tmp_path: Path) -> None:
+    optimizer = swapped(model(), tmp_path)
+    optimizer.close()
+    optimizer.close()
+    assert "closed" in repr(optimizer)
+    for call in (optimizer.step, optimizer.state_dict, optimizer.reload_weights):
+        with pytest.raises(nvmeio.ClosedError):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dropped_is_closed(tmp_path: Path) -> None:
+    """Nobody closes an optimizer: its files go when it does."""
+    made = model()
+    optimizer = swapped(made, tmp_path, gradients="disk")
+    train(made, optimizer, 1)
+    del optimizer
+    import gc
+
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
