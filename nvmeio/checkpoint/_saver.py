@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from nvmeio._reading._flight import Cancelled
 from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._flight import Cancelled
 from nvmeio.checkpoint._job import Job, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._locks import lock_directory

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from nvmeio import files
-from nvmeio.checkpoint import _safetensors_header as headers
-from nvmeio.checkpoint import _safetensors_shards as shards
-from nvmeio.checkpoint._in_thread import in_thread
-from nvmeio.checkpoint._own_handle import handle_for
-from nvmeio.checkpoint._safetensors_header import Entry, Header
+from nvmeio._reading import _safetensors_header as headers
+from nvmeio._reading import _safetensors_shards as shards
+from nvmeio._reading._in_thread import in_thread
+from nvmeio._reading._own_handle import handle_for
+from nvmeio._reading._safetensors_header import Entry, Header
+from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint._safetensors_save import Saving
-from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
