@@ -2,8 +2,9 @@
 
 Reading order for newcomers: `errors`, `_plan` (what goes direct), `engines.base` (the contract),
 `native_shim/lane.c` (the pump), `operation`, `_core` (who notices an end), `handle`. The map is
-docs/architecture.md. Checkpoints (`checkpoint/`) begin in `checkpoint/__init__.py`; their names are
-loaded when they are first asked for.
+docs/architecture.md. Checkpoints (`checkpoint/`) begin in `checkpoint/__init__.py`, streamed
+inference (`inference/`) in `inference/__init__.py`; their names are loaded when they are first
+asked for.
 """
 
 import importlib
@@ -37,6 +38,7 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint import save as save
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
+    from nvmeio.inference import stream_model as stream_model
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,7 @@ _LATER = {
     "load_safetensors": "nvmeio.checkpoint.safetensors",
     "save": "nvmeio.checkpoint",
     "save_safetensors": "nvmeio.checkpoint.safetensors",
+    "stream_model": "nvmeio.inference",
 }
 
 __all__ = [
@@ -80,6 +83,7 @@ __all__ = [
     "open",
     "save",
     "save_safetensors",
+    "stream_model",
 ]
 
 
