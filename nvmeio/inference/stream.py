@@ -49,6 +49,9 @@ Value = TypeVar("Value")
 # and ahead; below it, those that are named are read when they are.
 _DENSE_SHARE = 0.75
 
+# Tensors that an error names; a layer is read as one and rarely has more.
+_NAMED = 16
+
 
 class StreamStats(NamedTuple):
     """What a stream has done since it was made.
@@ -649,8 +652,8 @@ def _names(unit: Unit, at: int, nbytes: int) -> str:
             number += 1
             if start < at + nbytes and at < start + part.nbytes and weight.name not in found:
                 found.append(weight.name)
-    named = ", ".join(repr(name) for name in found[:3])
-    return named + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    named = ", ".join(repr(name) for name in found[:_NAMED])
+    return named + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
 
 
 def _told(failed: TransferError, names: str, layer: str) -> TransferError:

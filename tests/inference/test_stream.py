@@ -33,7 +33,7 @@ Make = Callable[..., Any]
 def test_the_first_pass_is_prefetched(tmp_path: Path, stream: Make) -> None:
     """The order of the module tree is the guess."""
     saved_net(tmp_path / "net.safetensors")
-    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=100_000)
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000)
     x = torch.randn(5, 16)
     net(x)
     stats = net.weight_stream.stats
@@ -48,7 +48,7 @@ def test_the_first_pass_is_prefetched(tmp_path: Path, stream: Make) -> None:
 @torch.no_grad()
 def test_another_order_is_learned(tmp_path: Path, stream: Make) -> None:
     whole = saved_net(tmp_path / "net.safetensors")
-    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=100_000, window=2)
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000, window=2)
     x = torch.randn(5, 16)
     assert net(x, backwards=True).equal(whole(x, backwards=True))
     learning = net.weight_stream.stats.mispredicted
@@ -125,7 +125,7 @@ def test_too_small_a_budget_says_what_would_do(tmp_path: Path, stream: Make) -> 
 def test_more_memory_keeps_more_layers_and_reads_less(tmp_path: Path, stream: Make) -> None:
     saved(lambda: llama(layers=8), tmp_path)
     read = []
-    for budget in (300_000, 600_000, 900_000, 1 << 30):
+    for budget in (300_000, 800_000, 1_110_000, 1 << 30):
         model = stream(tmp_path, resident_bytes=budget)
         for _ in range(2):
             logits(model, prompt())
@@ -140,7 +140,7 @@ def test_more_memory_keeps_more_layers_and_reads_less(tmp_path: Path, stream: Ma
 
 def test_residents_are_spread_over_the_layers(tmp_path: Path, stream: Make) -> None:
     saved(lambda: llama(layers=8), tmp_path)
-    model = stream(tmp_path, resident_bytes=870_000, window=2)
+    model = stream(tmp_path, resident_bytes=990_000, window=2)
     kept = [u.resident for u in model.weight_stream.units if u.is_layer]
     assert sum(kept) == 4
     assert kept in ([False, True] * 4, [True, False] * 4)
@@ -198,7 +198,7 @@ MEMORY = """
     status = "/proc/self/status"
     before = _proc_bytes(status, "VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # VmHWM counts from here
-    spare = 48 << 20
+    spare = 160 << 20  # of addresses: stacks, rings that are not touched
     size = _proc_bytes(status, "VmSize") + budget + spare
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     model = nvmeio.stream_model(directory, resident_bytes=budget)
@@ -365,7 +365,7 @@ def test_a_file_that_is_cut_while_it_is_streamed(budget: int, tmp_path: Path, st
         assert logits(model, prompt()).equal(whole)
         return
     for _ in range(2):
-        with pytest.raises((ShortTransferError, IntegrityError), match=r"model\.layers"):
+        with pytest.raises((ShortTransferError, IntegrityError), match=r"'model\."):
             logits(model, prompt())
 
 
@@ -376,7 +376,7 @@ def test_a_file_that_is_written_to_while_it_is_streamed(tmp_path: Path, stream: 
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(bytes(4096))
-    with pytest.raises(IntegrityError, match=r"changed while weights were streamed.*for layer 'mo"):
+    with pytest.raises(IntegrityError, match=r"changed while weights were streamed.* for .*'mo"):
         for _ in range(2):  # what was read ahead before is good for one pass at most
             logits(model, prompt())
 
@@ -447,7 +447,7 @@ def test_a_thousand_passes_leak_nothing(tmp_path: Path, stream: Make) -> None:
     saved_net(tmp_path / "net.safetensors")
     with nvmeio.AioHandle(engine="threads") as handle:
         net = stream(
-            empty_net(), tmp_path / "net.safetensors", handle=handle, resident_bytes=100_000
+            empty_net(), tmp_path / "net.safetensors", handle=handle, resident_bytes=150_000
         )
         x = torch.randn(5, 16)
         status = "/proc/self/status"
@@ -481,7 +481,7 @@ def test_several_threads_may_use_a_model(tmp_path: Path, stream: Make) -> None:
 def test_an_interrupted_pass_leaves_a_model_that_works(tmp_path: Path, stream: Make) -> None:
     """Ctrl-C runs no hooks: nobody takes the weights away."""
     whole = saved_net(tmp_path / "net.safetensors")
-    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=100_000, window=2)
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000, window=2)
     x = torch.randn(5, 16)
 
     def interrupt(*_: Any) -> None:
@@ -541,7 +541,7 @@ async def test_a_cancelled_pass_has_stopped_when_that_is_told(tmp_path: Path, st
 
 def test_a_forked_child_is_told(tmp_path: Path, stream: Make) -> None:
     saved_net(tmp_path / "net.safetensors")
-    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=100_000)
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
