@@ -40,7 +40,7 @@ from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._feeder import Feeder
 from nvmeio.inference._layout import Read
 from nvmeio.inference._slots import Memory, Slot, load
-from nvmeio.inference._turns import Turns
+from nvmeio.inference._turns import Schedule, Turns
 from nvmeio.inference._units import Partition, Target, Unit
 
 Value = TypeVar("Value")
@@ -495,6 +495,25 @@ class WeightStream:
                 return work(*arguments, **named)
 
         return await in_thread(call, stop.set)
+
+    @property
+    def turns(self) -> Turns:
+        """Who may use the weights."""
+        return self._turns
+
+    def in_turns(self, schedule: Schedule[Value]) -> list[Value]:
+        """Run a schedule of micro-batches; what they leave is put away when they are done."""
+        try:
+            return schedule.run()
+        finally:
+            self._turns.take(None)
+            try:
+                held, self._held = self._held, None
+                if held is not None and self._opened is not None:
+                    self._done_with(held)
+                    self._prefetch(self._opened)
+            finally:
+                self._turns.give(None)
 
     # --- opening and closing ------------------------------------------------------------------
 

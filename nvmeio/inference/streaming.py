@@ -13,7 +13,7 @@ from torch import nn
 from nvmeio._reading._own_handle import handle_for
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _hooks, _transformers
+from nvmeio.inference import _hooks, _transformers, kv_cache
 from nvmeio.inference._budget import share_out
 from nvmeio.inference._checkpoint import Checkpoint, Stored
 from nvmeio.inference._limits import memory_left
@@ -34,6 +34,7 @@ def stream_model(
     resident_bytes: int | None = None,
     handle: AioHandle | None = None,
     dtype: torch.dtype | None = None,
+    kv_offload: bool | str | os.PathLike[str] = False,
     layers: Sequence[nn.Module | str] | None = None,
     strict: bool = True,
 ) -> Any:
@@ -60,6 +61,9 @@ def stream_model(
             system, for as long as the stream is open.
         dtype: Of the weights, converted when they are used; by default that of the configuration.
             Files in this dtype already are faster: ``nvmeio pack --dtype``.
+        kv_offload: Keep past keys and values of idle layers out of the way: True in page-locked
+            memory (GPU) or a temporary file (CPU), a path in a file in that directory. For
+            transformers' models that use a `DynamicCache`.
         layers: What is streamed as one: modules, or their names. By default transformers' decoder
             and encoder layers; of other models the members of the outermost ModuleList and
             Sequential containers.
@@ -129,6 +133,12 @@ def stream_model(
     model.weight_stream = stream
     if is_transformers:
         _finish(model, model_or_config_or_path)
+    if kv_offload is not False:
+        try:
+            kv_cache.offload(model, handle, where, kv_offload)
+        except BaseException:
+            stream.close()
+            raise
     return model
 
 

@@ -26,12 +26,20 @@ def everything_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_units, "SMALL_BYTES", 1024)
 
 
+@pytest.fixture(scope="session")
+def one_handle() -> Iterator[nvmeio.AioHandle]:
+    """A handle for many tests: to give one back takes the kernel longer than most of them."""
+    with nvmeio.AioHandle() as handle:
+        yield handle
+
+
 @pytest.fixture
-def stream() -> Iterator[Callable[..., Any]]:
+def stream(one_handle: nvmeio.AioHandle) -> Iterator[Callable[..., Any]]:
     """`nvmeio.stream_model` of models that are closed after the test."""
     made: list[Any] = []
 
     def make(*arguments: Any, **options: Any) -> Any:
+        options.setdefault("handle", one_handle)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made.append(nvmeio.stream_model(*arguments, **options))
