@@ -150,6 +150,7 @@ class WeightStream:
         self._counts = dict.fromkeys(StreamStats._fields[:7], 0)
         self._waited_s = 0.0
         self.progress: Callable[[str, int], None] | None = None
+        self.root: nn.Module | None = None  # of spilled modules, whom nobody else holds
         self.reopen()
 
     # --- the model's side: what its hooks call ------------------------------------------------
