@@ -19,7 +19,7 @@ BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress native-check lint type format bench bench-checkpoint clients wheel-check clean
+.PHONY: help demo test stress native-check lint type format bench bench-checkpoint bench-inference clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -53,6 +53,9 @@ bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
 
 bench-checkpoint: $(BENCH_STAMP) ## checkpoints beside torch, DCP, safetensors and others
 	@$(BIN)/python benchmarks/checkpoint.py $(BENCH_ARGS)
+
+bench-inference: $(BENCH_STAMP) ## weights on disk beside fio, accelerate, DeepSpeed
+	@$(BIN)/python benchmarks/inference.py $(BENCH_ARGS)
 
 wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check

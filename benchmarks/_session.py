@@ -21,7 +21,11 @@ TARGETS = {
     "caio": "peers.caio_peer:CaioPeer",
     "thread pool": "peers.plain:ThreadPoolPeer",
     "checkpoints": "peers.checkpoints:Checkpoints",
+    "streaming": "peers.inference:Streaming",
+    "accelerate offload": "peers.inference:Accelerate",
+    "ZeRO-3 inference": "peers.zero3_inference:ZeroInference",
 }
+_COMPILING = ("DeepSpeed", "ZeRO-3 inference")
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Session:
     def _start(self, name: str) -> Worker | None:
         if name in self.skipped:
             return None
-        hint = " (compiles its op at first use: minutes)" if name == "DeepSpeed" else ""
+        hint = " (compiles its op at first use: minutes)" if name in _COMPILING else ""
         self._started += 1
         try:
             with self.console.status(f"starting {name}{hint}"):

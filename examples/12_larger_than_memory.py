@@ -149,7 +149,9 @@ def main(folder: Path, size: int, memory: int, count: int, batch: int, bits: int
         timed("one prompt", model, ids[:1], count)
         verify(model.weight_stream.stats.bytes_read > 0, "weights were streamed")
         model.weight_stream.close()
-    _common.verified(f"{count} tokens for {batch} prompts, with {total / memory:.1f} times the memory")
+    _common.verified(
+        f"{count} tokens for {batch} prompts, with {total / memory:.1f} times the memory"
+    )
 
 
 if __name__ == "__main__":
@@ -162,6 +164,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     with _common.scratch(options.dir, 2 * options.size) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what transformers imports
-        main(
-            folder, options.size, options.memory, options.tokens, options.batch, options.bits
-        )
+        main(folder, options.size, options.memory, options.tokens, options.batch, options.bits)

@@ -39,6 +39,10 @@ RUNS = {
     "07_resume_after_kill.py": (["--kills", "2", "--steps", "12"], "steps 9, 10, 11"),
     "08_distributed_checkpoint.py": (["--width", "512"], "by 2 ranks"),
     "09_in_place_of_torch_save.py": (["--size", "64M"], "read by torch and by nvmeio"),
+    "12_larger_than_memory.py": (
+        ["--size", "96M", "--memory", "24M", "--tokens", "3"],
+        "times the memory",
+    ),
 }
 
 

@@ -41,7 +41,8 @@ def command(
     resident_bytes: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory for all weights, such as 8G; by default half of what is left."
+            metavar="SIZE",
+            help="Memory for all weights, such as 8G; by default half of what is left.",
         ),
     ] = None,
     window: Annotated[

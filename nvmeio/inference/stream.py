@@ -601,6 +601,11 @@ class WeightStream:
         return self._opened is None
 
     @property
+    def locked(self) -> bool:
+        """Whether the memory that weights are in is page-locked."""
+        return self._opened is not None and self._opened.memory.locked
+
+    @property
     def units(self) -> Sequence[Unit]:
         """What is streamed or kept as one, in the order of the module tree."""
         return tuple(self._units)

@@ -67,9 +67,7 @@ def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
         (["--prompt", "text"], "holds no tokenizer"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
+def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     saved(llama, tmp_path)
     done = CliRunner().invoke(app, ["generate", str(tmp_path), *arguments])
     assert done.exit_code == 2, done.output
