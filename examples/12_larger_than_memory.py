@@ -4,8 +4,8 @@
     python examples/12_larger_than_memory.py --dir /mnt/nvme --size 2G --memory 512M --batch 8
 
 The weights are random, so the tokens mean nothing; what counts is that they are those of the whole
-model, which is checked where it fits. Memory is measured by the kernel (VmHWM), not estimated: what the
-weights took is what the process grew by.
+model, which is checked where it fits. Memory is what the kernel says that the process grew by
+(VmHWM), not an estimate.
 """
 
 import json
@@ -26,7 +26,7 @@ COMPARED_BYTES = 512 << 20
 
 
 def make_model(folder: Path, nbytes: int) -> tuple[Path, int]:
-    """A Llama of about that size in bfloat16, written layer by layer: it is never whole in memory."""
+    """A Llama of about that size in bfloat16, written layer by layer, never whole in memory."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -130,7 +130,8 @@ def main(folder: Path, size: int, memory: int, count: int, batch: int, bits: int
         import transformers
 
         whole = transformers.LlamaForCausalLM.from_pretrained(directory)
-        for found, given in ((one, ids[:1]), *zip(many.tensor_split(2), ids.tensor_split(2))):
+        halves = zip(many.tensor_split(2), ids.tensor_split(2), strict=True)
+        for found, given in ((one, ids[:1]), *halves):
             expected = whole.generate(
                 given,
                 attention_mask=torch.ones_like(given),

@@ -12,7 +12,7 @@ PASSES = 4
 
 
 def streaming(session: Session) -> tuple[Worker, Path] | None:
-    """nvmeio's worker and the model's directory; None where it cannot be made (and that is said)."""
+    """nvmeio's worker and the model's directory; None where they cannot be had (which is said)."""
     worker = session.worker(NAME)
     directory = session.directory / "model"
     if worker is None:

@@ -1,4 +1,4 @@
-"""Rows `pass`, `resident` and `blocks`: a pass beside its bounds, and what memory and batches buy."""
+"""Rows `pass`, `resident` and `blocks`: a pass beside its bounds; memory; micro-batches."""
 
 from __future__ import annotations
 

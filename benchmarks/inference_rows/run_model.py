@@ -147,7 +147,9 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         )
     result: dict[str, Any] = {
         "where": "weights in memory" if options.cpu_offload else "weights on disk",
-        "batch, prompt, generated": f"{options.batch_size}, {options.prompt_len}, {options.gen_len}",
+        "batch": options.batch_size,
+        "prompt, tokens": options.prompt_len,
+        "generated, tokens": options.gen_len,
         **{name: median([run[name] for run in runs]) for name in runs[0]},
         "weights in memory, MB": (stats.resident_bytes + stats.window_bytes + stats.work_bytes)
         / 1e6,

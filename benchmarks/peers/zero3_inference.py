@@ -18,7 +18,7 @@ from peers.zero3 import _free_port
 
 
 class ZeroInference(Decoding):
-    """One engine in this process, its parameters partitioned over nobody else and kept on the drive."""
+    """One engine in this process, all of its parameters on the drive."""
 
     def __init__(self) -> None:
         _transformers()
