@@ -105,6 +105,8 @@ class Memory:
             current: Any = torch.cuda.current_stream(self.device)
             if slot.event is not None:
                 slot.event.synchronize()  # of the copies out of the lease, not of the computation
+            else:  # given up halfway
+                self._copies.synchronize()
             self._free.append((slot.memory, current.record_event()))
         slot.lease.__exit__(None, None, None)
 
@@ -112,7 +114,10 @@ class Memory:
         nbytes = unit.layout.nbytes
         fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
         if not fitting:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            twin = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # Its memory may still be read by work that was queued before it was freed.
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            return twin
         best = min(fitting, key=lambda pair: pair[0].nbytes)
         self._free = [pair for pair in self._free if pair is not best]
         self._copies.wait_event(best[1])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -307,6 +308,12 @@ class _Pages:
             lease.__exit__(None, None, None)
 
 
+@functools.lru_cache(maxsize=256)
+def _kind(nbytes: int) -> Any:
+    array: Any = ctypes.c_char * nbytes
+    return type("_LeasedPages", (_Pages, array), {})
+
+
 def _tensor(ahead: _Ahead, place: _Place) -> torch.Tensor:
     """The tensor on its pages, which it keeps for as long as its storage lives."""
     if not place.nbytes:
@@ -317,9 +324,7 @@ def _tensor(ahead: _Ahead, place: _Place) -> torch.Tensor:
     if ahead.lease is None:
         tensor = ahead.memory[shift : shift + place.nbytes]
     else:
-        array: Any = ctypes.c_char * ahead.memory.nbytes
-        kind: Any = type("_LeasedPages", (_Pages, array), {})
-        pages = kind.from_address(ahead.memory.data_ptr())
+        pages = _kind(ahead.memory.nbytes).from_address(ahead.memory.data_ptr())
         pages.arena = ahead.memory  # the pool's mapping
         pages.lease = ahead.lease
         tensor = torch.frombuffer(pages, dtype=torch.uint8, count=place.nbytes, offset=shift)
