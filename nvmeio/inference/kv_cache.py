@@ -111,6 +111,7 @@ class OffloadedLayer:
     is_initialized: bool
     store: Store
     following: Any = None  # the layer whose blocks are to be read next
+    _broken: BaseException | None = None
 
     def _begin(self) -> None:
         if not hasattr(self, "_blocks"):
@@ -126,6 +127,7 @@ class OffloadedLayer:
         self._begin()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)  # type: ignore[attr-defined]
+        self.read_ahead()
         if self.following is not None and self.following is not self:
             self.following.read_ahead()
         keys, values = self._all(key_states, value_states)
@@ -136,10 +138,15 @@ class OffloadedLayer:
     def read_ahead(self) -> None:
         """Begin to bring the blocks back."""
         self._begin()
+        if self._broken is not None:
+            raise RuntimeError(
+                "past keys and values of this cache were lost when they were written or read: start "
+                "again with a new one"
+            ) from self._broken
         if self._arriving is not None or not self._blocks:
             return
         while self._writing:  # what was written is read from the file
-            self._writing.pop(0).result()
+            self._checked(self._writing.pop(0))
         itemsize = self.keys.element_size()
         sizes = [_nbytes(block.shape) * itemsize for block in self._blocks]
         starts, end = [], 0
@@ -165,7 +172,7 @@ class OffloadedLayer:
                     operation.exception()
             for operation in operations:
                 if operation is not None:
-                    operation.result()
+                    self._checked(operation)
             past = [memory.view(block.shape) for memory, block in pieces]
         found = []
         for index, kept in enumerate((self.keys, self.values)):
@@ -178,6 +185,13 @@ class OffloadedLayer:
         if arriving is not None and self.keys.device.type == "cuda":
             torch.cuda.current_stream(self.keys.device).synchronize()  # before the memory goes
         return found[0], found[1]
+
+    def _checked(self, operation: Operation) -> None:
+        try:
+            operation.result()
+        except BaseException as failed:
+            self._broken = failed
+            raise
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The newest tokens: put whole blocks away, the rest stays."""
@@ -212,7 +226,7 @@ class OffloadedLayer:
         self._begin()
         while self._writing:
             self._writing.pop(0).exception()
-        self._blocks, self._arriving = [], None
+        self._blocks, self._arriving, self._broken = [], None, None
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -315,9 +329,9 @@ def offload(
         given = named.get("past_key_values")
         config = model.config.get_text_config(decoder=True)
         if type(given) is utilities.EncoderDecoderCache:
-            for name in ("self_attention_cache", "cross_attention_cache"):
-                if _is_new(getattr(given, name), utilities):
-                    setattr(given, name, fresh(config))
+            # What comes from the encoder stays: models take it out of the layers themselves.
+            if _is_new(given.self_attention_cache, utilities):
+                given.self_attention_cache = fresh(config)
         elif given is None:
             wanted = named.get("use_cache", getattr(config, "use_cache", False))
             if wanted and not model.config.is_encoder_decoder:

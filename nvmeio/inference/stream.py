@@ -306,7 +306,10 @@ class WeightStream:
                 "layers "
                 "updated and others not: start again with a new one"
             )
-        self._here.cache = None if cache is None else weakref.ref(cache)
+        self._here.cache = None
+        if cache is not None:
+            with contextlib.suppress(TypeError):  # tuples, as old models have them
+                self._here.cache = weakref.ref(cache)
 
     def end_pass(self) -> None:
         """It is over, one way or another."""
