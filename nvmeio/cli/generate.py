@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,7 +130,6 @@ class _Run:
         self._tokens: list[int] = []
         self._text = ""
         self._begun = self._first = self._last = 0.0
-        self._show: Callable[[str, int], None] = lambda text, done: None
         self._live = errors.is_terminal and not as_json
 
     def generate(self, count: int, sample: bool, seed: int) -> None:
@@ -215,7 +214,8 @@ class _Run:
 
     def _tell(self, stream: Any) -> None:
         stats = stream.stats
-        seconds = self._last - self._begun
+        seconds = max(self._last - self._begun, 1e-9)
+        held = stats.resident_bytes + stats.window_bytes + stats.work_bytes
         found = {
             "text": self._text if self._tokenizer is not None else None,
             "tokens": self._tokens,
@@ -225,18 +225,16 @@ class _Run:
             "total_s": seconds,
             "bytes_read": stats.bytes_read,
             "waited_s": stats.waited_s,
-            "weights_in_memory_bytes": stats.resident_bytes + stats.window_bytes + stats.work_bytes,
+            "weights_in_memory_bytes": held,
         }
         if self._as_json:
             typer.echo(json.dumps(found))
             return
-        rate = found["decode_tokens_per_s"]
+        then = f", then {self._per_s():.2f} a second" if len(self._tokens) > 1 else ""
         text = (
             f"{len(self._tokens)} tokens in {seconds:.1f} s (the first after "
-            f"{self._first - self._begun:.1f} s"
-            + (f", then {rate:.2f} a second" if rate is not None else "")
-            + f"); {binary_size(stats.bytes_read)} read at {stats.bytes_read / seconds / GB:.2f} "
-            f"GB/s, {binary_size(int(found['weights_in_memory_bytes']))} of weights in memory"  # type: ignore[call-overload]
+            f"{self._first - self._begun:.1f} s{then}); {binary_size(stats.bytes_read)} read at "
+            f"{stats.bytes_read / seconds / GB:.2f} GB/s, {binary_size(held)} of weights in memory"
         )
         self._errors.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 

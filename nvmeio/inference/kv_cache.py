@@ -140,8 +140,8 @@ class OffloadedLayer:
         self._begin()
         if self._broken is not None:
             raise RuntimeError(
-                "past keys and values of this cache were lost when they were written or read: start "
-                "again with a new one"
+                "past keys and values of this cache were lost when they were written or read: "
+                "start again with a new one"
             ) from self._broken
         if self._arriving is not None or not self._blocks:
             return
