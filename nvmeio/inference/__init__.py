@@ -7,11 +7,11 @@ model), `streaming` (`stream_model`). `packing` writes what is read
 best. docs/inference.md has the arithmetic.
 """
 
+from nvmeio.inference._opened import StreamStats as StreamStats
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
-from nvmeio.inference.stream import StreamStats as StreamStats
 from nvmeio.inference.stream import WeightStream as WeightStream
 from nvmeio.inference.streaming import stream_model as stream_model
 

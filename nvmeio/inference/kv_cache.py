@@ -8,7 +8,9 @@ have.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import importlib
 import os
 import tempfile
@@ -54,6 +56,7 @@ class Store:
         self.read_bytes = 0
         self._end = 0
         self._handle = handle
+        self._writing: list[Operation] = []
         self._file: files.File | None = None
         if directory is not None:
             descriptor, name = tempfile.mkstemp(prefix=".nvmeio-kv-", dir=directory)
@@ -76,7 +79,18 @@ class Store:
             return _Block(shape, 0, memory), None
         offset = self._end
         self._end += memory.nbytes
-        return _Block(shape, offset, None), self._handle.async_pwrite(memory, self._file, offset)
+        writing = self._handle.async_pwrite(memory, self._file, offset)
+        self._writing = [
+            *(operation for operation in self._writing if not operation.done()),
+            writing,
+        ]
+        return _Block(shape, offset, None), writing
+
+    def give_up(self) -> None:
+        """A write failed and was told; wait for the others, of which nobody needs to be told."""
+        for operation in self._writing:
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                operation.exception()
 
     def get(self, block: _Block, memory: torch.Tensor) -> Operation | None:
         """Begin to bring a block back into `memory`; None where it is there at once."""
@@ -191,6 +205,7 @@ class OffloadedLayer:
             operation.result()
         except BaseException as failed:
             self._broken = failed
+            self.store.give_up()
             raise
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -264,6 +279,19 @@ def _nbytes(shape: tuple[int, ...]) -> int:
     return found
 
 
+@functools.cache
+def _kinds() -> tuple[Any, Any]:
+    """The classes, made once: of a cache, and of a layer."""
+    utilities: Any = importlib.import_module("transformers.cache_utils")
+    cache = type("OffloadedCache", (utilities.DynamicCache,), {"__module__": __name__})
+    layer = type(
+        "OffloadedDynamicLayer",
+        (OffloadedLayer, utilities.DynamicLayer),
+        {"__module__": __name__, "_layer_type": None},
+    )
+    return cache, layer
+
+
 def new_cache(config: Any, store: Store) -> Any:
     """An empty cache: a transformers `DynamicCache` that puts its layers away in a store.
 
@@ -278,15 +306,21 @@ def new_cache(config: Any, store: Store) -> Any:
     require()
     utilities: Any = importlib.import_module("transformers.cache_utils")
     stock = utilities.DynamicLayer
-    kind: Any = type("OffloadedLayer", (OffloadedLayer, stock), {"store": store})
+    cache_kind, layer_kind = _kinds()
+
+    def layer() -> Any:
+        made = layer_kind()
+        made.store = store
+        return made
+
     cache = utilities.DynamicCache(config=config)
-    cache.__class__ = type("OffloadedCache", (utilities.DynamicCache,), {"nvmeio_store": store})
-    cache.layers = [kind() if type(layer) is stock else layer for layer in cache.layers]
+    cache.__class__ = cache_kind
+    cache.layers = [layer() if type(given) is stock else given for given in cache.layers]
     if cache.layer_class_to_replicate is stock:
-        cache.layer_class_to_replicate = kind
-    ours = [layer for layer in cache.layers if isinstance(layer, kind)]
-    for layer, following in zip(ours, ours[1:] + ours[:1], strict=True):
-        layer.following = following
+        cache.layer_class_to_replicate = layer
+    ours = [made for made in cache.layers if isinstance(made, layer_kind)]
+    for one, following in zip(ours, ours[1:] + ours[:1], strict=True):
+        one.following = following
     return cache
 
 
@@ -326,7 +360,7 @@ def offload(
         return new_cache(config, Store(directory, handle))
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        given = named.get("past_key_values")
+        given: Any = named.get("past_key_values")
         config = model.config.get_text_config(decoder=True)
         if type(given) is utilities.EncoderDecoderCache:
             # What comes from the encoder stays: models take it out of the layers themselves.

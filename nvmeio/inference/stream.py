@@ -17,7 +17,6 @@ then on.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,15 +32,18 @@ from torch import nn
 from nvmeio._reading._in_thread import in_thread
 from nvmeio._reading._span_plan import Span
 from nvmeio._reading._spans import read as read_spans
-from nvmeio.errors import ClosedError, ShortTransferError, TransferError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._feeder import Feeder
 from nvmeio.inference._layout import Read
+from nvmeio.inference._opened import Opening, StreamStats
+from nvmeio.inference._opened import close as close_all
+from nvmeio.inference._showing import install, names_in, told, uninstall
 from nvmeio.inference._slots import Memory, Slot, load
 from nvmeio.inference._turns import Schedule, Turns
-from nvmeio.inference._units import Partition, Target, Unit
+from nvmeio.inference._units import Partition, Unit
 
 Value = TypeVar("Value")
 
@@ -49,55 +51,9 @@ Value = TypeVar("Value")
 # and ahead; below it, those that are named are read when they are.
 _DENSE_SHARE = 0.75
 
-# Tensors that an error names; a layer is read as one and rarely has more.
-_NAMED = 16
-
-
-class StreamStats(NamedTuple):
-    """What a stream has done since it was made.
-
-    Attributes:
-        bytes_read: Bytes of weights that were asked of the files, rows and experts included.
-        units_read: Units (layers) that were read.
-        units_used: How often a unit was used.
-        mispredicted: Units that were needed and not on their way, the very first aside.
-        dropped: Units that were read, wholly or in part, and not used.
-        experts_read: Experts that were read on demand.
-        rows_read: Rows of embeddings that were read.
-        waited_s: Seconds in which the computation waited for weights.
-        resident_bytes: Memory that holds weights for good.
-        window_bytes: Memory that weights are streamed through.
-        work_bytes: Memory that converted weights are in.
-        streamed_bytes: What one pass reads, with all experts and without rows.
-    """
-
-    bytes_read: int
-    units_read: int
-    units_used: int
-    mispredicted: int
-    dropped: int
-    experts_read: int
-    rows_read: int
-    waited_s: float
-    resident_bytes: int
-    window_bytes: int
-    work_bytes: int
-    streamed_bytes: int
-
 
 class Cancelled(Exception):
     """A pass was told to stop; raised in it at the next layer."""
-
-
-class Opening(NamedTuple):
-    """What `open` makes, and `close` takes apart."""
-
-    handle: AioHandle
-    own_handle: bool
-    checkpoint: Checkpoint
-    memory: Memory
-    feeder: Feeder
-    fixed: Slot | None
 
 
 class WeightStream:
@@ -274,7 +230,7 @@ class WeightStream:
                 opened.checkpoint.check(piece.file, repr(weight.name))
             except TransferError as failed:
                 self._give_up()
-                raise _told(failed, repr(weight.name), unit.name) from failed
+                raise told(failed, repr(weight.name), unit.name) from failed
             except BaseException:
                 self._give_up()
                 raise
@@ -349,8 +305,8 @@ class WeightStream:
             job.wait()
         except TransferError as failed:
             at = job.failed_at
-            names = _names(unit, at.at, at.memory.nbytes) if at is not None else unit.name
-            raise _told(failed, names, unit.name) from failed
+            names = names_in(unit, at.at, at.memory.nbytes) if at is not None else unit.name
+            raise told(failed, names, unit.name) from failed
         self._waited_s += time.perf_counter() - began
         for index in {read.file for read in unit.layout.reads}:
             opened.checkpoint.check(index, f"layer {unit.name!r}")
@@ -421,8 +377,8 @@ class WeightStream:
             for operation, read in started:
                 error = operation.exception()
                 if isinstance(error, TransferError) and failed is None:
-                    names = _names(slot.unit, read.at, read.end - read.start)
-                    failed = _told(error, names, slot.unit.name)
+                    names = names_in(slot.unit, read.at, read.end - read.start)
+                    failed = told(error, names, slot.unit.name)
         if failed is not None:
             raise failed
         for index in {read.file for read in reads}:
@@ -437,7 +393,7 @@ class WeightStream:
         slot = self._slots[unit]
         opened.memory.ready(slot)
         self._tensors = opened.memory.tensors(slot)
-        _install(unit.targets, self._tensors)
+        install(unit.targets, self._tensors)
         if unit.resident and not unit.converted_bytes and unit.experts is None:
             self._settled.add(unit)
 
@@ -451,7 +407,7 @@ class WeightStream:
             self._held = None
 
     def _done_with(self, unit: Unit) -> None:
-        _uninstall(unit.targets)
+        uninstall(unit.targets)
         self._tensors = []
         if not unit.resident:
             self._release(unit)
@@ -469,7 +425,7 @@ class WeightStream:
         self._spoil()
         self._ahead.clear()
         for unit in [u for u in self._slots if u not in self._settled]:
-            _uninstall(unit.targets)
+            uninstall(unit.targets)
             self._release(unit)
         self._tensors = []
         self._in_use = self._held = self._last = None
@@ -545,7 +501,7 @@ class WeightStream:
                 self._load_fixed(fixed, memory, feeder, checkpoint)
             self._opened = Opening(handle, self._handle is None, checkpoint, memory, feeder, fixed)
             undo.pop_all()
-        self._finalizer = weakref.finalize(self, _close, self._opened)
+        self._finalizer = weakref.finalize(self, close_all, self._opened)
 
     def _load_fixed(
         self, slot: Slot, memory: Memory, feeder: Feeder, checkpoint: Checkpoint
@@ -554,9 +510,9 @@ class WeightStream:
             load(slot, memory, feeder, checkpoint.files)
         except TransferError as failed:
             at = slot.job.failed_at if slot.job is not None else None
-            names = _names(self._fixed, at.at, at.memory.nbytes) if at is not None else "them"
-            raise _told(failed, names, self._fixed.name) from failed
-        _install(self._fixed.targets, memory.tensors(slot, keep=True))
+            names = names_in(self._fixed, at.at, at.memory.nbytes) if at is not None else "them"
+            raise told(failed, names, self._fixed.name) from failed
+        install(self._fixed.targets, memory.tensors(slot, keep=True))
 
     def close(self) -> None:
         """Stop reading, close the files, give back the memory. Idempotent.
@@ -571,7 +527,7 @@ class WeightStream:
                 return
             self._ahead.clear()
             for unit in [self._fixed, *self._units]:
-                _uninstall(unit.targets)
+                uninstall(unit.targets)
             for slot in self._slots.values():
                 if slot.job is not None:
                     opened.feeder.cancel(slot.job)
@@ -581,7 +537,7 @@ class WeightStream:
             self._tensors = []
             self._in_use = self._held = self._last = None
             self._finalizer.detach()
-            _close(opened)
+            close_all(opened)
         finally:
             self._turns.give(None)
 
@@ -641,59 +597,3 @@ class WeightStream:
             f"<nvmeio.WeightStream {len(self._units)} units, {kept} resident, "
             f"{self._shares.total} bytes of weights in memory, {state}>"
         )
-
-
-def _close(opened: Opening) -> None:
-    opened.feeder.stop()
-    if opened.fixed is not None:
-        opened.memory.give_back(opened.fixed)
-    opened.memory.close()
-    opened.checkpoint.close()
-    if opened.own_handle:
-        opened.handle.close()
-
-
-def _install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> None:
-    shown: dict[int, nn.Parameter] = {}
-    for module, attribute, is_buffer, number, _ in targets:
-        if is_buffer:
-            module._buffers[attribute] = tensors[number]
-            continue
-        if number not in shown:  # tied parameters are one
-            shown[number] = nn.Parameter(tensors[number], requires_grad=False)
-        module._parameters[attribute] = shown[number]
-
-
-def _uninstall(targets: Sequence[Target]) -> None:
-    for module, attribute, is_buffer, _, empty in targets:
-        shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
-        shown[attribute] = empty
-
-
-def _names(unit: Unit, at: int, nbytes: int) -> str:
-    """The weights that have bytes in a part of a unit's slot, for messages."""
-    found: list[str] = []
-    number = 0
-    for weight in unit.weights:
-        for part in weight.parts:
-            start = unit.layout.starts[number]
-            number += 1
-            if start < at + nbytes and at < start + part.nbytes and weight.name not in found:
-                found.append(weight.name)
-    named = ", ".join(repr(name) for name in found[:_NAMED])
-    return named + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
-
-
-def _told(failed: TransferError, names: str, layer: str) -> TransferError:
-    """The error, with the names of the tensors and the layer that were to be read."""
-    kind = ShortTransferError if isinstance(failed, ShortTransferError) else TransferError
-    code = failed.errno or errno.EIO
-    return kind(
-        code,
-        operation=failed.operation,
-        path=failed.path,
-        file_offset=failed.file_offset,
-        nbytes=failed.nbytes,
-        transferred=failed.transferred,
-        detail=f"{failed._detail or os.strerror(code)} (weights {names} of {layer})",
-    )

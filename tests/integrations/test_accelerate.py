@@ -43,7 +43,7 @@ def device_map(model: Any) -> dict[str, str]:
     for name, module in model.named_modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             places[name] = "disk"
-    for name, _ in model.named_parameters():
+    for name, _ in model.named_parameters(remove_duplicate=False):
         if not any(name.startswith(f"{place}.") for place in places):
             places[name.rpartition(".")[0]] = "cpu"
     return places
