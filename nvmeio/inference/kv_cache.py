@@ -102,6 +102,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of the file, and with it of its blocks."""
+        self._writing = []
         if self._file is not None:
             self._file.close()
 
@@ -319,6 +320,7 @@ def new_cache(config: Any, store: Store) -> Any:
     if cache.layer_class_to_replicate is stock:
         cache.layer_class_to_replicate = layer
     ours = [made for made in cache.layers if isinstance(made, layer_kind)]
+    weakref.finalize(cache, store.close)  # the file goes with the cache, whoever holds the store
     for one, following in zip(ours, ours[1:] + ours[:1], strict=True):
         one.following = following
     return cache
