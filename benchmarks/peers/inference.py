@@ -125,7 +125,7 @@ class Streaming(Decoding):
         self._key: tuple[str, int] | None = None
 
     def write_model(self, directory: str, nbytes: int) -> None:
-        width = 2048 if nbytes >= 1 << 30 else 1024
+        width = max(256, int((nbytes / 2048) ** 0.5) // 128 * 128)  # about 32 layers
         layer = 4 * (4 * width * width + 3 * width * 4 * width)
         write_llama(Path(directory), width, max(4, nbytes // layer), 16, "model.safetensors")
 
