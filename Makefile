@@ -19,7 +19,7 @@ BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress native-check lint type format bench bench-checkpoint bench-offload clients wheel-check clean
+.PHONY: help demo test stress native-check lint type format bench bench-checkpoint bench-offload bench-inference clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -56,6 +56,9 @@ bench-checkpoint: $(BENCH_STAMP) ## checkpoints beside torch, DCP, safetensors a
 
 bench-offload: $(BENCH_STAMP) ## state on disk beside memory, fio and DeepSpeed
 	@$(BIN)/python benchmarks/offload.py $(BENCH_ARGS)
+
+bench-inference: $(BENCH_STAMP) ## weights on disk beside fio, accelerate, DeepSpeed
+	@$(BIN)/python benchmarks/inference.py $(BENCH_ARGS)
 
 wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check

@@ -23,9 +23,12 @@ TARGETS = {
     "checkpoints": "peers.checkpoints:Checkpoints",
     "offload": "peers.offloads:Offloads",
     "ZeRO-3": "peers.zero3:OnItsOwn",
+    "streaming": "peers.inference:Streaming",
+    "accelerate offload": "peers.inference:Accelerate",
+    "ZeRO-3 inference": "peers.zero3_inference:ZeroInference",
 }
 
-COMPILING = ("DeepSpeed", "ZeRO-3")
+_COMPILING = ("DeepSpeed", "ZeRO-3", "ZeRO-3 inference")
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Session:
     def _start(self, name: str) -> Worker | None:
         if name in self.skipped:
             return None
-        hint = " (compiles its op at first use: minutes)" if name in COMPILING else ""
+        hint = " (compiles its op at first use: minutes)" if name in _COMPILING else ""
         self._started += 1
         try:
             with self.console.status(f"starting {name}{hint}"):

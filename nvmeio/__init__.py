@@ -2,8 +2,9 @@
 
 Reading order for newcomers: `errors`, `_plan` (what goes direct), `engines.base` (the contract),
 `native_shim/lane.c` (the pump), `operation`, `_core` (who notices an end), `handle`. The map is
-docs/architecture.md. Checkpoints (`checkpoint/`) begin in `checkpoint/__init__.py`; their names and
-`GdsHandle` (`gds.py`, `engines/cufile/`) are loaded when they are first asked for.
+docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
+`inference/__init__.py` and `offload/__init__.py`; its names and `GdsHandle` (`gds.py`,
+`engines/cufile/`) are loaded when they are first asked for.
 """
 
 import importlib
@@ -39,6 +40,7 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
     from nvmeio.gds import GdsHandle as GdsHandle
+    from nvmeio.inference import stream_model as stream_model
     from nvmeio.offload import SwappedModule as SwappedModule
     from nvmeio.offload import SwappedOptimizer as SwappedOptimizer
 
@@ -58,6 +60,7 @@ _LATER = {
     "load_safetensors": "nvmeio.checkpoint.safetensors",
     "save": "nvmeio.checkpoint",
     "save_safetensors": "nvmeio.checkpoint.safetensors",
+    "stream_model": "nvmeio.inference",
 }
 
 __all__ = [
@@ -91,6 +94,7 @@ __all__ = [
     "open",
     "save",
     "save_safetensors",
+    "stream_model",
 ]
 
 

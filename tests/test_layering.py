@@ -46,6 +46,7 @@ LAYERS = {
     "tuned": 4,
     "testing": 5,
     "compat": 5,
+    "_reading": 5,
     "checkpoint": 6,
     "inference": 6,
     "offload": 6,

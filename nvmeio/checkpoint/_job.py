@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio.checkpoint._flight import Cancelled, Flight
+from nvmeio._reading._flight import Cancelled, Flight
 from nvmeio.checkpoint._layout import Layout, Piece, plan_layout
 from nvmeio.checkpoint._ranks import Ranks, explain, fingerprint
 from nvmeio.checkpoint._report import SaveReport

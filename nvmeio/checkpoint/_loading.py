@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
+from nvmeio._reading._handles import CallHandle
+from nvmeio._reading._in_thread import in_thread
+from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint import _pickles
-from nvmeio.checkpoint._handles import CallHandle
-from nvmeio.checkpoint._in_thread import in_thread
 from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import (
     Checkpoint,
@@ -38,7 +39,6 @@ from nvmeio.checkpoint._opening import (
     spans_of,
     unsafe_globals,
 )
-from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.checkpoint._zip import LOCAL_MAGIC
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint import _pickles, _zip
-from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
+from nvmeio._reading._flight import Cancelled
 from nvmeio.checkpoint import _zip
-from nvmeio.checkpoint._flight import Cancelled
 from nvmeio.checkpoint._layout import Layout
 from nvmeio.errors import TransferError
 

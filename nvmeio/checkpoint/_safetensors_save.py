@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from nvmeio import _tensor
-from nvmeio.checkpoint import _safetensors_header as headers
-from nvmeio.checkpoint import _safetensors_shards as shards
+from nvmeio._reading import _safetensors_header as headers
+from nvmeio._reading import _safetensors_shards as shards
+from nvmeio._reading._flight import Cancelled, Flight
 from nvmeio.checkpoint._commit import Replacement, sync_directory
-from nvmeio.checkpoint._flight import Cancelled, Flight
 from nvmeio.checkpoint._layout import Layout, Piece, Record
 from nvmeio.checkpoint._writing import padded_nbytes, write_part
 from nvmeio.handle import AioHandle

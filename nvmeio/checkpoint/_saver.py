@@ -14,8 +14,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from nvmeio._reading._flight import Cancelled
 from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._flight import Cancelled
 from nvmeio.checkpoint._job import Job, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._locks import leads_to, lock_directory, unlock_directory

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from nvmeio._reading._flight import Cancelled, Flight
+from nvmeio._reading._handles import CallHandle
+from nvmeio._reading._in_thread import in_thread
 from nvmeio.checkpoint._commit import Replacement
-from nvmeio.checkpoint._flight import Cancelled, Flight
-from nvmeio.checkpoint._handles import CallHandle
-from nvmeio.checkpoint._in_thread import in_thread
 from nvmeio.checkpoint._layout import DEFAULT_PROTOCOL, plan_layout
 from nvmeio.checkpoint._writing import padded_nbytes, write_part
 from nvmeio.checkpoint.file_objects import FastFileWriter

@@ -29,7 +29,7 @@ import torch
 
 from nvmeio import _memory, buffers
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint._flight import FLIGHT_BYTES, Cancelled
+from nvmeio._reading._flight import FLIGHT_BYTES, Cancelled
 from nvmeio.checkpoint._layout import Layout, Record
 
 # Two chunks in flight and two being copied (`_writing.CHUNK_BYTES`): below this it cannot go on.

@@ -28,8 +28,8 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._reading._flight import Flight
 from nvmeio.checkpoint import _crc
-from nvmeio.checkpoint._flight import Flight
 from nvmeio.checkpoint._layout import Layout, Piece, Record
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._reading._handles import CallHandle
+from nvmeio._reading._spans import Load
 from nvmeio.checkpoint import _pickles
-from nvmeio.checkpoint._handles import CallHandle
 from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
 from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import Checkpoint, scan_pickle, spans_of, unsafe_globals
 from nvmeio.checkpoint._pickles import Call, Global, StorageRef
-from nvmeio.checkpoint._spans import Load
 from nvmeio.checkpoint.safetensors import read_header
 
 

@@ -7,27 +7,21 @@ in a few large direct reads into aligned memory (`_spans`), or on to a device as
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from nvmeio import files
-from nvmeio.checkpoint import _safetensors_header as headers
-from nvmeio.checkpoint import _safetensors_shards as shards
-from nvmeio.checkpoint._handles import handle_for
-from nvmeio.checkpoint._in_thread import in_thread
-from nvmeio.checkpoint._safetensors_header import Entry, Header
+from nvmeio._reading import _safetensors_shards as shards
+from nvmeio._reading._handles import handle_for
+from nvmeio._reading._in_thread import in_thread
+from nvmeio._reading._safetensors_files import header_of, shards_of, tensor_on
+from nvmeio._reading._safetensors_header import Entry, Header
+from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint._safetensors_save import Saving
-from nvmeio.checkpoint._spans import Load, Span
 from nvmeio.errors import IntegrityError
-from nvmeio.files import File
 from nvmeio.handle import AioHandle
-
-# What is read of a file at once, in the hope that its header is no larger.
-_PREFIX_BYTES = 64 << 10
 
 
 def save_safetensors(
@@ -149,7 +143,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         TransferError: The file cannot be opened or read.
     """
     with files.open(path) as file, handle_for(None, path) as handle:
-        return _header_of(file, handle)
+        return header_of(file, handle)
 
 
 class _Loading:
@@ -174,14 +168,13 @@ class _Loading:
         with contextlib.ExitStack() as opened:
             # Opened once for header and tensors: a file that replaces it meanwhile is another.
             parts = [
-                (opened.enter_context(files.open(shard)), names)
-                for shard, names in _shards_of(path)
+                (opened.enter_context(files.open(shard)), names) for shard, names in shards_of(path)
             ]
             handle = opened.enter_context(handle_for(self._handle, path))
             found: dict[str, Entry] = {}
             spans: list[Span] = []
             for file, names in parts:
-                tensors = _header_of(file, handle).tensors
+                tensors = header_of(file, handle).tensors
                 for name in tensors if names is None else names:
                     if name not in tensors:
                         raise IntegrityError(
@@ -194,47 +187,6 @@ class _Loading:
                     spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
             memories = self._load.run(handle, spans, self._device)
             return {
-                name: _tensor_on(memory, found[name])
+                name: tensor_on(memory, found[name])
                 for name, memory in zip(found, memories, strict=True)
             }
-
-
-def _shards_of(path: Path) -> list[tuple[Path, list[str] | None]]:
-    if not shards.is_index(path):
-        return [(path, None)]
-    return [(shard, names) for shard, names in shards.read_index(path).items()]
-
-
-def _header_of(file: File, handle: AioHandle) -> Header:
-    size = file.size()
-    prefix = bytes_at(handle, file, 0, min(size, _PREFIX_BYTES))
-    length = headers.header_bytes(prefix, size, file.path)
-    end = headers.LENGTH_BYTES + length
-    if end > len(prefix):
-        prefix += bytes_at(handle, file, len(prefix), end - len(prefix))
-    return headers.parse(prefix[headers.LENGTH_BYTES : end], size, file.path)
-
-
-def bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
-    """A few bytes of a file."""
-    room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    handle.sync_pread(room, file, offset)
-    return bytes(room.numpy())
-
-
-def _tensor_on(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """A tensor of the entry's dtype and shape, on the memory that was read for it."""
-    dtype, shape = entry.for_torch()
-    if math.prod(shape) == 0:
-        return torch.empty(0, dtype=dtype, device=memory.device).reshape(shape)
-    if memory.device.type == "cpu" and memory.data_ptr() % dtype.itemsize:
-        memory = memory.clone()
-    tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(memory.untyped_storage(), 0, shape, _strides(shape))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))[-len(shape) :] if shape else ()

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import buffers
+from nvmeio._reading._flight import Flight
+from nvmeio._reading._handles import CallHandle
+from nvmeio._reading._spans import Load
 from nvmeio.checkpoint import _crc, _zip
-from nvmeio.checkpoint._flight import Flight
-from nvmeio.checkpoint._handles import CallHandle
 from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
 from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import Checkpoint, read_buffered, scan_pickle, spans_of
-from nvmeio.checkpoint._spans import Load
 from nvmeio.checkpoint._zip import Entry
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.errors import IntegrityError

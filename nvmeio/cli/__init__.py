@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import bench, deepspeed, inspect, report, tune, verify
+from nvmeio.cli import bench, deepspeed, generate, inspect, pack, report, tune, verify
 
 app = typer.Typer(
     help="Tensors to and from files at the speed of the drive.",
@@ -123,3 +123,5 @@ app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
+app.command("pack")(pack.command)
+app.command("generate")(generate.command)

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 import nvmeio
 from nvmeio import _memory
+from nvmeio._reading._spans import Load
 from nvmeio.checkpoint import _loading, _pickles
-from nvmeio.checkpoint._spans import Load
 
 STATE = {"a": noise(1000), "b": noise(5)}
 

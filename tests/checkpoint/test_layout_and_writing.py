@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
+from nvmeio._reading._flight import Cancelled, Flight
 from nvmeio.checkpoint import _crc, _layout, _writing
-from nvmeio.checkpoint._flight import Cancelled, Flight
 from nvmeio.checkpoint._writing import Crc, finish, join_crcs, padded_nbytes, write_part
 
 PAGE = 4096

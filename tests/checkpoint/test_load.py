@@ -28,8 +28,8 @@ from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
 from nvmeio import _memory
+from nvmeio._reading._spans import Load
 from nvmeio.checkpoint import _loading
-from nvmeio.checkpoint._spans import Load
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:

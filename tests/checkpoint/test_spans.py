@@ -20,10 +20,10 @@ from support import HeldEngine, on_every_loop, random_bytes, spin_until, thread,
 import nvmeio
 from nvmeio import _memory
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _span_plan, _spans, _touching
-from nvmeio.checkpoint._span_plan import Span, inside, plan
-from nvmeio.checkpoint._spans import async_read, read
-from nvmeio.checkpoint._touching import Touching
+from nvmeio._reading import _span_plan, _spans, _touching
+from nvmeio._reading._span_plan import Span, inside, plan
+from nvmeio._reading._spans import async_read, read
+from nvmeio._reading._touching import Touching
 
 NewHandle = Callable[..., nvmeio.AioHandle]
 

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from nvmeio import files
-from nvmeio.checkpoint import _spans
-from nvmeio.checkpoint._flight import Flight
+from nvmeio._reading import _spans
+from nvmeio._reading._flight import Flight
+from nvmeio._reading._spans import Span
 from nvmeio.checkpoint._opening import read_buffered
-from nvmeio.checkpoint._spans import Span
 from nvmeio.errors import IntegrityError, ShortTransferError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

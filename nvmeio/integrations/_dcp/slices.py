@@ -9,7 +9,7 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint._spans import new_chunk
+from nvmeio._reading._spans import new_chunk
 from nvmeio.integrations._dcp.parsing import extent
 
 # What is read through chunks is read so many bytes at a time.

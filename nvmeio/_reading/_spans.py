@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from nvmeio import _memory, buffers, files
-from nvmeio.checkpoint._flight import Flight
-from nvmeio.checkpoint._in_thread import in_thread
-from nvmeio.checkpoint._span_plan import Region, Run, inside, named, plan
-from nvmeio.checkpoint._span_plan import Span as Span
-from nvmeio.checkpoint._touching import Touching
+from nvmeio._reading._flight import Flight
+from nvmeio._reading._in_thread import in_thread
+from nvmeio._reading._span_plan import Region, Run, inside, named, plan
+from nvmeio._reading._span_plan import Span as Span
+from nvmeio._reading._touching import Touching
 from nvmeio.errors import ShortTransferError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

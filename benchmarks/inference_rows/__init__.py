@@ -1,0 +1,22 @@
+"""The rows of the inference benchmark, by the key that `--only` takes."""
+
+from __future__ import annotations
+
+from _program import Row
+
+from inference_rows import lag, passes, peers_on_disk
+
+ROWS: dict[str, Row] = {
+    "pass": Row("time of a forward pass", passes.measure_pass, lambda size, _: 2 * size),
+    "resident": Row(
+        "half of the layers resident", passes.measure_resident, lambda size, _: 2 * size
+    ),
+    "accelerate": Row(
+        "accelerate's disk offload", peers_on_disk.measure_accelerate, lambda size, _: 2 * size
+    ),
+    "deepspeed": Row(
+        "DeepSpeed ZeRO-3 inference", peers_on_disk.measure_deepspeed, lambda size, _: 3 * size
+    ),
+    "blocks": Row("micro-batches that share layers", passes.measure_blocks, lambda s, _: 2 * s),
+    "lag": Row("event-loop lag beside a pass", lag.measure, lambda size, _: 2 * size),
+}

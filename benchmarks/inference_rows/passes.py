@@ -1,0 +1,140 @@
+"""Rows `pass`, `resident` and `blocks`: a pass beside its bounds; memory; micro-batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from _files import huge_pages
+from _lines import Line, at_least, at_most, best, compare, gb_per_s
+from _measure import Contender, Sample, median
+from _session import Session, calling
+from peers import fio
+
+from inference_rows._model import PASSES, streaming, weights_file
+
+
+def seconds_per_pass(sample: Sample) -> float:
+    return sample.seconds / sample.operations
+
+
+def tokens_per_s(sample: Sample) -> float:
+    return sample.operations / sample.seconds
+
+
+def measure_pass(session: Session) -> list[Line]:
+    """Row `pass`."""
+    ready = streaming(session)
+    if ready is None:
+        return []
+    worker, directory = ready
+    file = weights_file(directory)
+    with session.fresh_worker("streaming") as whole:
+        contenders = [
+            calling("nvmeio", worker, "passes", directory=str(directory), share=8, count=PASSES)
+        ]
+        if whole is not None and session.attempt(
+            "in memory", whole, "load_whole", directory=str(directory)
+        ):
+            contenders.append(calling("in memory", whole, "whole_passes", count=PASSES))
+        with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
+            try:
+                fio.require()
+                settings = [*fio.DEFAULT_BUFFERS, *([] if refused else fio.HUGE_PAGES)]
+            except Exception as missing:
+                session.skip("fio", str(missing), fio.INSTALL)
+                settings = []
+            size = file.stat().st_size >> 20 << 20
+            contenders += [
+                Contender(s.name, partial(fio.sequential, file, size, False, s)) for s in settings
+            ]
+            samples = session.measure("forward pass", contenders)
+    name, drive = best(samples, [s.name for s in settings], gb_per_s, "fio")
+    ours, compute = samples["nvmeio"], samples.get("in memory", [])
+    rate = median([gb_per_s(sample) for sample in drive])
+    bound: list[Sample] = []
+    if rate:
+        for sample, whole_sample in zip(ours, compute, strict=False):
+            reading = sample.nbytes / sample.operations / rate / 1e9
+            computing = seconds_per_pass(whole_sample)
+            bound.append(Sample(seconds=max(reading, computing), operations=1))
+    lines = [
+        compare(
+            "pass",
+            "forward pass",
+            f"max(bytes / {name}, compute)",
+            "s",
+            seconds_per_pass,
+            ours,
+            bound,
+            at_most(1.05),
+            "an eighth of the weights in memory",
+        )
+    ]
+    if ours:
+        busy = median([sample.gb_per_s / rate if rate else 0.0 for sample in ours])
+        lines[0].note += f"; the drive was busy {busy:.0%} of the time" if busy else ""
+    return lines
+
+
+def measure_resident(session: Session) -> list[Line]:
+    """Row `resident`."""
+    ready = streaming(session)
+    if ready is None:
+        return []
+    worker, directory = ready
+    samples = session.measure(
+        "half of the layers resident",
+        [
+            calling(name, worker, "passes", directory=str(directory), share=share, count=PASSES)
+            for name, share in (("half", -2), ("none", 0))
+        ],
+    )
+    return [
+        compare(
+            "resident",
+            "tokens/s, half of the layers resident",
+            "none resident",
+            "tokens/s",
+            tokens_per_s,
+            samples["half"],
+            samples["none"],
+            at_least(1.8),
+            "where the drive is the bound: see `pass`",
+        )
+    ]
+
+
+def measure_blocks(session: Session) -> list[Line]:
+    """Row `blocks`: eight prompts, in one micro-batch after the other and in lockstep."""
+    ready = streaming(session)
+    if ready is None:
+        return []
+    worker, directory = ready
+    samples = session.measure(
+        "micro-batches",
+        [
+            calling(
+                name,
+                worker,
+                "batches",
+                directory=str(directory),
+                share=8,
+                count=8,
+                together=together,
+            )
+            for name, together in (("lockstep", True), ("one by one", False))
+        ],
+    )
+    return [
+        compare(
+            "blocks",
+            "8 micro-batches in lockstep",
+            "one by one",
+            "tokens/s",
+            tokens_per_s,
+            samples["lockstep"],
+            samples["one by one"],
+            None,
+            "4 tokens each",
+        )
+    ]

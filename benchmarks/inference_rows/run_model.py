@@ -1,0 +1,161 @@
+"""One run of one model: prefill, decode, total, tokens/s, memory, and how busy the drive was."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from _measure import Disk, median
+from rich.console import Console
+from rich.table import Table
+
+# Sizes for --dummy: width, layers, heads.
+DUMMIES = {
+    "llama-100m": (768, 12, 12),
+    "llama-1b": (2048, 22, 32),
+    "llama-3b": (3072, 28, 24),
+    "llama-7b": (4096, 32, 32),
+}
+
+
+def main(arguments: list[str], description: str | None) -> int:
+    options = _parse(arguments, description)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tempfile.TemporaryDirectory(prefix="nvmeio-inference-", dir=options.dir) as scratch:
+            directory = _directory(options, Path(scratch))
+            result = _run(options, directory)
+    console = Console(stderr=options.json == "-")
+    table = Table(title=f"{options.model}, {result['where']}", show_header=False)
+    for name, value in result.items():
+        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    if options.json:
+        text = json.dumps(result, indent=1) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(options.json).write_text(text)
+    return 0
+
+
+def _parse(arguments: list[str], description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help=f"a directory, or with --dummy {[*DUMMIES]}")
+    parser.add_argument("--dummy", action="store_true", help="random weights")
+    parser.add_argument("--loops", type=int, default=3, help="runs; medians are told (3)")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=1, help="that share each layer (1)")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--gen-len", type=int, default=32)
+    parser.add_argument("--pin-memory", type=int, default=1, help="tell whether it is locked (1)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--cpu-offload", action="store_true", help="all weights in memory")
+    where.add_argument("--disk-offload", action="store_true", help="weights on disk")
+    parser.add_argument("--kv-offload", action="store_true", help="past keys and values on disk")
+    parser.add_argument("--quant-bits", type=int, default=16, choices=(4, 8, 16))
+    parser.add_argument("--quant-group-size", type=int, default=64)
+    parser.add_argument("--resident-bytes", type=int, help="memory for weights with --disk-offload")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dir", type=Path, default=Path("."), help="for --dummy and --quant-bits")
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-")
+    options = parser.parse_args(arguments)
+    if options.dummy and options.model not in DUMMIES:
+        parser.error(f"with --dummy --model is one of {', '.join(DUMMIES)}")
+    return options
+
+
+def _directory(options: argparse.Namespace, scratch: Path) -> Path:
+    from peers.inference import write_llama
+
+    directory = Path(options.model)
+    if options.dummy:
+        width, layers, heads = DUMMIES[options.model]
+        directory = scratch / "dummy"
+        write_llama(directory, width, layers, heads)
+    if options.quant_bits != 16:
+        from nvmeio.inference import pack
+
+        packed = scratch / "packed"
+        pack(
+            directory,
+            packed,
+            quant_bits=options.quant_bits,
+            quant_group_size=options.quant_group_size,
+        )
+        directory = packed
+    return directory
+
+
+def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    import torch
+    from peers.inference import forget_peak, process_bytes
+
+    import nvmeio
+    from nvmeio.inference import generate_in_blocks
+
+    before = forget_peak()
+    budget = (1 << 62) if options.cpu_offload else options.resident_bytes
+    model = nvmeio.stream_model(
+        directory, device=options.device, resident_bytes=budget, kv_offload=options.kv_offload
+    )
+    stream = model.weight_stream
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, size, (options.batch_size, options.prompt_len)).to(options.device)
+    disk = Disk(directory)
+    runs: list[dict[str, float]] = []
+
+    def generate(count: int) -> float:
+        began = time.perf_counter()
+        generate_in_blocks(
+            model,
+            ids,
+            micro_batches=options.micro_batches,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return time.perf_counter() - began
+
+    for _ in range(options.loops):
+        prefill = generate(1)
+        read, waited, moved = stream.stats.bytes_read, stream.stats.waited_s, disk.counters()
+        total = generate(options.gen_len)
+        stats, now = stream.stats, disk.counters()
+        decode = max(total - prefill, 1e-9)
+        runs.append(
+            {
+                "prefill latency, s": prefill,
+                "prefill, tokens/s": ids.numel() / prefill,
+                "decode latency, s": decode,
+                "decode, tokens/s": options.batch_size * max(options.gen_len - 1, 0) / decode,
+                "total latency, s": total,
+                "total, tokens/s": options.batch_size * options.gen_len / total,
+                "read, GB/s": (stats.bytes_read - read) / total / 1e9,
+                "drive, GB/s": (now[0] - moved[0]) / total / 1e9 if now and moved else 0.0,
+                "computation waited for weights": (stats.waited_s - waited) / total,
+            }
+        )
+    result: dict[str, Any] = {
+        "where": "weights in memory" if options.cpu_offload else "weights on disk",
+        "batch": options.batch_size,
+        "prompt, tokens": options.prompt_len,
+        "generated, tokens": options.gen_len,
+        **{name: median([run[name] for run in runs]) for name in runs[0]},
+        "weights in memory, MB": (stats.resident_bytes + stats.window_bytes + stats.work_bytes)
+        / 1e6,
+        "peak memory of the process, MB": (process_bytes("VmHWM") - before) / 1e6,
+    }
+    if options.pin_memory:
+        result["page-locked"] = stream.locked
+    stream.close()
+    return result

@@ -1,0 +1,263 @@
+"""`nvmeio generate`: text from a model that need not fit in memory."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from nvmeio.cli._exits import USAGE, Refused, exit_statuses
+from nvmeio.cli._units import GB, binary_size, size_option
+from nvmeio.cli.pack import dtype_of
+
+_TAIL = 48  # characters of the text that the progress line shows
+
+
+def command(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL_DIR",
+            help="A directory of save_pretrained, or of nvmeio pack.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What to go on from.")] = None,
+    ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…", help="The prompt as tokens, for a model without a tokenizer."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 32,
+    resident_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for all weights, such as 8G; by default half of what is left.",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Layers that the window holds; by default 3 or fewer.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
+    kv_offload: Annotated[
+        bool, typer.Option("--kv-offload", help="Keep past keys and values of idle layers on disk.")
+    ] = False,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of --sample.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
+    ] = False,
+) -> None:
+    """Generates text, with the weights read from disk layer by layer.
+
+    Tokens go to stdout as they come; on a terminal a line below shows how far the present pass
+    is, and tokens a second.
+
+    Example: [bold]nvmeio generate Llama-3-70B --prompt "The drive is" --resident-bytes 24G[/]
+
+    Exit status: 0 generated, 1 a file is damaged or the disk failed, 2 what was asked for makes no
+    sense, 3 transformers is not installed.
+    """
+    errors = Console(stderr=True)
+    budget = None if resident_bytes is None else size_option(resident_bytes)
+    wanted = dtype_of(dtype)
+    if (prompt is None) == (ids is None):
+        raise typer.BadParameter("give either --prompt or --ids")
+    with exit_statuses(errors), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages that transformers imports
+        from nvmeio.inference import stream_model
+
+        try:
+            streamed = stream_model(
+                model,
+                device=device,
+                window=window,
+                resident_bytes=budget,
+                dtype=wanted,
+                kv_offload=kv_offload,
+            )
+        except FileNotFoundError as missing:
+            errors.print(str(missing), style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(USAGE) from missing
+        except (ValueError, TypeError) as wrong:
+            raise Refused(str(wrong)) from wrong
+        with streamed.weight_stream:
+            run = _Run(streamed, model, prompt, ids, device, errors, as_json)
+            run.generate(max_new_tokens, sample, seed)
+
+
+class _Run:
+    """One generation, and the streamer that `generate` puts its tokens into."""
+
+    def __init__(
+        self,
+        model: Any,
+        directory: Path,
+        prompt: str | None,
+        ids: str | None,
+        device: str,
+        errors: Console,
+        as_json: bool,
+    ) -> None:
+        import torch
+
+        self._model = model
+        self._errors = errors
+        self._as_json = as_json
+        self._tokenizer = _tokenizer(directory) if ids is None else None
+        if self._tokenizer is not None:
+            given = self._tokenizer(prompt, return_tensors="pt").input_ids
+        else:
+            given = torch.tensor([_numbers(ids or "", model.config)])
+        if not given.numel():
+            raise Refused("the prompt is empty")
+        self._ids = given.to(device)
+        self._tokens: list[int] = []
+        self._text = ""
+        self._begun = self._first = self._last = 0.0
+        self._live = errors.is_terminal and not as_json
+
+    def generate(self, count: int, sample: bool, seed: int) -> None:
+        import torch
+
+        stream = self._model.weight_stream
+        torch.manual_seed(seed)
+        with self._progress(stream, count):
+            self._begun = time.perf_counter()
+            self._model.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
+                max_new_tokens=count,
+                do_sample=sample,
+                streamer=self,
+            )
+        self._tell(stream)
+
+    # What `generate` calls
+
+    def put(self, value: Any) -> None:
+        """The prompt first, then each token."""
+        if self._first == 0.0 and not self._tokens and value.ndim > 1:
+            return
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._tokens += value.reshape(-1).tolist()
+        text = self._decoded()
+        if not self._live and not self._as_json:
+            typer.echo(text[len(self._text) :], nl=False)
+        self._text = text
+
+    def end(self) -> None:
+        """All tokens were put."""
+        if not self._as_json:
+            typer.echo(self._text if self._live else "")
+
+    def _decoded(self) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, self._tokens))
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return text.removesuffix("\ufffd")  # half a character: the next token has the rest
+
+    # What the user sees
+
+    @contextmanager
+    def _progress(self, stream: Any, count: int) -> Iterator[None]:
+        if not self._live:
+            yield
+            return
+        total = max(1, stream.stats.streamed_bytes)
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=self._errors,
+            transient=True,
+            refresh_per_second=4,
+        ) as progress:
+            bar = progress.add_task("", total=total, rate="")
+            done = [0]
+
+            def show(name: str, nbytes: int) -> None:
+                done[0] = done[0] % total + nbytes
+                seconds = time.perf_counter() - self._begun
+                rate = f"{len(self._tokens)} of {count} tokens"
+                if len(self._tokens) > 1:
+                    rate += f", {self._per_s():.2f} tokens/s"
+                rate += f", {stream.stats.bytes_read / seconds / GB:.2f} GB/s"
+                tail = self._text[-_TAIL:].replace("\n", " ")
+                progress.update(bar, completed=done[0], description=f"…{tail}", rate=rate)
+
+            stream.progress = show
+            try:
+                yield
+            finally:
+                stream.progress = None
+
+    def _per_s(self) -> float:
+        """Tokens a second behind the first, which the prompt is computed for."""
+        return (len(self._tokens) - 1) / max(self._last - self._first, 1e-9)
+
+    def _tell(self, stream: Any) -> None:
+        stats = stream.stats
+        seconds = max(self._last - self._begun, 1e-9)
+        held = stats.resident_bytes + stats.window_bytes + stats.work_bytes
+        found = {
+            "text": self._text if self._tokenizer is not None else None,
+            "tokens": self._tokens,
+            "prompt_tokens": int(self._ids.shape[1]),
+            "prefill_s": self._first - self._begun,
+            "decode_tokens_per_s": self._per_s() if len(self._tokens) > 1 else None,
+            "total_s": seconds,
+            "bytes_read": stats.bytes_read,
+            "waited_s": stats.waited_s,
+            "weights_in_memory_bytes": held,
+        }
+        if self._as_json:
+            typer.echo(json.dumps(found))
+            return
+        then = f", then {self._per_s():.2f} a second" if len(self._tokens) > 1 else ""
+        text = (
+            f"{len(self._tokens)} tokens in {seconds:.1f} s (the first after "
+            f"{self._first - self._begun:.1f} s{then}); {binary_size(stats.bytes_read)} read at "
+            f"{stats.bytes_read / seconds / GB:.2f} GB/s, {binary_size(held)} of weights in memory"
+        )
+        self._errors.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _tokenizer(directory: Path) -> Any:
+    from nvmeio.inference import _transformers
+
+    try:
+        return _transformers.require().AutoTokenizer.from_pretrained(directory)
+    except Exception as failed:  # transformers raises many kinds
+        raise Refused(
+            f"{directory} holds no tokenizer that transformers can load ({failed}); copy it there, "
+            "or give the prompt as tokens: --ids 1,2,3"
+        ) from failed
+
+
+def _numbers(text: str, config: Any) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Refused(f"--ids takes numbers with commas between them, not {text!r}") from None
+    size = config.get_text_config().vocab_size
+    wrong = [number for number in found if not 0 <= number < size]
+    if wrong:
+        raise Refused(f"--ids {wrong[0]} is not within the vocabulary, 0 to {size - 1}")
+    return found

@@ -1,0 +1,26 @@
+"""Inference with models larger than memory: weights streamed from disk, layer by layer.
+
+Reading order for newcomers: `_checkpoint` (open files), `_weights` (how a model's tensors come from
+them), `_units` (what is streamed as one), `_layout` (where it lies), `_budget` (what stays),
+`_feeder` (keeps the drive busy), `_slots` (memory), `stream` (the heart), `_hooks` (the seam to a
+model), `streaming` (`stream_model`). `packing` writes what is read
+best. docs/inference.md has the arithmetic.
+"""
+
+from nvmeio.inference._opened import StreamStats as StreamStats
+from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
+from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
+from nvmeio.inference.packing import PackReport as PackReport
+from nvmeio.inference.packing import pack as pack
+from nvmeio.inference.stream import WeightStream as WeightStream
+from nvmeio.inference.streaming import stream_model as stream_model
+
+__all__ = [
+    "PackReport",
+    "StreamStats",
+    "WeightStream",
+    "generate_in_blocks",
+    "pack",
+    "run_in_blocks",
+    "stream_model",
+]

@@ -1,0 +1,115 @@
+"""How much memory holds which weights: what stays, and how wide the window is. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvmeio._memory import huge_page_bytes
+from nvmeio.inference._units import Unit
+
+# Layers in the window unless a number is asked for: one in use, one arriving, one in the queue.
+WINDOW = 3
+
+
+class Shares(NamedTuple):
+    """What the budget is spent on, in bytes.
+
+    Attributes:
+        window: The slots of what is streamed; 0 where everything stays.
+        resident: What stays, the fixed parts included.
+        work: Room for converted weights of one unit.
+        layers: How many of the largest streamed unit the window holds.
+    """
+
+    window: int
+    resident: int
+    work: int
+    layers: int
+
+    @property
+    def total(self) -> int:
+        """All memory that holds weights."""
+        return self.window + self.resident + self.work
+
+
+def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: int | None) -> Shares:
+    """Decide what stays, and mark it (`Unit.resident`).
+
+    As many layers as fit stay, evenly spaced: while they compute, the drive brings those in
+    between. An output head is kept before any layer, for it would widen the window; an embedding
+    last, for reading its rows costs next to nothing.
+
+    Args:
+        fixed: Stays in any case.
+        units: In order.
+        budget: Bytes for all weights; None keeps nothing but the fixed parts.
+        window: Layers in the window, at least 1; None takes 3, or fewer where the budget wants it.
+
+    Raises:
+        ValueError: The budget is too small for the fixed parts and a window of one layer; says
+            what would do.
+    """
+    wider = [window] if window is not None else [WINDOW, 2, 1]
+    least = 0
+    for layers in wider:
+        shares = _shares(fixed, units, frozenset(), layers)
+        least = shares.total
+        everything = _shares(fixed, units, frozenset(range(len(units))), layers)
+        fits = budget is None or shares.total <= budget
+        if fits or (budget is not None and everything.total <= budget):
+            break
+    else:
+        raise ValueError(
+            f"resident_bytes={budget} is too small: the parts outside of the layers, a window of "
+            f"{wider[-1]} layer{'s' if wider[-1] > 1 else ''} and the room for conversions need "
+            f"{least} bytes"
+        )
+    kept = frozenset() if budget is None else _choose(fixed, units, budget, layers)
+    for number, unit in enumerate(units):
+        unit.resident = number in kept
+    return _shares(fixed, units, kept, layers)
+
+
+def _choose(fixed: Unit, units: Sequence[Unit], budget: int, window: int) -> frozenset[int]:
+    def fits(kept: frozenset[int]) -> bool:
+        return _shares(fixed, units, kept, window).total <= budget
+
+    everything = frozenset(range(len(units)))
+    if fits(everything):
+        return everything
+    heads = [n for n, unit in enumerate(units) if not unit.is_layer and unit.modules]
+    layers = [n for n, unit in enumerate(units) if unit.is_layer]
+    rows = [n for n, unit in enumerate(units) if not unit.modules]
+    kept: frozenset[int] = frozenset()
+    for number in heads:
+        if fits(kept | {number}):
+            kept |= {number}
+    for count in range(len(layers), 0, -1):
+        spread = frozenset(layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count))
+        if fits(kept | spread):
+            kept |= spread
+            break
+    for number in rows:
+        if fits(kept | {number}):
+            kept |= {number}
+    return kept
+
+
+def _shares(fixed: Unit, units: Sequence[Unit], kept: frozenset[int], window: int) -> Shares:
+    streamed = [unit.streamed_bytes for n, unit in enumerate(units) if n not in kept]
+    slots = [nbytes for nbytes in streamed if nbytes]
+    layers = min(window, len(slots))
+    resident = fixed.layout.nbytes if fixed.weights else 0
+    # What is converted anyhow for the fixed parts is kept as it comes out of it.
+    resident += fixed.converted_bytes
+    resident += sum(units[n].layout.nbytes for n in kept)
+    work = max((unit.converted_bytes for unit in units if unit.modules), default=0)
+    work = max(work, max((units[n].converted_bytes for n in kept), default=0))
+    return Shares(_arena(layers * max(slots, default=0)), _arena(resident), work, layers)
+
+
+def _arena(nbytes: int) -> int:
+    """What a mapping of so many bytes takes; see `Mapping`."""
+    huge = huge_page_bytes()
+    return nbytes if nbytes < 8 * huge else -(-nbytes // huge) * huge

@@ -1,0 +1,48 @@
+"""How much memory is left: of the machine, of the control group, under the process's own limit."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from nvmeio import _memory
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def memory_left() -> int:
+    """Bytes that could be taken now, by the strictest limit that is known.
+
+    Source: proc(5), MemAvailable and VmSize; cgroups(7), memory.max; getrlimit(2), RLIMIT_AS.
+    """
+    known = [_memory.available_bytes(), _left_in_group(), _left_of_addresses()]
+    return max(0, min((left for left in known if left is not None), default=1 << 30))
+
+
+def _left_of_addresses() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = _memory._proc_bytes("/proc/self/status", "VmSize")
+    return None if limit == resource.RLIM_INFINITY or used is None else limit - used
+
+
+def _left_in_group() -> int | None:
+    """By the control group that this process is in, or one above it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        name = next(line[3:] for line in lines if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    left: int | None = None
+    group = _CGROUPS / name.lstrip("/")
+    for directory in (group, *group.parents):
+        if not directory.is_relative_to(_CGROUPS):
+            break
+        try:
+            most = (directory / "memory.max").read_text().strip()
+            used = int((directory / "memory.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if most != "max":
+            here = int(most) - used
+            left = here if left is None else min(left, here)
+    return left

@@ -1,0 +1,141 @@
+"""A model's tensors beside a checkpoint's: which is which, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nvmeio.errors import IntegrityError
+from nvmeio.inference import _packed, _transformers
+from nvmeio.inference._checkpoint import Checkpoint
+from nvmeio.inference._packed import Found
+from nvmeio.inference._weights import Weight, part_of
+
+
+class Matched(NamedTuple):
+    """Weights by the id of the meta tensor that each is shown as, and in the model's order."""
+
+    by_tensor: dict[int, Weight]
+    weights: list[Weight]
+
+
+def match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> Matched:
+    """Find what each tensor of a model is read from.
+
+    Args:
+        model: Its parameters on the meta device. Buffers there must be in the checkpoint too.
+        checkpoint: Under the model's names, or (for transformers' models) those that
+            `from_pretrained` takes.
+        strict: Refuse tensors that the model has no place for.
+
+    Raises:
+        IntegrityError: A tensor is missing, has no place in the model, or has another shape; names
+            tensor and file.
+        ValueError: A parameter is not on the meta device.
+    """
+    found, unexpected = _found(model, checkpoint)
+    by_tensor: dict[int, Weight] = {}
+    weights: list[Weight] = []
+    tied: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _tensors_of(model):
+        tensors[id(tensor)] = tensor
+        tied.setdefault(id(tensor), []).append(name)
+    missing: list[str] = []
+    used: set[str] = set()
+    for key, names in tied.items():
+        used.update(names)
+        there = next((name for name in names if name in found), None)
+        if there is None:
+            missing.append(names[0])
+            continue
+        weight = _weight(there, tensors[key], found[there], checkpoint)
+        by_tensor[key] = weight
+        weights.append(weight)
+    if missing:
+        raise IntegrityError(
+            f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
+            "model, or is not complete",
+            expected=missing,
+            found=sorted(checkpoint.tensors)[:20],
+        )
+    unexpected += [name for name in found if name not in used]
+    if unexpected and strict:
+        stored = checkpoint.tensors.get(unexpected[0])
+        where = checkpoint.path if stored is None else checkpoint.files[stored.file].path
+        raise IntegrityError(
+            f"{where} holds {_some(unexpected)}, for which the model has no place: it belongs to "
+            "another model (strict=False leaves them out)",
+            expected=sorted(used)[:20],
+            found=unexpected,
+        )
+    return Matched(by_tensor, weights)
+
+
+def _found(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Found], list[str]]:
+    packed = _packed.parse(checkpoint)
+    if packed is not None:
+        return _packed.parts_of(checkpoint, packed), []
+    if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
+        parts, unexpected = _transformers.parts_of(model, checkpoint)
+        return {
+            name: Found((part,), names, None) for name, (part, names) in parts.items()
+        }, unexpected
+    plain = {
+        name: Found((part_of(stored),), (name,), None)
+        for name, stored in checkpoint.tensors.items()
+    }
+    return plain, []
+
+
+def _tensors_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Every parameter, and every buffer on the meta device, under all of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, where it takes memory already: "
+                "build "
+                'the model within `with torch.device("meta"):`'
+            )
+        yield name, parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if attribute in module._non_persistent_buffers_set:
+                raise ValueError(
+                    f"buffer {name!r} is on the meta device, and no checkpoint holds it: give "
+                    "it its "
+                    "value before, on a real device"
+                )
+            yield name, buffer
+
+
+def _weight(name: str, tensor: torch.Tensor, found: Found, checkpoint: Checkpoint) -> Weight:
+    shape = tuple(tensor.shape)
+    stored = found.parts[0].shape if found.quantised is None else found.quantised.shape
+    if stored != shape:
+        piece = found.parts[0].pieces[0] if found.parts[0].pieces else None
+        where = checkpoint.path if piece is None else checkpoint.files[piece.file].path
+        raise IntegrityError(
+            f"tensor {found.sources[0]!r} in {where} has shape {stored}, the model wants "
+            f"{shape} for "
+            f"{name!r}: it belongs to another configuration",
+            expected=shape,
+            found=stored,
+        )
+    quantised = None if found.quantised is None else found.quantised.setting
+    return Weight(name, tensor.dtype, shape, found.parts, quantised, found.sources)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return (
+        f"tensor {shown}"
+        if len(names) == 1
+        else (f"{len(names)} tensors, {shown}" + (", …" if len(names) > 5 else ""))
+    )

@@ -1,0 +1,64 @@
+"""What a stream consists of while it is open, and its counters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvmeio.handle import AioHandle
+from nvmeio.inference._checkpoint import Checkpoint
+from nvmeio.inference._feeder import Feeder
+from nvmeio.inference._slots import Memory, Slot
+
+
+class StreamStats(NamedTuple):
+    """What a stream has done since it was made.
+
+    Attributes:
+        bytes_read: Bytes of weights that were asked of the files, rows and experts included.
+        units_read: Units (layers) that were read.
+        units_used: How often a unit was used.
+        mispredicted: Units that were needed and not on their way, the very first aside.
+        dropped: Units that were read, wholly or in part, and not used.
+        experts_read: Experts that were read on demand.
+        rows_read: Rows of embeddings that were read.
+        waited_s: Seconds in which the computation waited for weights.
+        resident_bytes: Memory that holds weights for good.
+        window_bytes: Memory that weights are streamed through.
+        work_bytes: Memory that converted weights are in.
+        streamed_bytes: What one pass reads, with all experts and without rows.
+    """
+
+    bytes_read: int
+    units_read: int
+    units_used: int
+    mispredicted: int
+    dropped: int
+    experts_read: int
+    rows_read: int
+    waited_s: float
+    resident_bytes: int
+    window_bytes: int
+    work_bytes: int
+    streamed_bytes: int
+
+
+class Opening(NamedTuple):
+    """What opening a stream makes, and closing takes apart."""
+
+    handle: AioHandle
+    own_handle: bool
+    checkpoint: Checkpoint
+    memory: Memory
+    feeder: Feeder
+    fixed: Slot | None
+
+
+def close(opened: Opening) -> None:
+    """Take it apart."""
+    opened.feeder.stop()
+    if opened.fixed is not None:
+        opened.memory.give_back(opened.fixed)
+    opened.memory.close()
+    opened.checkpoint.close()
+    if opened.own_handle:
+        opened.handle.close()

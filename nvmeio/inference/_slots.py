@@ -1,0 +1,262 @@
+"""The memory that weights are in: slots leased from page-locked pools, and what lies in them.
+
+A slot is a lease of a `PinnedPool`, as long as its unit is needed. For another device than the CPU
+it has a twin of the same size there, filled piece by piece on a stream of its own as the pieces
+arrive, and the lease is only the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvmeio import buffers
+from nvmeio.files import File
+from nvmeio.inference._budget import Shares
+from nvmeio.inference._feeder import Feeder, Job, Wanted
+from nvmeio.inference._layout import Read
+from nvmeio.inference._quant import dequantise
+from nvmeio.inference._units import Unit
+from nvmeio.inference._weights import Weight
+from nvmeio.pool import Lease, PinnedPool
+
+_ALIGNMENT = 64  # of torch's own CPU tensors
+
+
+class Slot:
+    """The memory of one unit while it has any.
+
+    Attributes:
+        host: Bytes of page-locked memory, as long as `Unit.layout` says.
+        memory: The bytes on the device that computes; `host` itself on a CPU.
+        job: The reads that fill it.
+        experts: For each expert, 1 where its bytes are there.
+    """
+
+    def __init__(self, unit: Unit, lease: Lease, host: torch.Tensor, memory: torch.Tensor) -> None:
+        self.unit = unit
+        self.lease = lease
+        self.host = host
+        self.memory = memory
+        self.job: Job | None = None
+        self.experts = bytearray(unit.experts.number if unit.experts else 0)
+        self.event: Any = None  # on a GPU: all copies have been started
+
+
+class Memory:
+    """The pools of one stream.
+
+    Args:
+        shares: How large they are.
+        device: Where weights are used.
+
+    Raises:
+        MemoryError: There is not that much; says how much there is.
+    """
+
+    def __init__(self, shares: Shares, device: torch.device) -> None:
+        self.device = device
+        self._resident: PinnedPool | None = None
+        self._window: PinnedPool | None = None
+        self._work: torch.Tensor | None = None
+        self._free: list[
+            tuple[torch.Tensor, Any]
+        ] = []  # of a GPU: twins, and when they may be used
+        self._copies: Any = None
+        try:
+            if shares.resident:
+                self._resident = PinnedPool(shares.resident)
+            if shares.window:
+                self._window = PinnedPool(shares.window)
+            if shares.work:
+                self._work = self._room(shares.work)
+        except BaseException:
+            self.close()
+            raise
+        if device.type == "cuda":
+            cuda: Any = torch.cuda
+            self._copies = cuda.Stream(device)
+
+    @property
+    def locked(self) -> bool:
+        """Whether all of it is page-locked."""
+        return all(pool.locked for pool in (self._resident, self._window) if pool is not None)
+
+    # Slots
+
+    def take(self, unit: Unit, stays: bool) -> Slot | None:
+        """A slot for a unit, or None where none is free now."""
+        pool = self._resident if stays else self._window
+        if pool is None:
+            raise RuntimeError(f"no memory was set aside for {unit!r}")
+        lease = pool.take(unit.layout.nbytes, timeout=0)
+        try:
+            host = lease.__enter__()
+        except TimeoutError:
+            return None
+        return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
+
+    def give_back(self, slot: Slot) -> None:
+        """Take back a slot that nobody uses any more."""
+        if self._copies is not None:
+            # What was queued on the device still reads it; whoever gets it next waits for that.
+            current: Any = torch.cuda.current_stream(self.device)
+            if slot.event is not None:
+                slot.event.synchronize()  # of the copies out of the lease, not of the computation
+            else:  # given up halfway
+                self._copies.synchronize()
+            self._free.append((slot.memory, current.record_event()))
+        slot.lease.__exit__(None, None, None)
+
+    def _twin(self, unit: Unit) -> torch.Tensor:
+        nbytes = unit.layout.nbytes
+        fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
+        if not fitting:
+            twin = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # Its memory may still be read by work that was queued before it was freed.
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            return twin
+        best = min(fitting, key=lambda pair: pair[0].nbytes)
+        self._free = [pair for pair in self._free if pair is not best]
+        self._copies.wait_event(best[1])
+        return best[0]
+
+    # Filling
+
+    def job(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> Job:
+        """The reads that fill a slot, with the copies to the device behind them."""
+        wanted = [
+            Wanted(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
+            for r in reads
+        ]
+        if self._copies is None:
+            return Job(wanted)
+
+        def arrived(piece: Wanted) -> None:
+            with torch.cuda.stream(self._copies):
+                target = slot.memory[piece.at : piece.at + piece.memory.nbytes]
+                target.copy_(piece.memory, non_blocking=True)
+
+        def finished() -> None:
+            slot.event = self._copies.record_event()
+
+        return Job(wanted, arrived, finished)
+
+    def ready(self, slot: Slot) -> None:
+        """Let the computation begin after the copies; does not block."""
+        if slot.event is not None:
+            current: Any = torch.cuda.current_stream(self.device)
+            current.wait_event(slot.event)
+
+    def copied(self, slot: Slot, read: Read) -> None:
+        """Bring what was read outside of a job to the device."""
+        if self._copies is not None:
+            end = read.at + read.end - read.start
+            slot.memory[read.at : end].copy_(slot.host[read.at : end])
+
+    # Tensors
+
+    def tensors(self, slot: Slot, keep: bool = False) -> list[torch.Tensor]:
+        """The weights of a unit whose reads are done, those of experts included.
+
+        Args:
+            slot: Where they are.
+            keep: Converted ones get memory of their own, instead of the room that all units share.
+
+        Returns:
+            Tensors of the model's dtypes and shapes, in the order of `Unit.weights`. Those of
+            experts have their places, but `convert_expert` has to convert what is read later.
+        """
+        unit = slot.unit
+        found: list[torch.Tensor] = []
+        number = at = 0
+        for index, weight in enumerate(unit.weights):
+            parts = []
+            for part in weight.parts:
+                start = unit.layout.starts[number]
+                parts.append(_laid_over(slot.memory, start, part.nbytes, part.dtype, part.shape))
+                number += 1
+            if not weight.converted_bytes:
+                found.append(parts[0])
+                continue
+            if keep:
+                out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+            else:
+                if self._work is None:
+                    raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
+                nbytes = weight.converted_bytes
+                out = _laid_over(self._work, at, nbytes, weight.dtype, weight.shape)
+                at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            if unit.experts is None or index not in unit.experts.weights:
+                _convert(weight, parts, out)
+            else:
+                for expert, there in enumerate(slot.experts):
+                    if there:
+                        _convert(weight, [p[expert : expert + 1] for p in parts], out[expert])
+            found.append(out)
+        return found
+
+    def convert_expert(self, slot: Slot, tensors: list[torch.Tensor], expert: int) -> None:
+        """Convert one expert that was read after `tensors`."""
+        unit = slot.unit
+        number = 0
+        for index, weight in enumerate(unit.weights):
+            if (
+                unit.experts is not None
+                and index in unit.experts.weights
+                and weight.converted_bytes
+            ):
+                starts = unit.layout.starts[number : number + len(weight.parts)]
+                parts = [
+                    _laid_over(slot.memory, start, part.nbytes, part.dtype, part.shape)
+                    for start, part in zip(starts, weight.parts, strict=True)
+                ]
+                out = tensors[index][expert]
+                _convert(weight, [p[expert : expert + 1] for p in parts], out)
+            number += len(weight.parts)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return buffers.empty_aligned(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        """Let go of everything; a lease that is out keeps its own."""
+        for pool in (self._resident, self._window):
+            if pool is not None:
+                pool.close()
+        self._work = None
+        self._free.clear()
+
+
+def load(slot: Slot, memory: Memory, feeder: Feeder, files: Sequence[File]) -> None:
+    """Fill a slot and wait for it.
+
+    Raises:
+        TransferError: A read failed.
+    """
+    slot.job = memory.job(slot, slot.unit.layout.reads, files)
+    feeder.submit(slot.job)
+    try:
+        slot.job.wait()
+    except BaseException:
+        feeder.cancel(slot.job)
+        raise
+    memory.ready(slot)
+
+
+def _laid_over(
+    memory: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device=memory.device)
+    return memory[start : start + nbytes].view(dtype).view(shape)
+
+
+def _convert(weight: Weight, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if weight.quantised is None:
+        out.copy_(parts[0].view(out.shape))
+    else:
+        dequantise(parts[0], parts[1], parts[2], weight.quantised, out)

@@ -1,0 +1,213 @@
+"""transformers' models without their weights, and how their names map to a checkpoint's.
+
+transformers is imported by the functions here, never by this module. They follow what
+`from_pretrained` of transformers 5 does: the class that the configuration names, the dtype, the
+tied weights, the buffers that no checkpoint holds, and the renaming and fusing of tensors
+(`transformers.conversion_mapping`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvmeio.errors import BackendUnavailableError, IntegrityError
+from nvmeio.inference._checkpoint import Checkpoint, Stored
+from nvmeio.inference._weights import Part, concatenated, part_of, stacked
+
+
+def require() -> Any:
+    """The transformers package.
+
+    Raises:
+        BackendUnavailableError: It is not installed, or too old; says what to install.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        importlib.import_module("transformers.core_model_loading")
+        importlib.import_module("transformers.conversion_mapping")
+    except ImportError as failed:
+        raise BackendUnavailableError(
+            "a model directory or a configuration needs transformers 5 to become a model",
+            attempts=[("transformers", str(failed))],
+            remedy='pip install "nvmeio[transformers]", or pass a module on the meta device',
+        ) from failed
+    return transformers
+
+
+def config_of(directory: str | os.PathLike[str]) -> Any:
+    """The configuration in a model's directory."""
+    if not os.path.isfile(os.path.join(directory, "config.json")):
+        raise FileNotFoundError(
+            f"{os.fspath(directory)} holds no config.json: name a directory that save_pretrained "
+            "wrote, or pass a model on the meta device and checkpoint="
+        )
+    return require().AutoConfig.from_pretrained(directory)
+
+
+def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: Checkpoint) -> nn.Module:
+    """The model of a configuration, its parameters and buffers on the meta device.
+
+    Args:
+        config: A `transformers.PreTrainedConfig`.
+        dtype: Of the weights; None takes the configuration's, or that of the checkpoint.
+        checkpoint: Asked for a dtype where the configuration has none.
+
+    Raises:
+        ValueError: The configuration names no architecture.
+    """
+    transformers = require()
+    wanted = dtype or config.dtype or _dtype_of(checkpoint)
+    with torch.device("meta"):
+        model: Any = _class_of(transformers, config)._from_config(config, dtype=wanted)
+    model.tie_weights()
+    _keep_in_float32(model, wanted)
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise ValueError(
+        f"a {type(config).__name__} without architectures names no model class: set "
+        'config.architectures = ["…"], or pass a model on the meta device'
+    )
+
+
+def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    for stored in checkpoint.tensors.values():
+        dtype = part_of(stored).dtype
+        if dtype.is_floating_point:
+            return dtype
+    return torch.get_default_dtype()
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """What a model's class keeps in float32 whatever the rest is in (T5's output projections)."""
+    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    if not plan:
+        return
+    patterns = {
+        re.compile(re.escape(name).replace(r"\*", ".*")): kept for name, kept in plan.items()
+    }
+    for module_name, module in model.named_modules():
+        for attribute, parameter in list(module._parameters.items()):
+            name = f"{module_name}.{attribute}"
+            for pattern, kept in patterns.items():
+                if parameter is not None and pattern.search(name) and parameter.dtype != kept:
+                    empty = torch.empty_like(parameter, dtype=kept)
+                    module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+
+
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Give real values to the buffers that no checkpoint holds, as `from_pretrained` does.
+
+    Args:
+        model: A `PreTrainedModel`; what is not a buffer of that kind is left as it is.
+        device: Where they go.
+    """
+    missing = [
+        (module, name)
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None and module._buffers[name].is_meta
+    ]
+    if not missing:
+        return
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = True
+    for module, name in missing:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    owners = {module for module, _ in missing}
+    for module in model.modules():
+        module._is_hf_initialized = module not in owners
+    model.initialize_weights()
+    for module, name in missing:
+        module._buffers[name] = module._buffers[name].to(device)
+
+
+def parts_of(
+    model: Any, checkpoint: Checkpoint
+) -> tuple[dict[str, tuple[Part, tuple[str, ...]]], list[str]]:
+    """For each tensor of a transformers model, what it is read from.
+
+    Returns:
+        Parts, with the names of their sources, by the model's name; and the checkpoint's names that
+        have no place in the model, those that its class says to ignore left out.
+
+    Raises:
+        IntegrityError: Tensors that are to be fused do not fit each other.
+        TypeError: The model's class converts weights in a way that cannot be streamed.
+    """
+    require()
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    transforms = mapping.get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    wanted = model.state_dict()
+    prefix = model.base_model_prefix
+    plain: dict[str, Stored] = {}
+    fused: dict[str, dict[str, list[Stored]]] = {}
+    unexpected: list[str] = []
+    ordered = sorted(checkpoint.tensors, key=loading.dot_natural_key)
+    for name in ordered:
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+        if renamed not in wanted and name in wanted:
+            renamed, pattern = name, None
+        if renamed not in wanted:
+            unexpected.append(name)
+        elif pattern is None:
+            plain[renamed] = checkpoint.tensors[name]
+        else:
+            fused.setdefault(renamed, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
+    found: dict[str, tuple[Part, tuple[str, ...]]] = {
+        name: (part_of(stored), (stored.name,)) for name, stored in plain.items()
+    }
+    for name, lists in fused.items():
+        converter = by_pattern[next(iter(lists))]
+        ordered_lists = [lists[p] for p in converter.source_patterns if p in lists]
+        if len(ordered_lists) != len(converter.source_patterns):
+            raise IntegrityError(
+                f"{checkpoint.path} lacks tensors of which {name!r} is put together: there are "
+                f"{sorted(lists)}, wanted are {converter.source_patterns}",
+                expected=converter.source_patterns,
+                found=sorted(lists),
+            )
+        sources = tuple(stored.name for tensors in ordered_lists for stored in tensors)
+        found[name] = (_fuse(converter, ordered_lists, name, checkpoint), sources)
+    ignored = [
+        re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
+    ignored.append(re.compile(r"rotary_emb\.inv_freq$"))  # of old checkpoints; computed nowadays
+    return found, [n for n in unexpected if not any(p.search(n) for p in ignored)]
+
+
+def _fuse(
+    converter: Any, lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint
+) -> Part:
+    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    if steps == [("MergeModulelist", 0)] and len(lists) == 1:
+        return stacked(lists, name, checkpoint)
+    if steps == [("MergeModulelist", 0), ("Concatenate", 1)]:
+        return stacked(lists, name, checkpoint)
+    if steps == [("Concatenate", 0)]:
+        return concatenated([stored for tensors in lists for stored in tensors], name, checkpoint)
+    raise TypeError(
+        f"{name!r} is made of the checkpoint's tensors by {', '.join(step for step, _ in steps)}, "
+        "which is more than reading them to a place: load the model once and save it with "
+        "save_pretrained(directory, save_original_format=False), which stores what it uses"
+    )

@@ -1,0 +1,283 @@
+"""What is streamed as one: the units of a model, found in its module tree. No I/O here.
+
+A unit is a layer with everything in it, or a larger leaf outside of the layers (an output head), or
+leaves that share their weights. Whatever is small and outside of the layers is `fixed`: always
+there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nvmeio.inference._layout import Layout, lay_out
+from nvmeio.inference._weights import Weight
+
+# Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
+# its round trip.
+SMALL_BYTES = 1 << 20
+
+
+class Target(NamedTuple):
+    """Where a weight goes.
+
+    Attributes:
+        module: Shows it.
+        attribute: As which parameter or buffer.
+        is_buffer: Which of the two.
+        weight: Its number in the unit.
+        empty: What stands there while it is gone, on the meta device.
+    """
+
+    module: nn.Module
+    attribute: str
+    is_buffer: bool
+    weight: int
+    empty: torch.Tensor
+
+
+class Experts(NamedTuple):
+    """The fused experts of a unit.
+
+    Attributes:
+        module: Called with the experts that each token is routed to.
+        number: How many there are.
+        weights: Numbers of the weights whose first dimension counts them.
+    """
+
+    module: nn.Module
+    number: int
+    weights: frozenset[int]
+
+
+class Unit:
+    """What is read as one.
+
+    Attributes:
+        name: Dotted name of its (first) module.
+        modules: Whose forward needs the weights.
+        row_modules: Embeddings that can do with the rows of their tokens.
+        targets: Where the weights go.
+        weights: What there is, each once.
+        experts: The experts among them, or None.
+        layout: Its slot; set by `plan`.
+        resident: Whether it stays once it is there; set by the budget.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.modules: list[nn.Module] = []
+        self.row_modules: list[nn.Embedding] = []
+        self.targets: list[Target] = []
+        self.weights: list[Weight] = []
+        self.experts: Experts | None = None
+        self.layout = Layout(0, (), ())
+        self.resident = False
+        self.is_layer = False
+
+    def plan(self, sizes: Sequence[int], own_alignment: bool) -> None:
+        """Lay out the slot."""
+        parts = [part for weight in self.weights for part in weight.parts]
+        marks = [
+            self.experts is not None and number in self.experts.weights
+            for number, weight in enumerate(self.weights)
+            for _ in weight.parts
+        ]
+        count = 0 if self.experts is None else self.experts.number
+        self.layout = lay_out(parts, sizes, marks, count, own_alignment)
+
+    @property
+    def converted_bytes(self) -> int:
+        """Room that conversions need while it is used."""
+        return sum(-(-weight.converted_bytes // 64) * 64 for weight in self.weights)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What is read when it is used and not there; for mixtures, with all experts."""
+        return self.layout.nbytes if self.modules else 0
+
+    def __repr__(self) -> str:
+        kept = "resident" if self.resident else "streamed"
+        return f"<Unit {self.name} of {self.layout.nbytes} bytes, {kept}>"
+
+
+class Partition(NamedTuple):
+    """A model in parts: `fixed` is always there, `units` in the order of the module tree."""
+
+    fixed: Unit
+    units: list[Unit]
+
+
+def partition(
+    model: nn.Module,
+    weights: dict[int, Weight],
+    layers: Sequence[nn.Module | str] | None,
+) -> Partition:
+    """Cut a model into units.
+
+    Args:
+        model: Its weights on the meta device.
+        weights: By the id of the meta tensor that each is shown as.
+        layers: Modules or their names; None finds them.
+
+    Raises:
+        ValueError: `layers` names what is not there, or what lies within another of them.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    chosen = find_layers(model) if layers is None else _given(model, names, layers)
+    covered: set[nn.Module] = set()
+    for layer in chosen:
+        inside = set(layer.modules())
+        if inside & covered:
+            raise ValueError(f"layer {names[layer]!r} lies within another layer, or shares modules")
+        covered |= inside
+    fixed = Unit("the parts outside of the layers")
+    units: list[Unit] = []
+    groups: dict[tuple[str, ...], Unit] = {}
+    done: set[nn.Module] = set()
+    for module in model.modules():  # in the order of the tree, each once
+        if module in covered:
+            if module in chosen and module not in done:
+                done.add(module)
+                unit = Unit(names[module])
+                unit.is_layer = True
+                unit.modules = [module]
+                _take(unit, module.modules(), weights)
+                unit.experts = _experts(unit, module)
+                if unit.weights:
+                    units.append(unit)
+            continue
+        found = _weights_of(module, weights)
+        if not found:
+            continue
+        if any(True for _ in module.children()) or sum(w.nbytes for w in found) <= SMALL_BYTES:
+            _take(fixed, [module], weights)
+            continue
+        key = tuple(weight.name for weight in found)
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = Unit(names[module])
+            units.append(group)
+        elif not _takes_rows(module) and not group.modules:
+            # Tied, an embedding and a head: as a read, it takes place where the head is.
+            units.remove(group)
+            units.append(group)
+        if _takes_rows(module):
+            group.row_modules.append(module)  # type: ignore[arg-type]
+        else:
+            group.modules.append(module)
+        _take(group, [module], weights)
+    return Partition(fixed, units)
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, in the order of its tree.
+
+    Of transformers' models those classes that they themselves say must not be split; of others the
+    members of the outermost `ModuleList` and `Sequential` containers that hold weights.
+    """
+    classes = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    found = list(_outermost(model, lambda module: type(module).__name__ in classes))
+    if found:
+        return found
+    members = {
+        child
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for child in module.children()
+        if any(True for _ in child.parameters())
+    }
+    return list(_outermost(model, lambda module: module in members))
+
+
+def _outermost(module: nn.Module, wanted: Any) -> Iterable[nn.Module]:
+    for child in module.children():
+        if wanted(child):
+            yield child
+        else:
+            yield from _outermost(child, wanted)
+
+
+def _given(
+    model: nn.Module, names: dict[nn.Module, str], layers: Sequence[nn.Module | str]
+) -> list[nn.Module]:
+    chosen = []
+    for layer in layers:
+        if isinstance(layer, str):
+            try:
+                chosen.append(model.get_submodule(layer))
+            except AttributeError:
+                raise ValueError(f"layers names {layer!r}, which the model does not have") from None
+        elif layer in names:
+            chosen.append(layer)
+        else:
+            kind = type(layer).__name__
+            raise ValueError(f"layers holds a {kind} that is no part of the model")
+    return chosen
+
+
+def _tensors_of(module: nn.Module) -> Iterable[tuple[str, bool, torch.Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, False, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, True, buffer
+
+
+def _weights_of(module: nn.Module, weights: dict[int, Weight]) -> list[Weight]:
+    return [weights[id(t)] for _, _, t in _tensors_of(module) if id(t) in weights]
+
+
+def _take(unit: Unit, modules: Iterable[nn.Module], weights: dict[int, Weight]) -> None:
+    numbers = {weight.name: number for number, weight in enumerate(unit.weights)}
+    for module in modules:
+        for attribute, is_buffer, tensor in _tensors_of(module):
+            weight = weights.get(id(tensor))
+            if weight is None:
+                continue
+            if weight.name not in numbers:
+                numbers[weight.name] = len(unit.weights)
+                unit.weights.append(weight)
+            number = numbers[weight.name]
+            unit.targets.append(Target(module, attribute, is_buffer, number, tensor))
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """Whether a module needs the rows of its tokens only: the forward is an embedding's own."""
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+    )
+
+
+def _experts(unit: Unit, layer: nn.Module) -> Experts | None:
+    """The fused experts of a layer, where there is one set of them, called with the routing."""
+    found = []
+    for module in layer.modules():
+        count = getattr(module, "num_experts", None)
+        shapes = [p.shape for p in module.parameters(recurse=False)]
+        if (
+            isinstance(count, int)
+            and shapes
+            and all(len(shape) >= 2 and shape[0] == count for shape in shapes)
+            and "top_k_index" in inspect.signature(module.forward).parameters
+        ):
+            found.append(module)
+    if len(found) != 1:
+        return None
+    module = found[0]
+    numbers = [t.weight for t in unit.targets if t.module is module and not t.is_buffer]
+    others = [t.weight for t in unit.targets if t.module is not module]
+    if not numbers or set(numbers) & set(others):
+        return None
+    return Experts(module, int(module.num_experts), frozenset(numbers))  # type: ignore[arg-type]

@@ -1,0 +1,170 @@
+"""How a model's tensors come from a checkpoint's: recipes. No I/O here.
+
+Most tensors are one tensor of the checkpoint, under the same or another name. Some are put together
+from several (the fused experts of transformers 5 from one matrix an expert), which is a matter of
+where the bytes are read to. Some are stored in another dtype or quantised, and are converted when
+their layer is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio.errors import IntegrityError
+from nvmeio.inference._checkpoint import Checkpoint, Stored
+from nvmeio.inference._quant import Quantised
+
+
+class Piece(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file, which go to byte `at` of a part."""
+
+    file: int
+    offset: int
+    nbytes: int
+    at: int
+
+
+class Part(NamedTuple):
+    """What is read for a weight, as one contiguous tensor.
+
+    Attributes:
+        dtype: torch's, as stored.
+        shape: In elements.
+        pieces: Where its bytes are, ascending in `at`, without a hole.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Weight(NamedTuple):
+    """One tensor of the model.
+
+    Attributes:
+        name: The model's name for it (of tied ones, the first).
+        dtype: As the model wants it.
+        shape: As the model wants it.
+        parts: What is read: the tensor itself, or what `quantised` makes it of.
+        quantised: How it is stored, if it is.
+        sources: Names in the checkpoint.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    quantised: Quantised | None
+    sources: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def converted_bytes(self) -> int:
+        """Bytes that a conversion needs; 0 where what is read is what is used."""
+        if self.quantised is None and self.parts[0].dtype == self.dtype:
+            return 0
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def part_of(stored: Stored) -> Part:
+    """A whole tensor of the checkpoint."""
+    dtype, shape = stored.entry.for_torch()
+    piece = Piece(stored.file, stored.entry.start, stored.entry.nbytes, 0)
+    return Part(dtype, shape, (piece,) if piece.nbytes else ())
+
+
+def stacked(lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint) -> Part:
+    """`torch.cat([torch.stack(tensors) for tensors in lists], dim=1)`, as a place for each piece.
+
+    Args:
+        lists: One list of tensors, or several of the same length (gate and up projections): the
+            i-th of each lie one behind the other in the i-th row of the result.
+        name: The model's tensor, for messages.
+        checkpoint: Where they are stored.
+
+    Raises:
+        IntegrityError: Lengths, dtypes or shapes do not fit each other.
+    """
+    counts = {len(tensors) for tensors in lists}
+    first = part_of(lists[0][0])
+    rows = 0
+    for tensors in lists:
+        shapes = {part_of(stored).shape for stored in tensors}
+        dtypes = {part_of(stored).dtype for stored in tensors}
+        tails = {shape[1:] for shape in shapes}
+        if len(shapes) > 1 or dtypes != {first.dtype} or tails != {first.shape[1:]}:
+            raise _mismatch(name, checkpoint, lists, "of one dtype and shape", (dtypes, shapes))
+        rows += next(iter(shapes))[0]
+    if len(counts) > 1:
+        raise _mismatch(name, checkpoint, lists, "of each kind the same number", counts)
+    pieces: list[Piece] = []
+    at = 0
+    for number in range(len(lists[0])):
+        for tensors in lists:
+            entry = tensors[number].entry
+            pieces.append(Piece(tensors[number].file, entry.start, entry.nbytes, at))
+            at += entry.nbytes
+    shape = (len(lists[0]), rows, *first.shape[1:])
+    return Part(first.dtype, shape, tuple(pieces))
+
+
+def concatenated(tensors: Sequence[Stored], name: str, checkpoint: Checkpoint) -> Part:
+    """`torch.cat(tensors, dim=0)`, as a place for each piece.
+
+    Raises:
+        IntegrityError: Dtypes or shapes do not fit each other.
+    """
+    parts = [part_of(stored) for stored in tensors]
+    tails = {(part.dtype, part.shape[1:]) for part in parts}
+    if len(tails) > 1:
+        raise _mismatch(name, checkpoint, [tensors], "of one dtype and width", tails)
+    pieces, at = [], 0
+    for stored in tensors:
+        pieces.append(Piece(stored.file, stored.entry.start, stored.entry.nbytes, at))
+        at += stored.entry.nbytes
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Part(parts[0].dtype, shape, tuple(pieces))
+
+
+def _mismatch(
+    name: str,
+    checkpoint: Checkpoint,
+    lists: Sequence[Sequence[Stored]],
+    expected: object,
+    found: object,
+) -> IntegrityError:
+    stored = lists[0][0]
+    return IntegrityError(
+        f"{name!r} cannot be put together from {stored.name!r} and others in "
+        f"{checkpoint.files[stored.file].path}: they are not {expected} (found {found})",
+        expected=expected,
+        found=found,
+    )
+
+
+def check_shape(name: str, part_shape: tuple[int, ...], shape: torch.Size, where: str) -> None:
+    """Raise if what is stored has another shape than the model wants.
+
+    Raises:
+        IntegrityError: It has; names tensor, file and both shapes.
+    """
+    if tuple(part_shape) != tuple(shape):
+        raise IntegrityError(
+            f"tensor {name!r} in {where} has shape {tuple(part_shape)}, the model wants "
+            f"{tuple(shape)}: the checkpoint belongs to another configuration",
+            expected=tuple(shape),
+            found=tuple(part_shape),
+        )

@@ -1,0 +1,316 @@
+"""`pack`: a model written in the order in which it is streamed, in fewer bytes where asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio import buffers, files
+from nvmeio._plan import PAGE_BYTES
+from nvmeio._reading import _safetensors_header as headers
+from nvmeio._reading import _safetensors_shards as shards
+from nvmeio._reading._handles import handle_for
+from nvmeio._reading._safetensors_header import Entry
+from nvmeio.errors import IntegrityError
+from nvmeio.handle import AioHandle
+from nvmeio.inference import _packed, _transformers
+from nvmeio.inference._checkpoint import Checkpoint
+from nvmeio.inference._matching import match
+from nvmeio.inference._packed import PackedWeight
+from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
+from nvmeio.inference._units import Unit, partition
+from nvmeio.inference._weights import Part, Weight
+from nvmeio.operation import Operation
+
+_ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
+_CONFIG = "config.json"
+# Weights in any format, which the packed file takes the place of.
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
+
+
+class PackReport(NamedTuple):
+    """What `pack` did.
+
+    Attributes:
+        bytes_read: Bytes of weights that were read.
+        bytes_written: Size of the file that was written.
+        records: Layers and other units, one contiguous record each.
+        quantised: Weights that were quantised.
+        largest_error: Of a quantised weight's element, the largest distance from what it was.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    records: int
+    quantised: int
+    largest_error: float
+
+
+class _Record(NamedTuple):
+    """The tensors of one unit, each with the number of the weight that it is made of."""
+
+    unit: Unit
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...], int]]
+
+
+def pack(
+    model_directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    quant_bits: int | None = None,
+    quant_group_size: int = 64,
+    handle: AioHandle | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PackReport:
+    """Write a model's weights in streaming order, a layer's as one aligned record.
+
+    What is written is a model directory again, with one safetensors file: `stream_model` takes it,
+    and so does transformers where nothing is quantised. It appears when it is complete and durable.
+
+    Args:
+        model_directory: As `save_pretrained` writes it.
+        out: A directory that does not exist yet.
+        dtype: Of the weights in the file; by default the model's.
+        quant_bits: 4 or 8 to quantise the matrices of layers and head, in groups of a row; they
+            are converted back to the model's dtype when they are used. None quantises nothing.
+        quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
+            are no multiple of it stay as they are.
+        handle: Moves the bytes and stays open; None makes one.
+        progress: Called with a unit's name, bytes done and bytes in all.
+
+    Returns:
+        What was done.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ValueError: There is no such quantisation, or a weight holds infinities or NaN.
+        IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
+
+    After an error: nothing is left of what was written.
+
+    Cost: each byte is read and written once; memory for two of the largest records.
+    """
+    source, target = Path(model_directory), Path(os.path.abspath(out))
+    setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
+    if target.exists():
+        raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
+    config = _transformers.config_of(source)
+    with contextlib.ExitStack() as stack:
+        mover = stack.enter_context(handle_for(handle, source))
+        checkpoint = stack.enter_context(contextlib.closing(Checkpoint(source, mover)))
+        if _packed.parse(checkpoint) is not None:
+            raise ValueError(f"{source} is packed already: pack what it was made from")
+        model = _transformers.empty_model(config, dtype, checkpoint)
+        _transformers.compute_buffers(model, torch.device("cpu"))
+        matched = match(model, checkpoint, strict=True)
+        parts = partition(model, matched.by_tensor, None)
+        units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
+        temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
+        temporary.mkdir(parents=True)
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        report = _Packing(checkpoint, mover, units, setting, progress).run(temporary)
+        _copy_others(source, temporary, next(iter(model.parameters())).dtype)
+        _sync_directory(temporary)
+        os.rename(temporary, target)
+        _sync_directory(target.parent)
+    return report
+
+
+class _Packing:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        handle: AioHandle,
+        units: Sequence[Unit],
+        setting: Quantised | None,
+        progress: Callable[[str, int, int], None] | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._handle = handle
+        self._setting = setting
+        self._progress = progress
+        self._quantised: dict[str, PackedWeight] = {}
+        done: set[str] = set()
+        self._records = [self._record(unit, done) for unit in units]
+        self._read = 0
+        self._error = 0.0
+
+    def _record(self, unit: Unit, done: set[str]) -> _Record:
+        tensors = []
+        for number, weight in enumerate(unit.weights):
+            if weight.name in done:
+                continue
+            done.add(weight.name)
+            setting = self._setting
+            # An embedding is looked up by its rows, and norms are small.
+            if (
+                setting is None
+                or not unit.modules
+                or unit.row_modules
+                or not can_quantise(weight.shape, weight.dtype, setting)
+            ):
+                tensors.append((weight.name, weight.dtype, weight.shape, number))
+                continue
+            self._quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
+            shapes = (setting.packed_shape(weight.shape), *[setting.groups_shape(weight.shape)] * 2)
+            dtypes = (torch.uint8, torch.float32, torch.float32)
+            for suffix, kind, shape in zip(_packed.SUFFIXES, dtypes, shapes, strict=True):
+                tensors.append((weight.name + suffix, kind, shape, number))
+        return _Record(unit, tensors)
+
+    def run(self, directory: Path) -> PackReport:
+        prefix, entries, total = self._header()
+        path = directory / shards.DEFAULT_NAME
+        with files.open(path, "x") as file:
+            flying: list[Operation] = []
+            try:
+                head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
+                head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
+                flying.append(self._handle.async_pwrite(head, file, 0))
+                for record in self._records:
+                    if not record.tensors:
+                        continue
+                    start = entries[record.tensors[0][0]].start
+                    memory = self._fill(record, entries, start)
+                    while len(flying) > 1:  # one is written while the next is made
+                        flying.pop(0).result()
+                    flying.append(self._handle.async_pwrite(memory, file, start))
+                    if self._progress is not None:
+                        self._progress(record.unit.name, start + memory.nbytes, total)
+                while flying:
+                    flying.pop(0).result()
+            finally:
+                for operation in flying:
+                    operation.exception()
+            self._handle.sync_fsync(file)
+        return PackReport(
+            self._read,
+            total,
+            sum(bool(record.tensors) for record in self._records),
+            len(self._quantised),
+            self._error,
+        )
+
+    def _header(self) -> tuple[bytes, dict[str, Entry], int]:
+        """The header, with padding tensors so that each record begins on a page."""
+        listed: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        position = 0
+
+        def pad(alignment: int) -> None:
+            nonlocal position
+            missing = -position % alignment
+            if missing:
+                listed.append((f"{_packed.PADDING}{len(listed)}", torch.uint8, (missing,)))
+                position += missing
+
+        for record in self._records:
+            pad(PAGE_BYTES)
+            for name, dtype, shape, _ in record.tensors:
+                pad(_ALIGNMENT)
+                listed.append((name, dtype, shape))
+                position += _nbytes(dtype, shape)
+        pad(PAGE_BYTES)
+        metadata = {**self._checkpoint.metadata, "format": "pt"}
+        metadata[_packed.KEY] = _packed.describe(self._quantised)
+        prefix, entries = headers.build(listed, metadata)
+        return prefix, entries, len(prefix) + position
+
+    def _fill(self, record: _Record, entries: dict[str, Entry], start: int) -> torch.Tensor:
+        last = entries[record.tensors[-1][0]]
+        nbytes = -(-(last.end - start) // PAGE_BYTES) * PAGE_BYTES
+        memory = buffers.empty_aligned(nbytes, dtype=torch.uint8).zero_()
+        made: dict[int, list[torch.Tensor]] = {}
+        for name, dtype, shape, number in record.tensors:
+            if number not in made:
+                made[number] = self._made(record.unit.weights[number])
+            entry = entries[name]
+            if entry.nbytes:
+                room = memory[entry.start - start : entry.end - start].view(dtype).view(shape)
+                room.copy_(made[number].pop(0))
+        return memory
+
+    def _made(self, weight: Weight) -> list[torch.Tensor]:
+        """What is stored of a weight: it in the dtype that is wanted, or its quantised parts."""
+        whole = self._whole(weight.parts[0], weight.name).to(weight.dtype)
+        packed = self._quantised.get(weight.name)
+        if packed is None:
+            return [whole]
+        try:
+            parts = quantise(whole, packed.setting)
+        except ValueError as failed:
+            raise ValueError(f"{weight.name!r} cannot be quantised: {failed}") from None
+        back = torch.empty_like(whole)
+        dequantise(*parts, packed.setting, back)
+        self._error = max(self._error, float((back.float() - whole.float()).abs().max()))
+        return list(parts)
+
+    def _whole(self, part: Part, name: str) -> torch.Tensor:
+        memory = buffers.empty_aligned(max(part.nbytes, 1), dtype=torch.uint8)[: part.nbytes]
+        started = [
+            self._handle.async_pread(
+                memory[piece.at : piece.at + piece.nbytes],
+                self._checkpoint.files[piece.file],
+                piece.offset,
+            )
+            for piece in part.pieces
+        ]
+        for operation in started:
+            operation.exception()
+        for operation in started:
+            operation.result()
+        for index in {piece.file for piece in part.pieces}:
+            self._checkpoint.check(index, repr(name))
+        self._read += part.nbytes
+        return memory.view(part.dtype).view(part.shape)
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements * dtype.itemsize
+
+
+def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Configuration, tokenizer and the like; the configuration with the dtype of the weights."""
+    for entry in _others(source):
+        shutil.copyfile(entry, target / entry.name)
+    path = target / _CONFIG
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as failed:
+        raise IntegrityError(
+            f"{source / _CONFIG} is not valid JSON: {failed}", expected="JSON", found="not JSON"
+        ) from None
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for entry in target.iterdir():
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _others(source: Path) -> Iterator[Path]:
+    for entry in sorted(source.iterdir()):
+        if entry.is_file() and not entry.name.endswith(_WEIGHTS):
+            yield entry
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,215 @@
+"""`stream_model`: a model whose weights stay on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvmeio._reading._handles import handle_for
+from nvmeio.errors import IntegrityError
+from nvmeio.handle import AioHandle
+from nvmeio.inference import _hooks, _transformers, kv_cache
+from nvmeio.inference._budget import share_out
+from nvmeio.inference._checkpoint import Checkpoint, Stored
+from nvmeio.inference._limits import memory_left
+from nvmeio.inference._matching import match
+from nvmeio.inference._units import partition
+from nvmeio.inference.stream import WeightStream
+
+# Of the memory that is left, what weights may take when nobody says how much.
+_SHARE = 0.5
+
+
+def stream_model(
+    model_or_config_or_path: nn.Module | Any | str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    device: str | int | torch.device = "cpu",
+    window: int | None = None,
+    resident_bytes: int | None = None,
+    handle: AioHandle | None = None,
+    dtype: torch.dtype | None = None,
+    kv_offload: bool | str | os.PathLike[str] = False,
+    layers: Sequence[nn.Module | str] | None = None,
+    strict: bool = True,
+) -> Any:
+    """A model whose weights are read from disk while it computes.
+
+    `forward` and `generate` work unmodified, with the logits and tokens of the model loaded whole,
+    bit for bit. The weights are never in memory together: `resident_bytes` is all that they take,
+    beside what the model's own computation allocates.
+
+    Args:
+        model_or_config_or_path: A directory that `save_pretrained` or `nvmeio pack` wrote; a
+            transformers configuration; or any `torch.nn.Module` with its parameters on the meta
+            device, which is changed in place and returned.
+        checkpoint: Where the weights are, as safetensors: a file, an index of shards, or a
+            directory that holds either. Not needed for a directory.
+        device: Where it computes. A GPU gets the layers through page-locked memory, copied on a
+            stream of its own, and holds `resident_bytes` and the window as well.
+        window: Layers that the window holds, the one in use included; 3, or fewer where
+            `resident_bytes` leaves no room for them.
+        resident_bytes: Bytes of memory for all weights: what stays, the window, and the room
+            for conversions. As many layers as fit stay. By default half of the memory that is
+            left (of the machine, the cgroup, or under RLIMIT_AS).
+        handle: Moves the bytes and stays open; by default one with the setting stored for the file
+            system, for as long as the stream is open.
+        dtype: Of the weights, converted when they are used; by default that of the configuration.
+            Files in this dtype already are faster: ``nvmeio pack --dtype``.
+        kv_offload: Keep past keys and values of idle layers out of the way: True in page-locked
+            memory (GPU) or a temporary file (CPU), a path in a file in that directory. For
+            transformers' models that use a `DynamicCache`.
+        layers: What is streamed as one: modules, or their names. By default transformers' decoder
+            and encoder layers; of other models the members of the outermost ModuleList and
+            Sequential containers.
+        strict: Refuse a checkpoint that holds tensors for which the model has no place.
+
+    Returns:
+        The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
+        `WeightStream`: close it, reopen it, await work beside it, read its counters.
+
+    Raises:
+        IntegrityError: A header or index is malformed or a file truncated; a tensor is missing, has
+            no place in the model, or has another shape. Names tensor and file.
+        FileNotFoundError: There is no such file or directory.
+        ValueError: `resident_bytes` does not hold what is needed at once; parameters lie on a real
+            device; buffers that no checkpoint holds on the meta device; unknown `layers`.
+        BackendUnavailableError: transformers is needed and not installed.
+        MemoryError: There is less memory than `resident_bytes`.
+
+    The forward raises `TransferError` (an OSError) where a read fails and `IntegrityError` where a
+    file was written to, each naming tensors, file and layer; no value is computed from such bytes.
+    The model can be used again afterwards, with a new cache.
+
+    Cost: headers are read, and the memory is mapped and touched, here (0.1 s per GiB); resident
+        layers
+    are read in the course of the first pass.
+
+    Example:
+        >>> model = nvmeio.stream_model("Llama-3-70B", resident_bytes=24 << 30)
+        >>> tokens = model.generate(ids, max_new_tokens=32)
+        >>> model.weight_stream.close()
+    """
+    where = torch.device(device)
+    source, given = _source(model_or_config_or_path, checkpoint)
+    _check_numbers(window, resident_bytes)
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(handle_for(handle, source))
+        opened = stack.enter_context(contextlib.closing(Checkpoint(source, reader)))
+        is_transformers = not isinstance(given, nn.Module)
+        model = _transformers.empty_model(given, dtype, opened) if is_transformers else given
+        if dtype is not None and not is_transformers:
+            _set_dtype(model, dtype)
+        if hasattr(model, "initialize_weights") and hasattr(model, "config"):
+            _transformers.compute_buffers(model, where)
+        matched = match(model, opened, strict)
+        parts = partition(model, matched.by_tensor, layers)
+        sizes = [file.size() for file in opened.files]
+        for unit in (parts.fixed, *parts.units):
+            unit.plan(sizes, own_alignment=not is_transformers)
+        budget = resident_bytes
+        if budget is None:
+            budget = _default_budget(parts.fixed, parts.units, window)
+        shares = share_out(parts.fixed, parts.units, budget, window)
+        stored = dict(opened.tensors)
+    _move_buffers(model, where)
+
+    def open_again(through: AioHandle) -> Checkpoint:
+        again = Checkpoint(source, through)
+        try:
+            _check_same(stored, again)
+        except BaseException:
+            again.close()
+            raise
+        return again
+
+    stream = WeightStream(model, parts, shares, where, open_again, handle, source)
+    _hooks.attach(model, stream)
+    model.weight_stream = stream
+    if is_transformers:
+        _finish(model, model_or_config_or_path)
+    if kv_offload is not False:
+        try:
+            kv_cache.offload(model, handle, where, kv_offload)
+        except BaseException:
+            stream.close()
+            raise
+    return model
+
+
+def _source(
+    given: Any, checkpoint: str | os.PathLike[str] | None
+) -> tuple[str | os.PathLike[str], Any]:
+    """Where the weights are, and a module or a configuration."""
+    if isinstance(given, (str, os.PathLike)):
+        return given if checkpoint is None else checkpoint, _transformers.config_of(given)
+    if not isinstance(given, nn.Module) and not hasattr(given, "model_type"):
+        raise TypeError(
+            "expected a directory, a transformers configuration or a torch.nn.Module, not "
+            f"{type(given).__name__}"
+        )
+    if checkpoint is None:
+        raise ValueError(
+            f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
+        )
+    return checkpoint, given
+
+
+def _check_numbers(window: int | None, resident_bytes: int | None) -> None:
+    for name, value in (("window", window), ("resident_bytes", resident_bytes)):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, not {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a module want its weights in a dtype."""
+    if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
+        model.to(dtype)
+
+
+def _default_budget(fixed: Any, units: Any, window: int | None) -> int:
+    """Half of what is left, but never less than what streaming needs at all."""
+    least = share_out(fixed, units, None, 1 if window is None else window).total
+    return max(least, int(memory_left() * _SHARE))
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _check_same(before: dict[str, Stored], again: Checkpoint) -> None:
+    if before == again.tensors:
+        return
+    changed = sorted(
+        name for name in {*before, *again.tensors} if before.get(name) != again.tensors.get(name)
+    )
+    raise IntegrityError(
+        f"{again.path} is another checkpoint than when the model was streamed first: "
+        f"{changed[0]!r} "
+        "is elsewhere, or gone. Call stream_model again",
+        expected=before.get(changed[0]),
+        found=again.tensors.get(changed[0]),
+    )
+
+
+def _finish(model: Any, given: Any) -> None:
+    """What `from_pretrained` sets on a model of a directory beside its weights."""
+    if not isinstance(given, (str, os.PathLike)):
+        return
+    name = os.fspath(given)
+    if model.can_generate() and os.path.isfile(os.path.join(name, "generation_config.json")):
+        config_class = _transformers.require().GenerationConfig
+        model.generation_config = config_class.from_pretrained(name)
+    model.config._name_or_path = model.name_or_path = name

@@ -1,0 +1,158 @@
+"""Real models, built from configurations with random weights, small enough for a test."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the packages it imports
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+VOCABULARY = 128
+_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def llama(layers: int = 4, width: int = 64, **options: Any) -> Any:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=options.pop("vocab_size", VOCABULARY),
+            **_IDS,
+            **options,
+        )
+    )
+
+
+def gpt2() -> Any:
+    """Its head is tied to its embedding; its matrices are transposed."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=VOCABULARY, **_IDS)
+    )
+
+
+def opt() -> Any:
+    """Its positions are looked up with an offset."""
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            hidden_size=64,
+            ffn_dim=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            vocab_size=VOCABULARY,
+            word_embed_proj_dim=64,
+            **_IDS,
+        )
+    )
+
+
+def bloom() -> Any:
+    return transformers.BloomForCausalLM(
+        transformers.BloomConfig(hidden_size=64, n_layer=4, n_head=4, vocab_size=VOCABULARY, **_IDS)
+    )
+
+
+def mixtral(experts: int = 4, **options: Any) -> Any:
+    """Its experts are one tensor in memory, and a matrix each in files."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=64,
+            intermediate_size=options.pop("intermediate_size", 96),
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=experts,
+            vocab_size=VOCABULARY,
+            **_IDS,
+            **options,
+        )
+    )
+
+
+def t5() -> Any:
+    """An encoder and a decoder, one embedding for both and for the head."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=64,
+            d_ff=96,
+            num_layers=3,
+            num_heads=4,
+            d_kv=16,
+            vocab_size=VOCABULARY,
+            decoder_start_token_id=0,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    )
+
+
+MODELS = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "opt": opt,
+    "bloom": bloom,
+    "mixtral": mixtral,
+    "t5": t5,
+}
+
+
+def saved(make: Any, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """A model's directory, as transformers writes it.
+
+    The weights are larger than it starts with, so that every layer changes what is computed.
+    """
+    torch.manual_seed(0)
+    model = make().to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(0.01)
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+def loaded(directory: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The model, loaded whole by transformers."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    return getattr(transformers, config.architectures[0]).from_pretrained(directory, dtype=dtype)
+
+
+def prompt(batch: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def inputs(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a forward pass."""
+    named = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        named["decoder_input_ids"] = ids[:, :3]
+    return named
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(**inputs(model, ids)).logits
+    return found
+
+
+@torch.no_grad()
+def tokens(model: Any, ids: torch.Tensor, count: int = 6, **options: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        **options,
+    )
+    return found

@@ -1,0 +1,50 @@
+"""What the tests of inference share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nvmeio
+from nvmeio.inference import _units
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """transformers and what it imports warn of their own affairs."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(autouse=True)
+def everything_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests are so small that they would be kept as the small parts of larger ones."""
+    monkeypatch.setattr(_units, "SMALL_BYTES", 1024)
+
+
+@pytest.fixture(scope="session")
+def one_handle() -> Iterator[nvmeio.AioHandle]:
+    """A handle for many tests: to give one back takes the kernel longer than most of them."""
+    with nvmeio.AioHandle() as handle:
+        yield handle
+
+
+@pytest.fixture
+def stream(one_handle: nvmeio.AioHandle) -> Iterator[Callable[..., Any]]:
+    """`nvmeio.stream_model` of models that are closed after the test."""
+    made: list[Any] = []
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        options.setdefault("handle", one_handle)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made.append(nvmeio.stream_model(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.weight_stream.close()

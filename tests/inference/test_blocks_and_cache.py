@@ -1,0 +1,222 @@
+"""Micro-batches share what is read; past keys and values come back as they went."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference._models import (
+    MODELS,
+    llama,
+    loaded,
+    logits,
+    prompt,
+    saved,
+    tokens,
+    transformers,
+)
+
+import nvmeio
+from nvmeio.errors import TransferError
+from nvmeio.inference import generate_in_blocks, kv_cache, pack, run_in_blocks
+from nvmeio.testing import FakeEngine
+
+Make = Callable[..., Any]
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+# Micro-batches
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_micro_batch_has_the_tokens_it_has_alone(
+    name: str, tmp_path: Path, stream: Make
+) -> None:
+    saved(MODELS[name], tmp_path)
+    whole = loaded(tmp_path)
+    model = stream(tmp_path, resident_bytes=700_000)
+    ids = prompt(batch=5)
+    found = generate_in_blocks(model, ids, micro_batches=3, **GREEDY)
+    assert found.equal(torch.cat([tokens(whole, part) for part in ids.tensor_split(3)]))
+    assert tokens(model, ids[:1]).equal(tokens(whole, ids[:1]))
+
+
+def test_a_layer_is_read_once_for_all_micro_batches(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=250_000)
+    ids = prompt(batch=6)
+    read = []
+    for count in (1, 2, 6):
+        generate_in_blocks(model, ids, micro_batches=count, **GREEDY)  # the order is learned
+        before = model.weight_stream.stats.units_read
+        generate_in_blocks(model, ids, micro_batches=count, **GREEDY)
+        read.append(model.weight_stream.stats.units_read - before)
+    assert max(read) <= min(read) + 2, read
+
+
+def test_quantised_layers_are_converted_once_for_all(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(llama, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=8, quant_group_size=32)
+    model = stream(tmp_path / "p", resident_bytes=700_000)
+    ids = prompt(batch=4)
+    alone = torch.cat([tokens(model, part) for part in ids.tensor_split(4)])
+    from nvmeio.inference import _slots
+
+    calls = []
+    convert = _slots._convert
+    monkeypatch.setattr(_slots, "_convert", lambda *a: (calls.append(a[0].name), convert(*a)))
+    counts = []
+    for count in (1, 4):
+        calls.clear()
+        generate_in_blocks(model, ids, micro_batches=count, **GREEDY)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+    assert generate_in_blocks(model, ids, micro_batches=4, **GREEDY).equal(alone)
+
+
+def test_micro_batches_that_end_early_leave_the_round(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = loaded(tmp_path)
+    model = stream(tmp_path, resident_bytes=250_000)
+    lengths = [2, 9, 1, 5]
+
+    def work(length: int) -> Callable[[], torch.Tensor]:
+        return lambda: tokens(model, prompt(seed=length), length)
+
+    found = run_in_blocks(model, [work(length) for length in lengths])
+    for length, one in zip(lengths, found, strict=True):
+        assert one.equal(tokens(whole, prompt(seed=length), length))
+
+
+def test_a_failure_in_one_ends_all(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=250_000)
+
+    def fails() -> torch.Tensor:
+        tokens(model, prompt(), 2)
+        raise ArithmeticError("of the third")
+
+    works = [lambda: tokens(model, prompt(), 20)] * 2 + [fails]
+    with pytest.raises(ArithmeticError, match="of the third"):
+        run_in_blocks(model, works)
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_there_is_no_such_division(count: int, tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=250_000)
+    with pytest.raises(ValueError, match="between 1 and 2"):
+        generate_in_blocks(model, prompt(), micro_batches=count)
+
+
+# Past keys and values
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "BLOCK_TOKENS", 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_offloaded_caches_give_the_same_tokens(name: str, tmp_path: Path, stream: Make) -> None:
+    saved(MODELS[name], tmp_path)
+    whole = loaded(tmp_path)
+    model = stream(tmp_path, resident_bytes=700_000, kv_offload=tmp_path)
+    for length, count in ((7, 12), (3, 2)):
+        ids = prompt(length=length)
+        assert tokens(model, ids, count).equal(tokens(whole, ids, count))
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_what_is_put_away_comes_back(where: str, tmp_path: Path) -> None:
+    """Every change that generation makes to a cache, beside a stock one."""
+    config = transformers.LlamaConfig(num_hidden_layers=2)
+    with nvmeio.AioHandle(engine="threads") as handle:
+        store = kv_cache.Store(tmp_path if where == "disk" else None, handle)
+        ours, stock = kv_cache.new_cache(config, store), transformers.DynamicCache(config=config)
+        assert isinstance(ours, transformers.DynamicCache)
+        generator = torch.Generator().manual_seed(0)
+
+        def both(count: int) -> None:
+            batch = shape[0]
+            for layer in range(2):
+                states = [torch.randn(batch, 3, count, 5, generator=generator) for _ in range(2)]
+                for mine, theirs in zip(
+                    ours.update(*states, layer), stock.update(*states, layer), strict=True
+                ):
+                    assert mine.equal(theirs)
+                    assert mine.stride() == theirs.stride()
+            assert ours.get_seq_length() == stock.get_seq_length()
+
+        shape = [2]
+        for count in (9, 1, 1, 1, 6, 1):
+            both(count)
+        for cache in (ours, stock):
+            cache.reorder_cache(torch.tensor([1, 0]))
+        both(1)
+        for cache in (ours, stock):
+            cache.crop(-3)
+        both(2)
+        shape[0] = 6
+        for cache in (ours, stock):
+            cache.batch_repeat_interleave(3)
+        both(1)
+        shape[0] = 2
+        for cache in (ours, stock):
+            cache.batch_select_indices(torch.tensor([0, 4]))
+        both(5)
+        for cache in (ours, stock):
+            cache.reset()
+        both(4)
+        assert store.written_bytes > 0 < store.read_bytes
+        assert [p.name for p in tmp_path.iterdir()] == []  # the file has no name
+        store.close()
+
+
+def test_beams_are_reordered(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=400_000, kv_offload=tmp_path)
+    options = {"num_beams": 3, "max_new_tokens": 8, "min_new_tokens": 8}
+    ids = prompt()
+    expected = loaded(tmp_path).generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert model.generate(ids, attention_mask=torch.ones_like(ids), **options).equal(expected)
+
+
+def test_a_disk_error_in_the_cache_is_an_error(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    written = []
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        written.append(kind)
+        return errno.ENOSPC if kind == "pwrite" else 0
+
+    with nvmeio.AioHandle(engine=FakeEngine(fail=fail)) as handle:
+        model = stream(tmp_path, resident_bytes=400_000, kv_offload=tmp_path, handle=handle)
+        with pytest.raises(TransferError) as failed:
+            tokens(model, prompt(), 12)
+        assert failed.value.errno == errno.ENOSPC
+        model.weight_stream.close()
+
+
+def test_micro_batches_have_caches_of_their_own(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=400_000, kv_offload=tmp_path)
+    ids = prompt(batch=4)
+    found = generate_in_blocks(model, ids, micro_batches=2, **GREEDY)
+    whole = loaded(tmp_path)
+    assert found.equal(torch.cat([tokens(whole, part) for part in ids.tensor_split(2)]))
+
+
+@pytest.mark.parametrize("where", ["nowhere", "/does/not/exist"])
+def test_a_directory_that_is_not_there_is_refused(where: str, tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        stream(tmp_path, resident_bytes=400_000, kv_offload=where)

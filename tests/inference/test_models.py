@@ -1,0 +1,364 @@
+"""Streamed models compute what they compute when they are loaded whole, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference._models import (
+    MODELS,
+    inputs,
+    llama,
+    loaded,
+    logits,
+    mixtral,
+    prompt,
+    saved,
+    t5,
+    tokens,
+    transformers,
+)
+from torch import nn
+
+import nvmeio
+from nvmeio.checkpoint.safetensors import save_safetensors
+from nvmeio.inference import WeightStream
+
+Make = Callable[..., Any]
+
+
+def weights_of(model: Any) -> int:
+    return sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
+
+
+def least(make: Make, directory: Path, **options: Any) -> int:
+    """The smallest budget that is enough."""
+    with pytest.raises(ValueError, match="is too small") as refused:
+        make(directory, resident_bytes=1, **options)
+    return int(str(refused.value).split()[-2])
+
+
+@pytest.mark.parametrize("budget", ["least", "half", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_tokens_are_those_of_the_loaded_model(
+    name: str, budget: str, tmp_path: Path, stream: Make
+) -> None:
+    saved(MODELS[name], tmp_path)
+    whole = loaded(tmp_path)
+    total = weights_of(whole)
+    nbytes = {"least": least(stream, tmp_path), "half": total * 6 // 10, "all": 2 * total}[budget]
+    model = stream(tmp_path, resident_bytes=nbytes)
+    assert type(model) is type(whole)
+    assert all(p.is_meta for p in model.parameters() if p.nbytes > 1024)
+    ids = prompt()
+    assert logits(model, ids).equal(logits(whole, ids))
+    assert tokens(model, ids).equal(tokens(whole, ids))
+    other = prompt(batch=1, length=3, seed=1)
+    assert tokens(model, other).equal(tokens(whole, other))
+    stats = model.weight_stream.stats
+    assert stats.resident_bytes + stats.window_bytes + stats.work_bytes <= nbytes
+    if budget == "all":
+        # Read once, never again; experts that no token needed not even once.
+        assert stats.bytes_read <= 1.2 * total
+        assert stats.streamed_bytes == 0
+    else:
+        assert stats.bytes_read > total
+        assert stats.streamed_bytes > total // 3
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_shards_are_read_as_one_model(name: str, tmp_path: Path, stream: Make) -> None:
+    saved(MODELS[name], tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = stream(tmp_path, resident_bytes=1 << 20)
+    assert tokens(model, prompt()).equal(tokens(loaded(tmp_path), prompt()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+def test_weights_are_converted_as_transformers_converts_them(
+    name: str, dtype: torch.dtype, tmp_path: Path, stream: Make
+) -> None:
+    """Of T5 some projections stay in float32 where the rest is in float16."""
+    saved(MODELS[name], tmp_path)
+    whole = loaded(tmp_path, dtype)
+    budget = least(stream, tmp_path, dtype=dtype)
+    model = stream(tmp_path, dtype=dtype, resident_bytes=budget)
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in whole.parameters()]
+    ids = prompt()
+    assert logits(model, ids).equal(logits(whole, ids))
+    assert tokens(model, ids).equal(tokens(whole, ids))
+    assert model.weight_stream.stats.work_bytes > 0
+
+
+def test_the_dtype_of_the_files_is_the_dtype_of_the_model(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path, torch.bfloat16)
+    model = stream(tmp_path, resident_bytes=200_000)
+    assert model.dtype is torch.bfloat16
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+    assert model.weight_stream.stats.work_bytes == 0
+
+
+def test_a_configuration_and_a_checkpoint_are_enough(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = stream(config, tmp_path / "model.safetensors", resident_bytes=400_000)
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+
+
+def test_a_model_on_the_meta_device_is_changed_in_place(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = loaded(tmp_path)
+    with torch.device("meta"):
+        empty = type(whole)(whole.config)
+    empty.eval()
+    model = stream(empty, tmp_path, resident_bytes=400_000)
+    assert model is empty
+    assert logits(model, prompt()).equal(logits(whole, prompt()))
+
+
+def test_generation_settings_come_with_a_directory(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = loaded(tmp_path)
+    model = stream(tmp_path, resident_bytes=400_000)
+    assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert model.name_or_path == str(tmp_path)
+    assert not model.training
+    assert isinstance(model.weight_stream, WeightStream)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "seed": 7}])
+def test_generate_works_unmodified(options: dict[str, Any], tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+
+    def generate(model: Any) -> torch.Tensor:
+        chosen = dict(options)
+        torch.manual_seed(chosen.pop("seed", 0))
+        ids = prompt()
+        found: torch.Tensor = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, **chosen
+        )
+        return found
+
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path))
+    assert generate(model).equal(generate(loaded(tmp_path)))
+
+
+# Mixtures of experts
+
+
+def test_only_the_experts_that_a_token_needs_are_read(tmp_path: Path, stream: Make) -> None:
+    """One token, two of eight experts in each of four layers."""
+    saved(lambda: mixtral(experts=8, intermediate_size=1024), tmp_path)
+    whole = loaded(tmp_path)
+    layer = whole.model.layers[0]
+    experts = sum(p.nbytes for p in layer.mlp.experts.parameters())
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path), window=1)
+    one = prompt(batch=1, length=1)
+    assert logits(model, one).equal(logits(whole, one))
+    stats = model.weight_stream.stats
+    assert stats.experts_read == 2 * 4
+    others = weights_of(whole) - 4 * experts
+    assert stats.bytes_read < experts + 2 * others + (1 << 20)  # of 4 × experts
+
+
+def test_a_prompt_that_needs_most_experts_has_them_prefetched(tmp_path: Path, stream: Make) -> None:
+    saved(mixtral, tmp_path)
+    model = stream(tmp_path, resident_bytes=1 << 20)
+    whole = loaded(tmp_path)
+    many = prompt(batch=4, length=20)
+    for _ in range(3):
+        assert logits(model, many).equal(logits(whole, many))
+    before = model.weight_stream.stats.experts_read
+    logits(model, many)
+    assert model.weight_stream.stats.experts_read == before
+
+
+def test_experts_that_were_not_read_are_never_used(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NaN where nothing was read, an expert too few would show."""
+    saved(lambda: mixtral(experts=8), tmp_path)
+    model = stream(tmp_path, resident_bytes=1 << 20)
+    take = model.weight_stream._opened.memory.take
+
+    def poisoned(unit: Any, stays: bool) -> Any:
+        slot = take(unit, stays)
+        if slot is not None:
+            slot.host.fill_(0xFF)
+        return slot
+
+    monkeypatch.setattr(model.weight_stream._opened.memory, "take", poisoned)
+    ids = prompt(batch=1, length=2)
+    assert tokens(model, ids, 8).equal(tokens(loaded(tmp_path), ids, 8))
+
+
+# Other modules
+
+
+class Block(nn.Module):
+    """A layer with a buffer, a view of a parameter and a parameter of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 2 * width)
+        self.second = nn.Linear(2 * width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.norm(self.second(self.first(x).relu())) * self.scale
+        return found
+
+
+class Net(nn.Module):
+    """No transformer: layers in a list, a leaf before and one behind, a parameter outside."""
+
+    def __init__(self, width: int = 48, layers: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.exit = nn.Linear(width, 300)
+
+    def forward(self, x: torch.Tensor, backwards: bool = False) -> torch.Tensor:
+        x = self.enter(x) + self.bias
+        for block in reversed(self.blocks) if backwards else self.blocks:
+            x = block(x)
+        found: torch.Tensor = self.exit(x)
+        return found
+
+
+def saved_net(path: Path, **options: Any) -> Net:
+    torch.manual_seed(0)
+    net = Net(**options)
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.uniform_(0.1, 0.4)
+    save_safetensors(net.state_dict(), path)
+    return net.eval()
+
+
+def empty_net(**options: Any) -> Net:
+    with torch.device("meta"):
+        return Net(**options).eval()
+
+
+@torch.no_grad()
+def test_any_module_is_streamed(tmp_path: Path, stream: Make) -> None:
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=200_000, window=2)
+    names = [unit.name for unit in net.weight_stream.units]
+    assert names == ["enter", *(f"blocks.{n}" for n in range(4)), "exit"]
+    for seed in range(3):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed))
+        assert net(x).equal(whole(x))
+
+
+@torch.no_grad()
+def test_layers_may_be_given(tmp_path: Path, stream: Make) -> None:
+    whole = saved_net(tmp_path / "net.safetensors")
+    empty = empty_net()
+    net = stream(
+        empty,
+        tmp_path / "net.safetensors",
+        layers=["blocks.0.first", empty.blocks[0].second, "blocks.1"],
+        resident_bytes=400_000,
+    )
+    names = [unit.name for unit in net.weight_stream.units]
+    assert names[:4] == ["enter", "blocks.0.first", "blocks.0.second", "blocks.1"]
+    x = torch.randn(5, 16)
+    assert net(x).equal(whole(x))
+
+
+@torch.no_grad()
+def test_a_plain_sequential_is_streamed_by_its_members(tmp_path: Path, stream: Make) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
+    save_safetensors(whole.state_dict(), tmp_path / "s.safetensors")
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
+    model = stream(empty, tmp_path / "s.safetensors", resident_bytes=100_000)
+    x = torch.randn(3, 32)
+    assert model(x).equal(whole(x))
+    assert len(model.weight_stream.units) == 3
+
+
+@torch.no_grad()
+def test_an_output_that_is_a_view_of_a_weight_outlives_it(tmp_path: Path, stream: Make) -> None:
+    class Shows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(64, 64))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return x, [self.weight[:2]]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Shows() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [layer(x)[1][0] for layer in self.layers]
+
+    values = {f"layers.{n}.weight": torch.full((64, 64), float(n)) for n in range(4)}
+    save_safetensors(values, tmp_path / "v.safetensors")
+    with torch.device("meta"):
+        empty = Outer()
+    model = stream(empty, tmp_path / "v.safetensors", resident_bytes=20_000, window=1)
+    found = model(torch.zeros(1))
+    assert [int(rows[0, 0]) for rows in found] == [0, 1, 2, 3]
+
+
+@torch.no_grad()
+def test_tensors_at_odd_addresses_in_the_file_compute_the_same(
+    tmp_path: Path, stream: Make
+) -> None:
+    """A matrix product of one row gives other last bits where the matrix lies 8 bytes further."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32))
+    for shift in range(0, 16, 4):
+        path = tmp_path / f"{shift}.safetensors"
+        first = {"0.aaaa": torch.zeros(shift // 4 + 1)} if shift else {}
+        safetensors.save_file({**first, **whole.state_dict()}, path)
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32))
+        model = stream(empty, path, resident_bytes=100_000, strict=False)
+        x = torch.randn(1, 64)
+        assert model(x).equal(whole(x))
+
+
+def test_a_gradient_is_refused(tmp_path: Path, stream: Make) -> None:
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=400_000)
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        net(torch.randn(5, 16, requires_grad=True))
+    assert net(torch.randn(5, 16)).shape == (5, 300)
+
+
+def test_the_encoder_may_be_called_alone(tmp_path: Path, stream: Make) -> None:
+    saved(t5, tmp_path)
+    whole, model = loaded(tmp_path), stream(tmp_path, resident_bytes=500_000)
+    ids = prompt()
+    with torch.no_grad():
+        first, second = (m.get_encoder()(ids).last_hidden_state for m in (whole, model))
+    assert first.equal(second)
+    assert inputs(model, ids).keys() == {"input_ids", "decoder_input_ids"}
+
+
+def test_ids_out_of_range_are_refused(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path))
+    with pytest.raises(IndexError, match="128 rows"):
+        logits(model, torch.tensor([[128]]))
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+
+
+def test_nvmeio_names_it() -> None:
+    assert nvmeio.stream_model.__module__ == "nvmeio.inference.streaming"

@@ -1,0 +1,218 @@
+"""Packed models: the same tokens from one read a layer, and quantised ones from fewer bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens
+from typer.testing import CliRunner
+
+from nvmeio.checkpoint.safetensors import read_header
+from nvmeio.cli import app
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.inference import pack
+from nvmeio.inference._packed import KEY, SUFFIXES
+from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_model_computes_the_same(name: str, tmp_path: Path, stream: Make) -> None:
+    saved(MODELS[name], tmp_path / "m")
+    report = pack(tmp_path / "m", tmp_path / "p")
+    assert report.quantised == 0
+    assert report.bytes_written == (tmp_path / "p" / "model.safetensors").stat().st_size
+    whole = loaded(tmp_path / "m")
+    model = stream(tmp_path / "p", resident_bytes=1_000_000)
+    assert logits(model, prompt()).equal(logits(whole, prompt()))
+    assert tokens(model, prompt()).equal(tokens(whole, prompt()))
+    for unit in model.weight_stream.units:
+        if unit.experts is None:
+            assert len(unit.layout.reads) == 1, unit
+        assert all(read.start % 4096 == 0 == read.at % 4096 for read in unit.layout.reads)
+
+
+def test_transformers_reads_what_is_not_quantised(tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p")
+    assert logits(loaded(tmp_path / "p"), prompt()).equal(logits(loaded(tmp_path / "m"), prompt()))
+
+
+def test_another_dtype_halves_what_is_read(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path / "m")
+    report = pack(tmp_path / "m", tmp_path / "p", dtype=torch.bfloat16)
+    assert report.bytes_written < 0.6 * report.bytes_read
+    model = stream(tmp_path / "p", resident_bytes=200_000)
+    whole = loaded(tmp_path / "m", torch.bfloat16)
+    assert model.dtype is torch.bfloat16
+    assert logits(model, prompt()).equal(logits(whole, prompt()))
+    assert model.weight_stream.stats.work_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [600_000, 1 << 30])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_a_quantised_model_computes_what_its_weights_say(
+    name: str, bits: int, budget: int, tmp_path: Path, stream: Make
+) -> None:
+    """As the model with the same values loaded whole; streamed, dequantised on the fly."""
+    saved(MODELS[name], tmp_path / "m")
+    report = pack(tmp_path / "m", tmp_path / "p", quant_bits=bits, quant_group_size=32)
+    assert report.quantised > 8
+    whole = loaded(tmp_path / "m")
+    setting = Quantised(bits, 32)
+    stored = read_header(tmp_path / "p" / "model.safetensors").tensors
+    quantised = {n.removesuffix(SUFFIXES[0]) for n in stored if n.endswith(SUFFIXES[0])}
+    with torch.no_grad():
+        for parameter_name, parameter in whole.named_parameters():
+            if parameter_name in quantised:
+                back = torch.empty_like(parameter)
+                dequantise(*quantise(parameter, setting), setting, back)
+                parameter.copy_(back)
+    model = stream(tmp_path / "p", resident_bytes=budget)
+    assert logits(model, prompt()).equal(logits(whole, prompt()))
+    assert tokens(model, prompt()).equal(tokens(whole, prompt()))
+
+
+def test_what_four_bits_save(tmp_path: Path) -> None:
+    saved(lambda: llama(width=256), tmp_path / "m", torch.bfloat16)
+    sizes = [
+        pack(tmp_path / "m", tmp_path / f"p{bits}", quant_bits=bits).bytes_written
+        for bits in (4, 8)
+    ]
+    whole = (tmp_path / "m" / "model.safetensors").stat().st_size
+    # A scale and a minimum of 32 bits each for 64 elements: one bit an element.
+    assert sizes[0] / whole == pytest.approx(5 / 16, rel=0.1)
+    assert sizes[1] / whole == pytest.approx(9 / 16, rel=0.1)
+
+
+@given(
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([2, 16, 64]),
+    rows=st.integers(1, 5),
+    groups=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 1000),
+)
+def test_no_element_is_further_than_half_a_step(
+    bits: int, group: int, rows: int, groups: int, dtype: torch.dtype, seed: int
+) -> None:
+    setting = check_setting(bits, group)
+    generator = torch.Generator().manual_seed(seed)
+    tensor = (torch.randn(rows, groups * group, generator=generator) * 10).to(dtype)
+    assert can_quantise(tuple(tensor.shape), dtype, setting)
+    steps, scale, low = quantise(tensor, setting)
+    assert steps.nbytes == tensor.numel() * bits // 8
+    back = torch.empty_like(tensor)
+    dequantise(steps, scale, low, setting, back)
+    error = (back.float() - tensor.float()).abs().view(rows, groups, group)
+    rounding = tensor.float().abs().max() * torch.finfo(dtype).eps
+    assert bool((error <= scale[:, :, None] * 0.501 + rounding).all())
+
+
+def test_a_group_of_equal_elements_is_exact() -> None:
+    tensor = torch.full((3, 64), 0.7)
+    back = torch.empty_like(tensor)
+    setting = Quantised(4, 64)
+    dequantise(*quantise(tensor, setting), setting, back)
+    assert back.equal(tensor)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quant_bits": 3}, "must be 4 or 8"),
+        ({"quant_bits": 4, "quant_group_size": 7}, "even number"),
+    ],
+)
+def test_there_is_no_such_quantisation(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    saved(llama, tmp_path / "m")
+    with pytest.raises(ValueError, match=message):
+        pack(tmp_path / "m", tmp_path / "p", **options)
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    with pytest.raises(FileExistsError):
+        pack(tmp_path / "m", tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p")
+    with pytest.raises(ValueError, match="is packed already"):
+        pack(tmp_path / "p", tmp_path / "again")
+
+
+def test_nan_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    model = loaded(tmp_path / "m")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight' cannot be quantised"):
+        pack(tmp_path / "m", tmp_path / "p", quant_bits=4)
+    assert os.listdir(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"version": 2}', '{"version": 1, "quantised": 3}'])
+def test_damaged_metadata_is_refused(text: str, tmp_path: Path, stream: Make) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved(llama, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=8)
+    file = tmp_path / "p" / "model.safetensors"
+    state = {name: tensor.clone() for name, tensor in safetensors.load_file(file).items()}
+    safetensors.save_file(state, file, {"format": "pt", KEY: text})
+    with pytest.raises(IntegrityError, match="no valid packed model"):
+        stream(tmp_path / "p")
+
+
+def test_a_missing_part_of_a_quantised_weight_is_refused(tmp_path: Path, stream: Make) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved(llama, tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "p", quant_bits=8)
+    file = tmp_path / "p" / "model.safetensors"
+    metadata = read_header(file).metadata
+    state = {name: tensor.clone() for name, tensor in safetensors.load_file(file).items()}
+    state.pop("model.layers.2.mlp.up_proj.weight.nvmeio_scales")
+    safetensors.save_file(state, file, metadata)
+    with pytest.raises(IntegrityError, match=r"lacks 'model\.layers\.2\.mlp\.up_proj"):
+        stream(tmp_path / "p")
+
+
+# The command
+
+
+def test_the_command_packs(tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    done = CliRunner().invoke(
+        app, ["pack", str(tmp_path / "m"), str(tmp_path / "p"), "--quant-bits", "4"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "weights quantised" in done.stdout
+    assert json.loads((tmp_path / "p" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--quant-bits", "5"], 2), (["--dtype", "int3"], 2)],
+)
+def test_the_command_refuses(arguments: list[str], status: int, tmp_path: Path) -> None:
+    saved(llama, tmp_path / "m")
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "m"), str(tmp_path / "p"), *arguments])
+    assert done.exit_code == status
+
+
+def test_the_command_tells_a_directory_without_a_model(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["pack", str(tmp_path), str(tmp_path / "p")])
+    assert done.exit_code == 2
+    assert "config.json" in done.stderr
+    assert issubclass(TransferError, OSError)

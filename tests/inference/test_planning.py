@@ -1,0 +1,156 @@
+"""Where weights lie in a slot, and which of them stay: pure arithmetic, checked on any input."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.inference._budget import share_out
+from nvmeio.inference._layout import Layout, Read, lay_out
+from nvmeio.inference._units import Unit, find_layers
+from nvmeio.inference._weights import Part, Piece, Weight
+
+
+def filled(layout: Layout, reads: tuple[Read, ...], files: list[bytes]) -> bytearray:
+    """What the reads leave in a slot."""
+    slot = bytearray(layout.nbytes)
+    for read in reads:
+        assert 0 <= read.start < read.end <= len(files[read.file])
+        assert read.at >= 0 and read.at + read.end - read.start <= layout.nbytes
+        slot[read.at : read.at + read.end - read.start] = files[read.file][read.start : read.end]
+    return slot
+
+
+def wanted(part: Part, files: list[bytes]) -> bytes:
+    found = bytearray(part.nbytes)
+    for piece in part.pieces:
+        data = files[piece.file][piece.offset : piece.offset + piece.nbytes]
+        found[piece.at : piece.at + piece.nbytes] = data
+    return bytes(found)
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[Part], list[bool], int]:
+    """Files of random bytes, and parts anywhere in them; some count experts."""
+    count = draw(st.integers(1, 4))
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    generator = random.Random(draw(st.integers(0, 1000)))
+    files = [generator.randbytes(size * 30_000 + draw(st.integers(0, 4095))) for size in sizes]
+    parts, marks = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        file = draw(st.integers(0, len(files) - 1))
+        expert = draw(st.booleans())
+        split = draw(st.integers(1, 3)) if not expert else draw(st.sampled_from([1, count]))
+        each = 4 * draw(st.integers(1, 1500)) * (count if expert and split == 1 else 1)
+        pieces, at = [], 0
+        for _ in range(split):
+            offset = draw(st.integers(0, (len(files[file]) - each) // 4)) * 4
+            pieces.append(Piece(file, offset, each, at))
+            at += each
+        shape = (count, at // 4 // count) if expert else (at // 4,)
+        parts.append(Part(torch.float32, shape, tuple(pieces)))
+        marks.append(expert)
+    return files, parts, marks, count
+
+
+@given(checkpoints(), st.booleans())
+def test_reads_fill_every_part(
+    checkpoint: tuple[list[bytes], list[Part], list[bool], int], own_alignment: bool
+) -> None:
+    files, parts, marks, count = checkpoint
+    layout = lay_out(parts, [len(data) for data in files], marks, count, own_alignment)
+    assert layout.nbytes % PAGE_BYTES == 0
+    slot = filled(layout, layout.reads + layout.all_experts, files)
+    one_by_one = filled(
+        layout, layout.reads + tuple(r for reads in layout.experts for r in reads), files
+    )
+    taken: list[tuple[int, int]] = []
+    for part, start in zip(parts, layout.starts, strict=True):
+        assert slot[start : start + part.nbytes] == wanted(part, files)
+        assert one_by_one[start : start + part.nbytes] == wanted(part, files)
+        assert start % 4 == 0
+        if own_alignment:
+            assert start % 16 == 0
+        taken.append((start, start + part.nbytes))
+
+
+@given(checkpoints(), st.integers(0, 3))
+def test_an_expert_is_read_without_the_others(
+    checkpoint: tuple[list[bytes], list[Part], list[bool], int], expert: int
+) -> None:
+    files, parts, marks, count = checkpoint
+    expert %= count
+    layout = lay_out(parts, [len(data) for data in files], marks, count)
+    slot = filled(layout, layout.experts[expert], files)
+    for part, start, mark in zip(parts, layout.starts, marks, strict=True):
+        if mark:
+            share = part.nbytes // count
+            first = start + expert * share
+            data = wanted(part, files)[expert * share : (expert + 1) * share]
+            assert slot[first : first + share] == data
+
+
+def test_neighbours_in_a_file_are_one_read() -> None:
+    parts = [Part(torch.float32, (1024,), (Piece(0, 100 + n * 4096, 4096, 0),)) for n in range(5)]
+    layout = lay_out(parts, [1 << 20])
+    assert layout.reads == (Read(0, 0, 24576, 0),)
+
+
+def units(sizes: list[int]) -> list[Unit]:
+    found = []
+    for number, nbytes in enumerate(sizes):
+        unit = Unit(f"layers.{number}")
+        unit.is_layer = True
+        unit.modules = [nn.Identity()]
+        part = Part(torch.uint8, (nbytes,), (Piece(0, 0, nbytes, 0),))
+        unit.weights = [Weight("w", torch.uint8, (nbytes,), (part,), None, ("w",))]
+        unit.plan([1 << 30], own_alignment=False)
+        found.append(unit)
+    return found
+
+
+@given(
+    st.lists(st.integers(1, 1 << 20), min_size=1, max_size=12),
+    st.integers(1, 16 << 20),
+    st.sampled_from([None, 1, 2, 5]),
+)
+def test_the_budget_is_kept(sizes: list[int], budget: int, window: int | None) -> None:
+    layers = units(sizes)
+    try:
+        shares = share_out(Unit("fixed"), layers, budget, window)
+    except ValueError as refused:
+        assert "is too small" in str(refused)
+        assert budget < sum(unit.layout.nbytes for unit in layers)
+        return
+    assert shares.total <= budget
+    streamed = [unit.layout.nbytes for unit in layers if not unit.resident]
+    assert shares.window >= max(streamed, default=0)
+    assert shares.resident == sum(unit.layout.nbytes for unit in layers if unit.resident)
+
+
+def test_layers_are_found() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)
+            )
+            self.empty = nn.ModuleList([nn.ReLU()])
+            self.head = nn.Linear(2, 2)
+
+    net = Net()
+    assert find_layers(net) == list(net.blocks)
+    assert find_layers(nn.Linear(2, 2)) == []
+
+
+def test_two_files_are_two_reads() -> None:
+    parts = [Part(torch.uint8, (10,), (Piece(file, 0, 10, 0),)) for file in (0, 1)]
+    assert [read.file for read in lay_out(parts, [10, 10]).reads] == [0, 1]
+    with pytest.raises(IndexError):
+        lay_out(parts, [10])

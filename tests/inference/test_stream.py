@@ -1,0 +1,560 @@
+"""What a stream does: reads ahead, stays in its budget, says what went wrong, comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference._models import llama, loaded, logits, prompt, saved, t5, tokens
+from inference.test_models import Net, empty_net, saved_net
+from support import PATIENCE_S, HeldEngine, open_descriptors, run_python, spin_until, thread
+
+import nvmeio
+from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
+from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError
+from nvmeio.testing import FakeEngine
+
+Make = Callable[..., Any]
+
+
+# Reading ahead
+
+
+@torch.no_grad()
+def test_the_first_pass_is_prefetched(tmp_path: Path, stream: Make) -> None:
+    """The order of the module tree is the guess."""
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000)
+    x = torch.randn(5, 16)
+    net(x)
+    stats = net.weight_stream.stats
+    assert (stats.mispredicted, stats.dropped) == (0, 0)
+    # All six, and those that the window holds of the next pass, while nobody asked for them yet.
+    assert stats.units_read > 6
+    for _ in range(3):
+        net(x)
+    assert net.weight_stream.stats.mispredicted == 0
+
+
+@torch.no_grad()
+def test_another_order_is_learned(tmp_path: Path, stream: Make) -> None:
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000, window=2)
+    x = torch.randn(5, 16)
+    assert net(x, backwards=True).equal(whole(x, backwards=True))
+    learning = net.weight_stream.stats.mispredicted
+    assert learning > 0
+    assert net(x, backwards=True).equal(whole(x, backwards=True))
+    before = net.weight_stream.stats.mispredicted
+    assert net(x, backwards=True).equal(whole(x, backwards=True))
+    assert net.weight_stream.stats.mispredicted == before
+    assert net(x).equal(whole(x))
+
+
+def test_a_decoder_that_follows_itself_is_learned(tmp_path: Path, stream: Make) -> None:
+    """After the last layer comes the decoder's first one, not the encoder's."""
+    saved(t5, tmp_path)
+    model = stream(tmp_path, resident_bytes=300_000)
+    tokens(model, prompt(), 8)
+    assert model.weight_stream.stats.mispredicted == 1
+
+
+@torch.no_grad()
+def test_the_next_layer_is_on_its_way_while_one_computes(tmp_path: Path, stream: Make) -> None:
+    saved_net(tmp_path / "net.safetensors")
+    engine = HeldEngine()
+    engine.gate.set()
+    with nvmeio.AioHandle(engine=engine) as handle:
+        net = stream(
+            empty_net(),
+            tmp_path / "net.safetensors",
+            handle=handle,
+            resident_bytes=150_000,
+            window=2,
+        )
+        seen: list[int] = []
+
+        def at_work(*_: Any) -> None:
+            before = engine.begun
+            engine.gate.clear()
+            seen.append(before)
+            engine.gate.set()
+
+        net.blocks[0].first.register_forward_hook(at_work)
+        net(torch.randn(5, 16))
+        # `enter`, the first block, and the one behind it: begun before the first block was done.
+        assert seen[0] >= 3
+        net.weight_stream.close()
+
+
+def test_slots_are_used_again(tmp_path: Path, stream: Make) -> None:
+    """No memory is mapped by a pass."""
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=200_000)
+    logits(model, prompt())
+    before = nvmeio.inference.stream.Memory
+    mapped = len(nvmeio._memory.mapped)
+    for _ in range(3):
+        logits(model, prompt())
+    assert len(nvmeio._memory.mapped) == mapped
+    assert before is nvmeio.inference.stream.Memory
+
+
+# The budget
+
+
+def test_too_small_a_budget_says_what_would_do(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    with pytest.raises(ValueError, match="is too small") as refused:
+        stream(tmp_path, resident_bytes=1000)
+    needed = int(str(refused.value).split()[-2])
+    with pytest.raises(ValueError, match=f"need {needed} bytes"):
+        stream(tmp_path, resident_bytes=needed - 1)
+    assert logits(stream(tmp_path, resident_bytes=needed), prompt()).shape == (2, 7, 128)
+
+
+def test_more_memory_keeps_more_layers_and_reads_less(tmp_path: Path, stream: Make) -> None:
+    saved(lambda: llama(layers=8), tmp_path)
+    read = []
+    for budget in (300_000, 800_000, 1_110_000, 1 << 30):
+        model = stream(tmp_path, resident_bytes=budget)
+        for _ in range(2):
+            logits(model, prompt())
+        before = model.weight_stream.stats.bytes_read
+        for _ in range(4):
+            logits(model, prompt())
+        read.append(model.weight_stream.stats.bytes_read - before)
+    assert read == sorted(read, reverse=True)
+    assert len(set(read)) == 4
+    assert read[-1] == 0
+
+
+def test_residents_are_spread_over_the_layers(tmp_path: Path, stream: Make) -> None:
+    saved(lambda: llama(layers=8), tmp_path)
+    model = stream(tmp_path, resident_bytes=990_000, window=2)
+    kept = [u.resident for u in model.weight_stream.units if u.is_layer]
+    assert sum(kept) == 4
+    assert kept in ([False, True] * 4, [True, False] * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"window": 0}, ValueError),
+        ({"window": 1.5}, TypeError),
+        ({"resident_bytes": 0}, ValueError),
+        ({"resident_bytes": True}, TypeError),
+        ({"layers": ["nothing"]}, ValueError),
+        ({"layers": ["model.layers.0", "model.layers.0.mlp"]}, ValueError),
+        ({"layers": [torch.nn.Linear(1, 1)]}, ValueError),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: dict[str, Any], error: type[Exception], tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    with pytest.raises(error):
+        stream(tmp_path, **options)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="expected a directory"):
+        nvmeio.stream_model(3)
+    with pytest.raises(ValueError, match="checkpoint= is needed"):
+        nvmeio.stream_model(Net())
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        nvmeio.stream_model(tmp_path)
+    saved_net(tmp_path / "net.safetensors")
+    with pytest.raises(ValueError, match=r"'bias' is on cpu"):
+        nvmeio.stream_model(Net(), tmp_path / "net.safetensors")
+    assert open_descriptors() == open_descriptors()
+
+
+MEMORY = """
+    import json, resource, sys, threading
+    sys.path.insert(0, {tests!r})
+    import torch
+    torch.set_num_threads(1)
+    from inference._models import prompt, tokens, transformers
+    import nvmeio
+    from nvmeio._memory import _proc_bytes
+    directory, budget = {directory!r}, {budget}
+
+    # What any model costs: the libraries' own memory, and one set of activations.
+    small = nvmeio.stream_model({small!r}, resident_bytes=64 << 20)
+    tokens(small, prompt(), 3)
+    small.weight_stream.close()
+    del small
+
+    status = "/proc/self/status"
+    before = _proc_bytes(status, "VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # VmHWM counts from here
+    spare = 160 << 20  # of addresses: stacks, rings that are not touched
+    size = _proc_bytes(status, "VmSize") + budget + spare
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    model = nvmeio.stream_model(directory, resident_bytes=budget)
+    found = tokens(model, prompt(), 3)
+    peak = _proc_bytes(status, "VmHWM") - before
+    stats = model.weight_stream.stats
+    model.weight_stream.close()
+    print(json.dumps([found.tolist(), peak, stats._asdict()]))
+"""
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    """270 MB of weights in 48 MB, under a limit of addresses that is far below the model's size."""
+    import json
+
+    large, small = tmp_path / "large", tmp_path / "small"
+    saved(lambda: llama(layers=40, width=512), large)
+    saved(llama, small)
+    total = (large / "model.safetensors").stat().st_size
+    budget = 48 << 20
+    assert total > 5 * budget
+    tests = str(Path(__file__).parent.parent)
+    script = MEMORY.format(tests=tests, directory=str(large), small=str(small), budget=budget)
+    done = run_python(script)
+    assert done.returncode == 0, done.stderr
+    found, peak, stats = json.loads(done.stdout.splitlines()[-1])
+    assert stats["resident_bytes"] + stats["window_bytes"] + stats["work_bytes"] <= budget
+    assert peak < budget + (24 << 20), f"{peak >> 20} MiB for a budget of {budget >> 20}"
+    assert found == tokens(loaded(large), prompt(), 3).tolist()
+
+
+# Bad checkpoints
+
+
+def changed_checkpoint(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    state = {name: t.clone() for name, t in load_safetensors(path / "model.safetensors").items()}
+    change(state)
+    save_safetensors(state, path / "model.safetensors")
+
+
+NAME = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(NAME), f"lacks tensor '{NAME}'"),
+        (lambda s: s.update(more=torch.ones(3)), "holds tensor 'more', for which the model has no"),
+        (lambda s: s.update({NAME: torch.ones(3, 4)}), rf"'{NAME}' in .*model.safetensors has sha"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    change: Any, message: str, tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    changed_checkpoint(tmp_path, change)
+    with pytest.raises(IntegrityError, match=message):
+        stream(tmp_path)
+
+
+def test_what_is_too_much_may_be_left_out(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = loaded(tmp_path)
+    changed_checkpoint(tmp_path, lambda s: s.update(more=torch.ones(3)))
+    model = stream(tmp_path, strict=False, resident_bytes=300_000)
+    assert logits(model, prompt()).equal(logits(whole, prompt()))
+
+
+def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(
+    tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(IntegrityError, match=r"model\.safetensors is truncated: tensor 'model\."):
+        stream(tmp_path)
+
+
+def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path, max_shard_size="200KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match="names it for tensor 'model"):
+        stream(tmp_path)
+
+
+def test_a_buffer_that_nobody_knows_is_refused(tmp_path: Path, stream: Make) -> None:
+    saved_net(tmp_path / "net.safetensors")
+    empty = empty_net()
+    empty.register_buffer("mask", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="buffer 'mask' is on the meta device"):
+        stream(empty, tmp_path / "net.safetensors")
+
+
+# Failures in mid-stream
+
+
+def fails_once(tensor: str, directory: Path) -> tuple[FakeEngine, list[int]]:
+    """An engine that meets EIO in one tensor's bytes as often as the list says."""
+    from nvmeio._reading._safetensors_files import header_of
+
+    path = directory / "model.safetensors"
+    with nvmeio.AioHandle(engine="threads") as handle, nvmeio.open(path) as file:
+        entry = header_of(file, handle).tensors[tensor]
+    left = [1]
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        if left[0] and offset < entry.end and entry.start < offset + nbytes and nbytes > 8192:
+            left[0] -= 1
+            return errno.EIO
+        return 0
+
+    return FakeEngine(fail=fail), left
+
+
+def test_a_disk_error_names_tensor_file_and_layer_and_passes(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = loaded(tmp_path)
+    engine, left = fails_once(NAME, tmp_path)
+    left[0] = 0
+    with nvmeio.AioHandle(engine=engine) as handle:
+        model = stream(tmp_path, handle=handle, resident_bytes=200_000)
+        ids = prompt()
+        assert logits(model, ids).equal(logits(whole, ids))
+        for _ in range(3):
+            left[0] = 1
+            with pytest.raises(TransferError, match=NAME) as failed:
+                tokens(model, ids)
+            assert failed.value.errno == errno.EIO
+            assert "of model.layers.2" in str(failed.value)
+            assert str(tmp_path / "model.safetensors") in str(failed.value)
+            assert handle.wait(PATIENCE_S) >= 0  # nothing is in flight
+            assert tokens(model, ids).equal(tokens(whole, ids))
+        model.weight_stream.close()
+
+
+def test_a_cache_that_a_failed_pass_left_is_refused(tmp_path: Path, stream: Make) -> None:
+    """Two layers of four have the new keys and values: going on would give wrong tokens."""
+    saved(llama, tmp_path)
+    engine, left = fails_once(NAME, tmp_path)
+    left[0] = 0
+    with nvmeio.AioHandle(engine=engine) as handle, torch.no_grad():
+        model = stream(tmp_path, handle=handle, resident_bytes=200_000)
+        ids = prompt()
+        cache = model(ids, use_cache=True).past_key_values
+        left[0] = 1
+        with pytest.raises(TransferError):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="left by a pass that failed"):
+            model(ids[:, :1], past_key_values=cache)
+        model(ids, use_cache=True)
+        model.weight_stream.close()
+
+
+@pytest.mark.parametrize("budget", [200_000, 1 << 30])
+def test_a_file_that_is_cut_while_it_is_streamed(budget: int, tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = logits(loaded(tmp_path), prompt())
+    model = stream(tmp_path, resident_bytes=budget)
+    assert logits(model, prompt()).equal(whole)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    if budget == 1 << 30:  # all of it is there
+        assert logits(model, prompt()).equal(whole)
+        return
+    for _ in range(2):
+        with pytest.raises((ShortTransferError, IntegrityError), match=r"'model\."):
+            logits(model, prompt())
+
+
+def test_a_file_that_is_written_to_while_it_is_streamed(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=200_000)
+    logits(model, prompt())
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(bytes(4096))
+    with pytest.raises(IntegrityError, match=r"changed while weights were streamed.* for .*'mo"):
+        for _ in range(2):  # what was read ahead before is good for one pass at most
+            logits(model, prompt())
+
+
+def test_a_file_that_is_removed_or_replaced_goes_on_being_read(
+    tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    whole = logits(loaded(tmp_path), prompt())
+    model = stream(tmp_path, resident_bytes=200_000)
+    changed_checkpoint(tmp_path, lambda s: s.update({NAME: torch.zeros_like(s[NAME])}))
+    assert logits(model, prompt()).equal(whole)
+    (tmp_path / "model.safetensors").unlink()
+    assert logits(model, prompt()).equal(whole)
+    model.weight_stream.close()
+    with pytest.raises(FileNotFoundError):
+        model.weight_stream.reopen()
+
+
+# Life
+
+
+def test_a_stream_is_closed_and_opened_again(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = logits(loaded(tmp_path), prompt())
+    before = open_descriptors()
+    model = stream(tmp_path, resident_bytes=300_000)
+    for _ in range(3):
+        assert logits(model, prompt()).equal(whole)
+        model.weight_stream.close()
+        model.weight_stream.close()
+        assert model.weight_stream.closed
+        assert open_descriptors() == before
+        with pytest.raises(ClosedError, match="reopen"):
+            logits(model, prompt())
+        model.weight_stream.reopen()
+    with model.weight_stream:
+        assert logits(model, prompt()).equal(whole)
+    assert model.weight_stream.closed
+
+
+def test_another_checkpoint_is_noticed_when_it_is_opened_again(
+    tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=300_000)
+    model.weight_stream.close()
+    changed_checkpoint(tmp_path, lambda s: s.update({NAME: torch.ones(3, 4)}))
+    with pytest.raises(IntegrityError, match="another checkpoint than when"):
+        model.weight_stream.reopen()
+    assert model.weight_stream.closed
+
+
+def test_a_model_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
+    saved(llama, tmp_path)
+    before = open_descriptors()
+    model = nvmeio.stream_model(tmp_path, resident_bytes=300_000)
+    logits(model, prompt())
+    assert open_descriptors() != before
+    del model
+    gc.collect()
+    assert open_descriptors() == before
+    assert not [t for t in threading.enumerate() if t.name == "nvmeio-stream"]
+
+
+@torch.no_grad()
+def test_a_thousand_passes_leak_nothing(tmp_path: Path, stream: Make) -> None:
+    saved_net(tmp_path / "net.safetensors")
+    with nvmeio.AioHandle(engine="threads") as handle:
+        net = stream(
+            empty_net(), tmp_path / "net.safetensors", handle=handle, resident_bytes=150_000
+        )
+        x = torch.randn(5, 16)
+        status = "/proc/self/status"
+        for _ in range(100):
+            net(x)
+        gc.collect()
+        descriptors, resident = open_descriptors(), nvmeio._memory._proc_bytes(status, "VmRSS")
+        objects = len(gc.get_objects())
+        for _ in range(1000):
+            net(x)
+        gc.collect()
+        assert open_descriptors() == descriptors
+        assert len(gc.get_objects()) < objects + 500
+        assert nvmeio._memory._proc_bytes(status, "VmRSS") < resident + (8 << 20)
+        net.weight_stream.close()
+
+
+def test_several_threads_may_use_a_model(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole = loaded(tmp_path)
+    model = stream(tmp_path, resident_bytes=250_000)
+    prompts = [prompt(seed=n) for n in range(3)]
+    expected = [tokens(whole, ids) for ids in prompts]
+    with thread(tokens, model, prompts[0]) as first, thread(tokens, model, prompts[1]) as second:
+        third = tokens(model, prompts[2])
+    assert [first[0].equal(expected[0]), second[0].equal(expected[1])] == [True, True]
+    assert third.equal(expected[2])
+
+
+@torch.no_grad()
+def test_an_interrupted_pass_leaves_a_model_that_works(tmp_path: Path, stream: Make) -> None:
+    """Ctrl-C runs no hooks: nobody takes the weights away."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000, window=2)
+    x = torch.randn(5, 16)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = net.blocks[1].second.register_forward_hook(interrupt)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            net(x)
+    hook.remove()
+    for _ in range(2):
+        assert net(x).equal(whole(x))
+
+
+# Awaited
+
+
+async def test_it_is_awaited_beside_other_work(tmp_path: Path, stream: Make) -> None:
+    saved(lambda: llama(layers=12, width=256), tmp_path)
+    model = stream(tmp_path, resident_bytes=6 << 20)
+    lags: list[float] = []
+    done = asyncio.Event()
+
+    async def beside() -> None:
+        while not done.is_set():
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            lags.append(time.perf_counter() - began - 0.001)
+
+    watching = asyncio.create_task(beside())
+    ids = prompt()
+    found = await model.weight_stream.run(model.generate, ids, max_new_tokens=4, min_new_tokens=4)
+    done.set()
+    await watching
+    assert found.shape == (2, 11)
+    assert len(lags) > 20  # the loop ran; how far it lags is for the benchmark to say
+
+
+async def test_a_cancelled_pass_has_stopped_when_that_is_told(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = stream(tmp_path, resident_bytes=200_000)
+    begun = threading.Event()
+    model.model.layers[0].register_forward_hook(lambda *_: begun.set())
+    work = asyncio.create_task(
+        model.weight_stream.run(model.generate, prompt(), max_new_tokens=100, min_new_tokens=100)
+    )
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    used = model.weight_stream.stats.units_used
+    spin_until(lambda: not model.weight_stream._turns.mine())
+    assert model.weight_stream.stats.units_used == used
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path), prompt()))
+
+
+def test_a_forked_child_is_told(tmp_path: Path, stream: Make) -> None:
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            net(torch.randn(5, 16))
+            answer = b"computed"
+        except ClosedError:
+            answer = b"ClosedError"
+        except BaseException as failed:
+            answer = repr(failed).encode()
+        os.write(writing, answer)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"ClosedError"
+    os.waitpid(child, 0)
