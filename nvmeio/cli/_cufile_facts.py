@@ -32,7 +32,7 @@ try:
     told["mode"] = driver.DRIVER.mode(settings)
     driver.DRIVER.release()
 except BackendUnavailableError as no:
-    reasons = [reason for _, reason in no.attempts]
+    reasons = [f"{name}: {reason}" for name, reason in no.attempts]
     told["refusal"] = "; ".join(reasons) or str(no).splitlines()[0]
 print(json.dumps(told))
 """

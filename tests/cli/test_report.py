@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import nvmeio
 from nvmeio import _mounts
-from nvmeio.cli import _facts, app, report
+from nvmeio.cli import _cufile_facts, _facts, app, report
 from nvmeio.engines import select
 from nvmeio.engines.cufile import search
 from nvmeio.errors import BackendUnavailableError
@@ -354,6 +354,67 @@ def test_cufile_is_not_usable_without_proc_modules(
     found = _facts.find_cufile()
     assert found.usable == Path("/proc/modules").exists()
     assert ("/proc/modules" in found.reason) == (not found.usable)
+
+
+GDS = _facts.CuFile(
+    "/lib/libcufile.so.0", "ldconfig", "", True, "1.20", "opens", "compat", "", True, True, True
+)
+
+
+def shown(facts: _facts.Facts, **spoiled: object) -> str:
+    console = Console(file=StringIO(), width=200)
+    report.render(report.Report(dataclasses.replace(facts, **spoiled), []), console)
+    return console.file.getvalue()
+
+
+def test_compat_mode_is_not_presented_as_dma(facts: _facts.Facts) -> None:
+    text = shown(facts, cufile=GDS)
+    assert "version 1.20" in text
+    assert "compat  no DMA to the GPU: cuFile goes through host memory" in text
+    assert "nvidia-fs    not loaded" in text
+    assert "P2PDMA       in the kernel" in text
+
+
+def test_driver_that_does_not_open_says_why(facts: _facts.Facts) -> None:
+    refusal = "cuFile: status 5033"
+    spoiled = dataclasses.replace(GDS, usable=False, reason=refusal, driver=refusal, mode=None)
+    assert f"does not open  {refusal}" in shown(facts, cufile=spoiled)
+    software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda="13.0")
+    (problem,) = problems(facts, cufile=spoiled, software=software)
+    assert refusal in problem.what
+    assert "cufile.log" in problem.fix
+
+
+def test_missing_udev_matters_beside_a_cuda_device(facts: _facts.Facts) -> None:
+    software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda="13.0")
+    spoiled = dataclasses.replace(GDS, udev=False)
+    assert problems(facts, cufile=spoiled) == []
+    (problem,) = problems(facts, cufile=spoiled, software=software)
+    assert "/run/udev" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("probe", "word"),
+    [
+        ("import time; time.sleep(60)", "was not done after"),
+        ("import os; os.abort()", "ended with -6"),
+        ("print('{}')", ""),
+    ],
+)
+def test_library_is_tried_in_a_process_that_may_hang_or_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: str, word: str
+) -> None:
+    monkeypatch.setattr(_cufile_facts, "_PROBE", probe)
+    monkeypatch.setattr(_cufile_facts, "PROBE_LIMIT_S", 1.0)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
+    found = _facts.CuFile("/lib/libcufile.so.0", "ldconfig", "", True)
+    looked = _cufile_facts.look_into_cufile(found)
+    assert word in looked.driver
+    assert looked.usable == (not word)
+    assert looked.json is None
+    (tmp_path / "cufile.json").touch()
+    assert _cufile_facts.look_into_cufile(found).json == str(tmp_path / "cufile.json")
+    assert _cufile_facts.look_into_cufile(_facts.CuFile(None, "", "no", False)).driver == ""
 
 
 # Mounts, and what a person sees
