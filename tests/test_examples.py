@@ -39,7 +39,7 @@ RUNS = {
     "07_resume_after_kill.py": (["--kills", "2", "--steps", "12"], "steps 9, 10, 11"),
     "08_distributed_checkpoint.py": (["--width", "512"], "by 2 ranks"),
     "09_in_place_of_torch_save.py": (["--size", "64M"], "read by torch and by nvmeio"),
-    "13_train_beyond_memory.py": (["--parameters", "60M", "--memory", "220M"], "MB in memory"),
+    "13_train_beyond_memory.py": (["--parameters", "70M", "--memory", "300M"], "MB in memory"),
     "14_offload_by_hand.py": (["--size", "32M"], "three steps over weights"),
 }
 
