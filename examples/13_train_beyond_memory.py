@@ -9,6 +9,7 @@ parameters, a few buffers and the activations, which are checkpointed. The limit
 """
 
 import argparse
+import ctypes
 import resource
 import time
 from pathlib import Path
@@ -74,6 +75,9 @@ def status(field: str) -> int:
 
 def limit(nbytes: int) -> None:
     """Refuse this process more than so many bytes of memory, beyond what it has mapped so far."""
+    # glibc keeps freed memory of up to 32 MB a piece, unless the threshold is set by hand
+    # (man 3 mallopt, M_MMAP_THRESHOLD).
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + nbytes,) * 2)
 
 
@@ -87,14 +91,14 @@ def main(folder: Path, options: argparse.Namespace, width: int, layers: int) -> 
     with (
         nvmeio.AioHandle(queue_depth=32) as handle,
         SwappedModule(
-            gpt, swap_dir=folder, resident_bytes=options.memory * 3 // 8, handle=handle
+            gpt, swap_dir=folder, resident_bytes=options.memory // 4, handle=handle
         ) as module,
         SwappedOptimizer(
             torch.optim.AdamW,
             module.parameters(),
             swap_dir=folder,
             gradients="disk",
-            subgroup_bytes=options.memory // 24,
+            subgroup_bytes=options.memory // 32,
             handle=handle,
             lr=3e-4,
             fused=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import time
 from pathlib import Path
@@ -35,6 +36,16 @@ class Offloads:
         """A swapped optimizer and one in memory, each stepped twice."""
         if self._optimizer is not None:
             return
+        # What torch imports at the first step, and what glibc keeps of freed memory, is not ours.
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD (man 3 mallopt)
+        with SwappedOptimizer(
+            torch.optim.AdamW,
+            _weights(1, torch.float32),
+            swap_dir=_folder(directory, "warm"),
+            fused=True,
+        ) as warm:
+            warm.step()
+            warm.step()
         gc.collect()
         weights = _weights(parameters, torch.float32)
         before = _anonymous_bytes()

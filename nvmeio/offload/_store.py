@@ -201,10 +201,14 @@ class Store:
         for piece, which, has in zip(self.pieces, current, started, strict=True):
             piece.current, piece.begun = which, bool(has)
         if self._durable:
-            self._syncing = threading.Thread(
+            thread = threading.Thread(
                 target=self._sync, args=(manifest,), name="nvmeio-offload-sync", daemon=True
             )
-            self._syncing.start()
+            try:
+                thread.start()
+                self._syncing = thread
+            except RuntimeError:  # no room for another thread: here, then
+                self._sync(manifest)
 
     def _sync(self, manifest: Manifest) -> None:
         try:

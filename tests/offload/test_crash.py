@@ -475,3 +475,22 @@ def test_a_forked_child_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_room_for_a_thread_the_step_makes_itself_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left a thread behind that was never started, and closing failed with it."""
+
+    def refuse(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = model()
+    with resumed(made, tmp_path) as optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr("nvmeio.offload._store.threading.Thread.start", refuse)
+            engine: Any = optimizer._engine
+            engine.store.commit(set(), {}, {}, [])
+        found = _manifest.newest(optimizer.swap_dir)
+        assert found is not None
+        assert (found.generation, found.durable) == (2, True)
