@@ -56,7 +56,7 @@ class Store:
         self.read_bytes = 0
         self._end = 0
         self._handle = handle
-        self._writing: list[Operation] = []
+        self._flying: list[Operation] = []
         self._file: files.File | None = None
         if directory is not None:
             descriptor, name = tempfile.mkstemp(prefix=".nvmeio-kv-", dir=directory)
@@ -80,15 +80,18 @@ class Store:
         offset = self._end
         self._end += memory.nbytes
         writing = self._handle.async_pwrite(memory, self._file, offset)
-        self._writing = [
-            *(operation for operation in self._writing if not operation.done()),
-            writing,
-        ]
+        self._started(writing)
         return _Block(shape, offset, None), writing
 
-    def give_up(self) -> None:
-        """A write failed and was told; wait for the others, of which nobody needs to be told."""
-        for operation in self._writing:
+    def _started(self, operation: Operation) -> None:
+        # A failure is told by the layer whose tokens they are; the handle need not tell it again.
+        left = (o for o in self._flying if not o.done() or o.exception() is not None)
+        self._flying = [*left, operation]
+
+    def settle(self) -> None:
+        """Wait for whatever was started, wanted or not: it holds descriptors and memory."""
+        flying, self._flying = self._flying, []
+        for operation in flying:
             with contextlib.suppress(concurrent.futures.CancelledError):
                 operation.exception()
 
@@ -98,11 +101,13 @@ class Store:
         if block.memory is not None or self._file is None or self._handle is None:
             memory.copy_(block.memory)  # type: ignore[arg-type]
             return None
-        return self._handle.async_pread(memory, self._file, block.offset)
+        reading = self._handle.async_pread(memory, self._file, block.offset)
+        self._started(reading)
+        return reading
 
     def close(self) -> None:
         """Let go of the file, and with it of its blocks."""
-        self._writing = []
+        self.settle()
         if self._file is not None:
             self._file.close()
 
@@ -206,7 +211,7 @@ class OffloadedLayer:
             operation.result()
         except BaseException as failed:
             self._broken = failed
-            self.store.give_up()
+            self.store.settle()
             raise
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nvmeio
 from nvmeio.inference import _units
@@ -24,6 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def everything_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests are so small that they would be kept as the small parts of larger ones."""
     monkeypatch.setattr(_units, "SMALL_BYTES", 1024)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices of a few kilobytes gain nothing from threads, which spin beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
