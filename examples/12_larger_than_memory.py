@@ -30,6 +30,7 @@ def make_model(folder: Path, nbytes: int) -> tuple[Path, int]:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     width = 2048 if nbytes >= 1 << 30 else 512
     a_layer = 2 * (4 * width * width + 3 * width * 4 * width)
     layers = max(4, nbytes // a_layer)

@@ -501,7 +501,7 @@ def test_an_interrupted_pass_leaves_a_model_that_works(tmp_path: Path, stream: M
 
 async def test_it_is_awaited_beside_other_work(tmp_path: Path, stream: Make) -> None:
     saved(lambda: llama(layers=12, width=256), tmp_path)
-    model = stream(tmp_path, resident_bytes=6 << 20)
+    model = stream(tmp_path, resident_bytes=6 << 20, handle=None)
     lags: list[float] = []
     done = asyncio.Event()
 
@@ -522,7 +522,7 @@ async def test_it_is_awaited_beside_other_work(tmp_path: Path, stream: Make) -> 
 
 async def test_a_cancelled_pass_has_stopped_when_that_is_told(tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
-    model = stream(tmp_path, resident_bytes=200_000)
+    model = stream(tmp_path, resident_bytes=200_000, handle=None)
     begun = threading.Event()
     model.model.layers[0].register_forward_hook(lambda *_: begun.set())
     work = asyncio.create_task(
