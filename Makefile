@@ -9,6 +9,8 @@ VENV   ?= .venv
 TORCH ?= torch==2.13.0
 
 PYTEST_ARGS ?=
+# Processes that run the tests, a file at a time each: many tests wait for the drive, or for other processes.
+TEST_JOBS   ?= 2
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
@@ -28,7 +30,7 @@ demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
 	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)
 
 test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
