@@ -63,10 +63,10 @@ def places() -> list[Path]:
     """The files that may hold settings, the one that `save` writes first."""
     # A relative path in these variables is to be ignored (XDG Base Directory Specification).
     home = os.environ.get("XDG_CONFIG_HOME", "")
-    bases = [Path(home) if os.path.isabs(home) else Path.home() / ".config"]
-    shared = os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg"
-    bases += [Path(base) for base in shared.split(":") if os.path.isabs(base)]
-    return [base / "nvmeio" / "tuned.json" for base in bases]
+    # Where neither HOME nor the user is known, as in containers, ~ stays what it is.
+    bases = [home if os.path.isabs(home) else os.path.expanduser("~/.config")]
+    bases += (os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
+    return [Path(base) / "nvmeio" / "tuned.json" for base in bases if os.path.isabs(base)]
 
 
 def find(path: str | os.PathLike[str]) -> Tuned | None:
@@ -78,11 +78,14 @@ def find(path: str | os.PathLike[str]) -> Tuned | None:
 
     Raises:
         ValueError: A file of settings is damaged; says which, and what is wrong with it.
-        OSError: One exists and cannot be read.
+        OSError: One cannot be read, but for one that this user may not read, which is none.
     """
     key: str | None = None
     for file in places():
-        stored = _load(file)
+        try:
+            stored = _load(file)
+        except PermissionError:
+            continue  # another user's: HOME is often root's where the user is not
         if not stored:
             continue
         key = key or file_system_key(path)

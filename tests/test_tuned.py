@@ -1,6 +1,7 @@
 """Settings stored per file system: found again, replaced whole, and never half believed."""
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,3 +161,22 @@ def test_a_uuid_is_found_through_the_links_of_udev_too(
     key = tuned.file_system_key(tmp_path)
     assert (key == "uuid:0ff1-ce") is mounted
     assert key.startswith(("uuid:", "mount:"))
+
+
+def test_settings_that_this_user_may_not_read_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HOME is root's, the user is not: no reason to refuse a checkpoint."""
+
+    def refused(file: Path, *arguments: object, **options: object) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert tuned.find(tmp_path) is None
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert tuned.places() == [Path("/etc/xdg/nvmeio/tuned.json")]

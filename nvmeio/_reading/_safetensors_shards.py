@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -36,6 +37,8 @@ def find(path: str | os.PathLike[str]) -> Path:
         ValueError: The directory holds several, and none has transformers' name.
     """
     given = Path(path)
+    if not os.fspath(path):  # Path("") would be the current directory
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "")
     if not given.is_dir():
         return given
     for name in (DEFAULT_NAME, f"model{INDEX_SUFFIX}"):  # in the order of transformers

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from nvmeio import _memory
 from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint import _pickles, _zip
 from nvmeio.errors import IntegrityError, TransferError
@@ -19,8 +20,13 @@ from nvmeio.handle import AioHandle
 # More reads than this go to the drive together; a few are made through the page cache meanwhile.
 _FEW = 16
 
-# The records that are not storages are read as a whole: a pickle, and a few words.
-_MAX_PICKLE_BYTES = 1 << 30
+_PICKLE = "data.pkl"
+
+_READ_BYTES = 64 << 20
+
+# The records that are neither storages nor the pickle are a few words. The pickle has all that is
+# no tensor, arrays among it, and may be of any size.
+_MAX_TEXT_BYTES = 1 << 20
 
 
 class Checkpoint:
@@ -53,6 +59,7 @@ class Checkpoint:
 
         Raises:
             IntegrityError: It is missing, or of absurd size.
+            MemoryError: There is less memory than it needs; nothing was allocated.
         """
         entry = self.records.get(name)
         if entry is None:
@@ -61,11 +68,13 @@ class Checkpoint:
                 expected=name,
                 found=None,
             )
-        if entry.nbytes > _MAX_PICKLE_BYTES:
+        if name == _PICKLE:
+            _memory._check_available(entry.nbytes, entry.nbytes)
+        elif entry.nbytes > _MAX_TEXT_BYTES:
             raise IntegrityError(
                 f"{self.path}: record {name!r} of absurd size: expected at most "
-                f"{_MAX_PICKLE_BYTES} bytes, found {entry.nbytes}",
-                expected=_MAX_PICKLE_BYTES,
+                f"{_MAX_TEXT_BYTES} bytes, found {entry.nbytes}",
+                expected=_MAX_TEXT_BYTES,
                 found=entry.nbytes,
             )
         return self._read_few([(entry.offset, entry.nbytes)])[0]
@@ -88,7 +97,7 @@ def scan_pickle(checkpoint: Checkpoint) -> _pickles.Scan:
         IntegrityError: There is none, or it is damaged.
     """
     try:
-        return _pickles.scan(checkpoint.read("data.pkl"))
+        return _pickles.scan(checkpoint.read(_PICKLE))
     except _pickles.PickleError as wrong:
         raise IntegrityError(
             f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",
@@ -163,13 +172,17 @@ def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
     """
     opened = file.acquire(False)
     try:
-        data = b""
-        while len(data) < nbytes:
-            more = os.pread(opened.buffered_fd(), nbytes - len(data), offset + len(data))
+        data = os.pread(opened.buffered_fd(), nbytes, offset)
+        if len(data) == nbytes:
+            return data
+        parts = bytearray(data)  # more than 2 GiB, or a signal
+        while len(parts) < nbytes:
+            at = offset + len(parts)
+            more = os.pread(opened.buffered_fd(), min(nbytes - len(parts), _READ_BYTES), at)
             if not more:
                 raise OSError(errno.ENODATA, "the file was cut")
-            data += more
-        return data
+            parts += more
+        return bytes(parts)
     except OSError as failed:
         raise TransferError(
             failed.errno or errno.EIO,

@@ -12,8 +12,9 @@ Source: Lib/pickletools.py of CPython, which defines the opcodes of protocols 0 
 
 from __future__ import annotations
 
+import reprlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,10 @@ COMMON_GLOBALS = frozenset(
         *(Global("torch", kind) for kind in _DTYPES),
     }
 )
+
+
+# The parts that a key of a dict, or an element of a set, may have. Real ones have a few.
+_MOST_KEY_PARTS = 1000
 
 
 class Scan(NamedTuple):
@@ -206,13 +211,14 @@ class _Machine:
         raise PickleError("no mark")
 
     def name(self, module: Any, name: Any) -> None:
-        found = Global(str(module), str(name))
+        found = Global(_text(module), _text(name))
         self.globals.add(found)
         self.push(found)
 
     def set_items(self, target: Any, flat: list[Any]) -> None:
         pairs = list(zip(flat[::2], flat[1::2], strict=True))
         if isinstance(target, dict):
+            _check_keys(flat[::2])
             target.update(pairs)
         elif isinstance(target, Call):
             target.items += pairs
@@ -223,6 +229,7 @@ class _Machine:
         if isinstance(target, list):
             target += elements
         elif isinstance(target, set):
+            _check_keys(elements)
             target.update(elements)
         elif isinstance(target, Call):
             target.elements += elements
@@ -231,11 +238,11 @@ class _Machine:
 
     def persistent(self, told: Any) -> None:
         if not isinstance(told, tuple) or len(told) != 5 or _text(told[0]) != "storage":
-            raise PickleError(f"a persistent id that is no storage: {told!r:.80}")
+            raise PickleError(f"a persistent id that is no storage: {_shown(told)}")
         _, kind, key, location, numel = told
         key, location = _text(key), _text(location)
         if not isinstance(kind, Global) or not isinstance(numel, int) or numel < 0:
-            raise PickleError(f"a storage that is none: {told!r:.80}")
+            raise PickleError(f"a storage that is none: {_shown(told)}")
         ref = StorageRef(kind.name, key, location, numel)
         self.storages.setdefault(key, ref)
         self.push(ref)
@@ -245,8 +252,35 @@ def _text(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode("ascii")
     if not isinstance(value, str):
-        raise PickleError(f"expected a text, not {value!r:.80}")
+        raise PickleError(f"expected a text, not {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    """A value in an error message; a tuple of tuples could be as long as 2 to its depth."""
+    return _brief.repr(value)[:80]
+
+
+_brief = reprlib.Repr()
+_brief.maxlevel = 2
+
+
+def _check_keys(keys: Sequence[Any]) -> None:
+    """Refuse what Python could not hash, or compare, in bounded time and stack.
+
+    A tuple of tuples has no hash of its own: all of it is gone through, each time, and where two of
+    its elements are one object, twice at every level.
+    """
+    for key in keys:
+        if not isinstance(key, (tuple, frozenset)):
+            continue
+        waiting, left = [key], _MOST_KEY_PARTS
+        while waiting:
+            value = waiting.pop()
+            left -= len(value)
+            if left < 0:
+                raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
+            waiting += [part for part in value if isinstance(part, (tuple, frozenset))]
 
 
 def _mark(m: _Machine) -> None:
@@ -324,7 +358,14 @@ def _appends(m: _Machine) -> None:
 
 
 def _dict_of(flat: list[Any]) -> dict[Any, Any]:
+    _check_keys(flat[::2])
     return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _frozenset(m: _Machine) -> None:
+    elements = m.until_mark()
+    _check_keys(elements)
+    m.push(frozenset(elements))
 
 
 def _stack_global(m: _Machine) -> None:
@@ -407,7 +448,7 @@ def _steps() -> Iterator[tuple[bytes, Step]]:
     yield b"l", lambda m: m.push(m.until_mark())
     yield b"d", lambda m: m.push(_dict_of(m.until_mark()))
     yield b"t", lambda m: m.push(tuple(m.until_mark()))
-    yield b"\x91", lambda m: m.push(frozenset(m.until_mark()))
+    yield b"\x91", _frozenset
     yield b"\x85", _tuple(1)
     yield b"\x86", _tuple(2)
     yield b"\x87", _tuple(3)

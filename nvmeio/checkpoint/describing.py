@@ -133,6 +133,9 @@ def _of_safetensors(path: str | os.PathLike[str]) -> Description:
 
 # The tensors of a scanned pickle
 
+# A longer name is not joined any further.
+_MOST_NAME = 4096
+
 
 def _tensors_in(value: object) -> Iterator[tuple[str, Call, StorageRef]]:
     """Every call that rebuilds a tensor from a storage: its name, the call, the storage."""
@@ -179,6 +182,8 @@ def _children(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _joined(name: str, key: object) -> str:
+    if len(name) > _MOST_NAME:  # a hostile pickle: the names of all levels would be its square
+        return name
     return f"{name}.{key}" if name else str(key)
 
 

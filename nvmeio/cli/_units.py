@@ -29,6 +29,16 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
+def printable(text: str) -> str:
+    """A text that does nothing to the terminal: control characters as their escapes.
+
+    Names come out of files, and files from anywhere.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def parse_duration(text: str) -> float:
     """Seconds from "60s", "90", "2m" or "1h".
 

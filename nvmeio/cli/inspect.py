@@ -10,11 +10,12 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nvmeio.checkpoint._kinds import NoCheckpointError
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
 from nvmeio.cli._exits import FAILED, USAGE, exit_statuses
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._units import binary_size, printable
 from nvmeio.errors import IntegrityError
 
 
@@ -76,13 +77,13 @@ def _table_of_tensors(description: Description) -> Table:
     table.add_column("record")
     for tensor in description.tensors:
         table.add_row(
-            tensor.name or "(the object itself)",
-            tensor.dtype,
+            _as_is(tensor.name or "(the object itself)"),
+            _as_is(tensor.dtype),
             "x".join(map(str, tensor.shape)) or "scalar",
             binary_size(tensor.nbytes),
             str(tensor.offset),
             binary_size(alignment_of(tensor.offset)),
-            tensor.record,
+            _as_is(tensor.record),
         )
     return table
 
@@ -94,13 +95,18 @@ def _table_of_records(description: Description) -> Table:
         table.add_column(title, justify="right")
     for record in description.records:
         table.add_row(
-            record.name,
+            _as_is(record.name),
             str(record.nbytes),
             str(record.offset),
             binary_size(record.alignment),
             "none" if record.crc32 is None else f"{record.crc32:08x}",
         )
     return table
+
+
+def _as_is(name: str) -> Text:
+    """A name of the file's, in which brackets are no markup."""
+    return Text(printable(name))
 
 
 def _summary(description: Description) -> str:
@@ -117,7 +123,7 @@ def _summary(description: Description) -> str:
     if any(record.crc32 is None for record in description.records):
         lines.append("written without checksums")
     if description.forbidden:
-        names = ", ".join(description.forbidden)
+        names = printable(", ".join(description.forbidden))
         lines.append(f"weights_only=True refuses it, for it refers to: {names}")
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from rich.progress import (
 from nvmeio.checkpoint._kinds import NoCheckpointError, kind_of
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
 from nvmeio.cli._exits import FAILED, OK, USAGE, exit_statuses
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._units import binary_size, printable
 from nvmeio.errors import TransferError
 
 
@@ -141,7 +141,7 @@ def _show(verdict: Verdict) -> None:
     if verdict.problems:
         typer.echo(f"{verdict.path}: DAMAGED")
         for problem in verdict.problems:
-            typer.echo(f"  {problem.record or 'archive'}: {problem.what}")
+            typer.echo(printable(f"  {problem.record or 'archive'}: {problem.what}"))
         return
     what = "tensors" if verdict.kind == "safetensors" else "records"
     line = f"{verdict.path}: whole, {verdict.records} {what}, {binary_size(verdict.nbytes)}"

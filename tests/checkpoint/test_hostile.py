@@ -332,6 +332,17 @@ PICKLES: dict[str, bytes] = {
     "no mark": b"\x80\x02t.",
     "a persistent id that is a number": b"\x80\x02K\x01Q.",
     "another persistent id": b"\x80\x02(X\x06\x00\x00\x00moduleK\x01K\x02K\x03K\x04tQ.",
+    # Tuples of one tuple twice: 2 ** 45 parts for whoever hashes, compares or prints them.
+    "a key that doubles": b"\x80\x02}K\x01" + b"2\x86" * 45 + b"K\x01s.",
+    "keys that double": b"\x80\x02}(K\x01" + b"2\x86" * 45 + b"K\x01u.",
+    "a dict's key that doubles": b"\x80\x02(K\x01" + b"2\x86" * 45 + b"K\x01d.",
+    "an element that doubles": b"\x80\x04\x8f(K\x01" + b"2\x86" * 45 + b"\x90.",
+    "a frozen element that doubles": b"\x80\x04(K\x01" + b"2\x86" * 45 + b"\x91.",
+    "a persistent id that doubles": b"\x80\x02K\x01" + b"2\x86" * 45 + b"Q.",
+    "a global's name that doubles": b"\x80\x04K\x01" + b"2\x86" * 45 + b"2\x93.",
+    # Python's hash of these has no limit but the stack.
+    "a key as deep as it is long": b"\x80\x02}K\x01" + b"\x85" * 200_000 + b"K\x01s.",
+    "a persistent id as deep as it is long": b"\x80\x02K\x01" + b"\x85" * 200_000 + b"Q.",
 }
 
 
@@ -340,6 +351,12 @@ def test_a_pickle_that_cannot_be(kind: str, path: Path, nothing_allocated: None)
     checkpoint_with_pickle(path, PICKLES[kind], {})
     with pytest.raises(nvmeio.IntegrityError, match=r"data\.pkl"):
         nvmeio.load(path)
+
+
+def test_keys_that_are_tuples(path: Path) -> None:
+    state = {(1, "a", (2, (3,))): noise(3), "set": {(1, 2), (1, 3)}, "many": {tuple(range(900))}}
+    torch.save(state, path)
+    assert_same(nvmeio.load(path), state)
 
 
 def test_a_forbidden_global_after_everything_else(path: Path, nothing_allocated: None) -> None:

@@ -29,7 +29,7 @@ from support import HeldEngine, on_every_loop, run_python, until
 import nvmeio
 from nvmeio import _memory
 from nvmeio._reading._spans import Load
-from nvmeio.checkpoint import _loading
+from nvmeio.checkpoint import _loading, _opening
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -308,6 +308,25 @@ def test_the_legacy_format(path: Path) -> None:
     torch.save(wanted, path, _use_new_zipfile_serialization=False)
     assert_same(load(path), wanted)
     assert_same(load(path, "cpu", weights_only=False), wanted)
+
+
+def test_a_pickle_of_any_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy arrays, texts, bytes: what is no tensor is in the pickle."""
+    monkeypatch.setattr(_opening, "_MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr(_opening, "_READ_BYTES", 1000)
+    pread = os.pread  # man 2 pread: at most 2,147,479,552 bytes at once
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: pread(fd, min(nbytes, 700), at))
+    wanted = {"text": "x" * 10_000 + "end", "a": noise(5)}
+    nvmeio.save(wanted, path)
+    assert_same(load(path), wanted)
+
+
+def test_a_pickle_larger_than_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvmeio.save({"text": "x" * (2 << 20)}, path)
+    monkeypatch.setattr(_memory, "_CHECK_BYTES", 1 << 20)
+    monkeypatch.setattr(_memory, "_proc_bytes", lambda *_: 1 << 20)
+    with pytest.raises(MemoryError, match="available"):
+        load(path)
 
 
 @stands_in

@@ -796,3 +796,12 @@ def test_verdicts_agree_on_damaged_files(tmp_path: Path, data: st.DataObject) ->
         assert "occurs more than once" in str(ours)  # see STRICTER
         return
     assert_agree(path)
+
+
+def test_no_name_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvmeio.save_safetensors({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        nvmeio.load_safetensors("")

@@ -310,6 +310,26 @@ def test_a_pickle_that_doubles_at_every_level(path: Path) -> None:
     assert len(describe(path).tensors) == 1
 
 
+def test_a_pickle_as_deep_as_it_is_long(path: Path) -> None:
+    """Each level's name has that of all above: the names must not take the square of the file."""
+    deep = b"K\x01" + b"\x85" * 100_000
+    write_records(path, {"a/data.pkl": b"\x80\x02" + deep + b".", "a/version": b"3\n"})
+    assert describe(path).tensors == []
+
+
+def test_names_do_nothing_to_the_terminal(path: Path) -> None:
+    """Brackets are no markup, escapes no colours: they are the name."""
+    names = ["layer[0][/red]", "[bold]x", "\x1b[31mred", "a\nb", "ü"]
+    nvmeio.save({name: noise(2) for name in names}, path)
+    done = run("inspect", path)
+    assert done.exit_code == 0 and "\x1b" not in done.stdout
+    for shown in ("layer[0][/red]", "[bold]x", r"\x1b[31mred", r"a\nb", "ü"):
+        assert f"\n{shown} " in done.stdout.replace("\n ", "\n"), shown
+    nvmeio.save_safetensors({name: noise(2) for name in names}, path.with_suffix(".safetensors"))
+    done = run("inspect", path.with_suffix(".safetensors"))
+    assert done.exit_code == 0 and "layer[0][/red]" in done.stdout
+
+
 def test_alignments() -> None:
     assert [alignment_of(n) for n in (0, 1, 64, 4096, 12288, 1 << 30)] == [
         *(2 << 20, 1, 64, 4096, 4096, 2 << 20)
