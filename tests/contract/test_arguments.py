@@ -101,7 +101,9 @@ def test_an_engine_that_does_not_exist() -> None:
         nvmeio.AioHandle(engine="io_uring")
 
 
-@pytest.mark.parametrize("engine", [None, 3, object(), FakeEngine], ids=repr)
+@pytest.mark.parametrize(
+    "engine", [None, 3, object(), FakeEngine], ids=["None", "3", "object", "class"]
+)
 def test_an_engine_that_is_none(engine: Any) -> None:
     with pytest.raises(TypeError, match="engine"):
         nvmeio.AioHandle(engine=engine)

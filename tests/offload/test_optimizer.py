@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import (
+from _offload_models import (
     WithMasters,
     assert_same_state,
     assert_same_weights,

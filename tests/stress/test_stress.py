@@ -31,8 +31,8 @@ from support import nvmeio_threads, open_descriptors
 
 import nvmeio
 from nvmeio.engines import libaio
+from nvmeio.engines._queued import EventPort
 from nvmeio.engines.base import Kind, Options, Transfer
-from nvmeio.engines.threads import ThreadsPort
 
 FILE_BYTES = 8 * MIB
 MOST = 160 * KIB  # bytes per operation
@@ -484,7 +484,7 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
     path = make_file(tmp_path / "file", noise(4096, seed=6))
     monkeypatch.setattr(libaio, "lib", _KnowsFreedPorts(libaio.lib))
     about_to, closed = threading.Event(), threading.Event()
-    port = libaio._Port if engine == "libaio" else ThreadsPort
+    port = libaio._Port if engine == "libaio" else EventPort
     reap = port.reap
 
     def late(self):

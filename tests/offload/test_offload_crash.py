@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import assert_same_state, assert_same_weights, loss_of, model, train
+from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
 from support import run_python
 
 import nvmeio
@@ -188,7 +188,7 @@ KILLED = """
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     import torch
-    from _models import model, train, loss_of
+    from _offload_models import model, train, loss_of
     import nvmeio
     from nvmeio.offload import SwappedOptimizer
     from nvmeio.testing import FakeEngine
