@@ -24,7 +24,7 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint import _zip
 from nvmeio.checkpoint._commit import Replacement
 from nvmeio.checkpoint._locks import open_reading
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -159,26 +159,38 @@ class FastFileWriter:
             raise
         self._archive = _ArchiveWatch()
         self._failed: BaseException | None = None
+        self._kept: BaseException | None = None  # what nobody has been told yet
 
     def write(self, data: Any) -> int:
         """Take any bytes; returns how many.
 
         Raises:
             ClosedError: The file is complete, or closed.
-            TransferError: Earlier bytes could not be written.
+            TransferError: Earlier bytes could not be written. In torch.save `flush` raises it.
         """
         if self._failed is not None:
-            raise self._failed
+            return self._after_failure(data)
         if self._replacement.closed:
             raise ClosedError(f"{self._replacement.path} is complete; open another writer")
         try:
             written = self._stream.write(data)
         except BaseException as failed:
-            self._failed = failed
+            self._failed = self._kept = failed
             self._give_up()
-            raise
+            return self._after_failure(data)
         self._archive.see(data)
         return written
+
+    def _after_failure(self, data: Any) -> int:
+        """Torch closes its archive after a failure, fails at that, and raises nothing else.
+
+        So what it writes then is taken, to nowhere, and the failure raised by the `flush` behind.
+        """
+        assert self._failed is not None
+        if isinstance(self._failed, TransferError) and self._archive.is_save():
+            return memoryview(data).nbytes
+        self._kept = None
+        raise self._failed
 
     def flush(self) -> None:
         """What torch.save calls at its end: a complete archive is committed here.
@@ -186,6 +198,7 @@ class FastFileWriter:
         Raises:
             TransferError: As for `close`.
         """
+        self._tell()
         if self._replacement.closed:
             return
         if self._archive.broken_off(self._stream.position):
@@ -203,8 +216,15 @@ class FastFileWriter:
         Raises:
             TransferError: It could not be written or renamed; `path` is as it was.
         """
+        self._tell()
         if not self._replacement.closed:
             self._commit()
+
+    def _tell(self) -> None:
+        """Raise the failure that `write` kept to itself."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            raise kept
 
     def discard(self) -> None:
         """Give up what was written; `path` stays as it was. Nothing once it is committed."""
@@ -302,13 +322,14 @@ class _ArchiveWatch:
         handled = sys.exc_info()[1]
         if not self._begun or handled is None:
             return False
-        return handled is not self._handled or (not self._is_save() and self._ends(nbytes))
+        return handled is not self._handled or (not self.is_save() and self._ends(nbytes))
 
     def complete(self, nbytes: int) -> bool:
         """Whether `nbytes` bytes are all of what torch.save writes."""
-        return self._is_save() and self._ends(nbytes)
+        return self.is_save() and self._ends(nbytes)
 
-    def _is_save(self) -> bool:
+    def is_save(self) -> bool:
+        """Whether it is torch.save that writes."""
         name_length = int.from_bytes(self._head[26:28], "little")
         name = self._head[30 : 30 + name_length]
         return self._head.startswith(_zip.LOCAL_MAGIC) and name.endswith(b"/data.pkl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -97,6 +98,39 @@ def test_a_save_that_fails_between_its_storages(
     assert writer.closed
     writer.close()
     assert torch.load(path) == {"old": 1} and names_in(path.parent) == [path.name]
+
+
+def test_torch_save_raises_what_the_drive_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch's own error of an archive that could not be ended."""
+    torch.save({"old": 1}, path)
+    writer = nvmeio.FastFileWriter(path)
+    take = writer._stream.write
+
+    def full(data: Any) -> int:
+        if writer._stream.position > 100_000:
+            raise nvmeio.TransferError(errno.ENOSPC, operation="pwrite", path=str(path))
+        return take(data)
+
+    monkeypatch.setattr(writer._stream, "write", full)
+    with pytest.raises(nvmeio.TransferError, match="ENOSPC"):
+        torch.save({"a": noise(30_000), "b": noise(30_000, seed=1)}, writer)
+    assert writer.closed
+    writer.close()
+    assert torch.load(path) == {"old": 1} and names_in(path.parent) == [path.name]
+
+
+def test_other_writers_are_told_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = nvmeio.FastFileWriter(path)
+
+    def full(data: Any) -> int:
+        raise nvmeio.TransferError(errno.ENOSPC, operation="pwrite", path=str(path))
+
+    monkeypatch.setattr(writer._stream, "write", full)
+    for _ in range(2):
+        with pytest.raises(nvmeio.TransferError, match="ENOSPC"):
+            writer.write(b"text")
+    writer.close()
+    assert names_in(path.parent) == []
 
 
 def test_saved_while_another_error_is_handled(path: Path) -> None:

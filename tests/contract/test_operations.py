@@ -720,6 +720,7 @@ async def test_cancelling_a_wrapped_future(
     wrapped.cancel()
     with pytest.raises(asyncio.CancelledError):
         await wrapped
+    await asyncio.sleep(0)  # the loop tells the wrapped one in its next round
     engine_held.gate.set()
     await until(operation.done)
     assert operation.cancelled()
