@@ -9,6 +9,7 @@ and whatever the caller does next: nothing is in flight then, and nobody need wa
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from types import TracebackType
 
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
+
+logger = logging.getLogger("nvmeio")
 
 
 @contextlib.contextmanager
@@ -78,11 +81,18 @@ class CallHandle:
         try:
             try:
                 # "auto" makes and destroys a context to see whether there are any: 30 ms.
-                self._handle = AioHandle.tuned(self._path, engine="libaio")
+                self._handle = self._new("libaio")
             except BackendUnavailableError:
-                self._handle = AioHandle.tuned(self._path)
+                self._handle = self._new("auto")
         except BaseException as failed:
             self._failed = failed
+
+    def _new(self, engine: str) -> AioHandle:
+        try:
+            return AioHandle.tuned(self._path, engine=engine)
+        except ValueError as damaged:  # no reason to lose a checkpoint
+            logger.warning("not using the stored settings: %s", damaged)
+            return AioHandle(engine=engine)
 
     def _beside(self, work: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=work, name="nvmeio-handle", daemon=True)
