@@ -476,3 +476,16 @@ def test_cancelled_between_the_last_write_and_the_rename(
     with pytest.raises(_saving.Cancelled):
         saving.run()
     assert names_in(path.parent) == []
+
+
+def test_damaged_settings_lose_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that `nvmeio tune --save` stored: told, and not used."""
+    config = tmp_path / "config"
+    (config / "nvmeio").mkdir(parents=True)
+    (config / "nvmeio" / "tuned.json").write_text("{")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    nvmeio.save({"a": 1}, tmp_path / "a.pt")
+    assert "not using the stored settings" in caplog.text and "tuned.json" in caplog.text
+    assert nvmeio.load(tmp_path / "a.pt") == {"a": 1}
