@@ -44,7 +44,10 @@ RUNS = {
         ["--size", "96M", "--memory", "24M", "--tokens", "3"],
         "times the memory",
     ),
-    "13_train_beyond_memory.py": (["--parameters", "70M", "--memory", "300M"], "MB in memory"),
+    "13_train_beyond_memory.py": (
+        ["--parameters", "70M", "--memory", "300M"],
+        "the drive's endurance",
+    ),
     "14_offload_by_hand.py": (["--size", "32M"], "three steps over weights"),
 }
 

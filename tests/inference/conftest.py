@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_handle() -> Iterator[nvmeio.AioHandle]:
     """A handle for many tests: to give one back takes the kernel longer than most of them."""
     with nvmeio.AioHandle() as handle:
