@@ -87,6 +87,10 @@ clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, cuFile 
 $(CLIENTS_STAMP): $(STAMP)
 	@echo "== installing the libraries that nvmeio adapts to"
 	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers,cufile]'
+	@echo "== compiling DeepSpeed's own ops, which the tests compare nvmeio with: minutes"
+	@PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import \
+	    AsyncIOBuilder, PinMemoryBuilder; AsyncIOBuilder().load(); PinMemoryBuilder().load()" >/dev/null 2>&1 || \
+	    echo "== they cannot be compiled here: the tests that need them say why" >&2
 	@touch $@
 
 # What cannot be installed is skipped: the benchmarks name the peers that are missing. fio comes from the system.
