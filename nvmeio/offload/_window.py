@@ -26,7 +26,10 @@ from nvmeio.offload._stages import Unit
 from nvmeio.operation import Operation
 from nvmeio.pool import Lease, PinnedPool
 
-_AHEAD = 2  # units that are being read at a time: more would share the drive and all come late
+# Reads under way: two units, since one is waited for while the next is being read, and of small
+# units as many as keep a fast drive busy while a unit is computed with. More would wait in line.
+_AHEAD = 2
+_AHEAD_BYTES = 64 << 20
 
 
 class Window:
@@ -171,17 +174,27 @@ class Window:
         """Begin to read what comes next in this direction, into memory that is behind or free."""
         step = -1 if _in_backward() else 1
         here = self._position
-        under_way = len(self._reading)
+        units, nbytes = self._under_way()
         at = here + step
-        while 0 <= at < len(self._order) and under_way < _AHEAD:
+        while 0 <= at < len(self._order) and (units < _AHEAD or nbytes < _AHEAD_BYTES):
             ahead = self._order[at]
             if id(ahead) not in self._memory:
                 memory = self._try_room(ahead, here, step)
                 if memory is None:
                     return
                 self._begin(ahead, memory)
-                under_way += 1
+                units += 1
+                nbytes += ahead.nbytes
             at += step
+
+    def _under_way(self) -> tuple[int, int]:
+        """How many units the drive has still to bring, and their bytes."""
+        coming = [
+            self._units[key].nbytes
+            for key, operations in self._reading.items()
+            if not all(operation.done() for operation in operations)
+        ]
+        return len(coming), sum(coming)
 
     # Going
 
