@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +48,33 @@ def remove(*paths: Path) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
     os.sync()
+
+
+def drop_from_cache(*paths: Path) -> None:
+    """The next read of a file, or of those in a directory, comes from the drive."""
+    for file in _all_files(paths):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # dirty pages are not dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def bring_into_cache(*paths: Path) -> None:
+    """The page cache holds a file, or those in a directory, as far as there is memory."""
+    block = bytearray(BLOCK)
+    for file in _all_files(paths):
+        with open(file, "rb", buffering=0) as opened:
+            while opened.readinto(block):
+                pass
+
+
+def _all_files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                yield file
 
 
 def supports_direct(directory: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -182,6 +182,13 @@ class Session:
         )
 
 
-def calling(name: str, worker: Worker, method: str, **arguments: object) -> Contender:
+def calling(
+    name: str,
+    worker: Worker,
+    method: str,
+    *,
+    before: Callable[[], None] | None = None,
+    **arguments: object,
+) -> Contender:
     """A contender that is one call into a worker."""
-    return Contender(name, partial(worker.call, method, **arguments))
+    return Contender(name, partial(worker.call, method, **arguments), before)

@@ -23,10 +23,9 @@ from _program import Program
 from inference_rows import ROWS, run_model
 
 CONDITIONS = (
-    "A pass is one decoded token of one prompt. nvmeio reads direct, so every pass comes from "
-    "the drive; "
-    "accelerate reads through the page cache, which is dropped before each pass (cold) or not "
-    "(warm).",
+    "A pass is one decoded token of every prompt, one where no number is said. The page cache is "
+    "dropped before nvmeio's passes, which leave it empty, and before each pass of accelerate, "
+    "which fills it; where a row says warm it holds the whole model for both.",
     "nvmeio holds an eighth of the weights, window included, unless the row says otherwise. "
     "What the host "
     "or the drive caches is warm for all.",

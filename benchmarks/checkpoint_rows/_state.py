@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-from pathlib import Path
 
 from _session import Session
 from _worker import Worker
@@ -30,16 +28,3 @@ def touch_memory(nbytes: int) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE)
         for offset in range(0, nbytes, mmap.PAGESIZE):
             memory[offset] = 1
-
-
-def drop_from_cache(*paths: Path) -> None:
-    """The next read comes from the drive."""
-    for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                descriptor = os.open(file, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)  # dirty pages are not dropped
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(descriptor)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from functools import partial
 
+from _files import drop_from_cache
 from _lines import Line, at_least, compare, gb_per_s
 from _measure import Contender
 from _session import Session
 
-from checkpoint_rows._state import drop_from_cache, worker_with_state
+from checkpoint_rows._state import worker_with_state
 
 
 def measure(session: Session) -> list[Line]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from _files import huge_pages
+from _files import drop_from_cache, huge_pages
 from _lines import Line, at_least, best, compare, gb_per_s
 from _measure import Contender
 from _session import Session
 from _worker import PeerUnavailable
 from peers import fio
 
-from checkpoint_rows._state import drop_from_cache, touch_memory, worker_with_state
+from checkpoint_rows._state import touch_memory, worker_with_state
 from checkpoint_rows.saving import fio_settings
 
 TORCH = ("torch.load", "torch.load, mmap")

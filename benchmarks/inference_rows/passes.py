@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from _files import huge_pages
+from _files import drop_from_cache, huge_pages
 from _lines import Line, at_least, at_most, best, compare, gb_per_s
 from _measure import Contender, Sample, median
 from _session import Session, calling
@@ -30,7 +30,15 @@ def measure_pass(session: Session) -> list[Line]:
     file = weights_file(directory)
     with session.fresh_worker("streaming") as whole:
         contenders = [
-            calling("nvmeio", worker, "passes", directory=str(directory), share=8, count=PASSES)
+            calling(
+                "nvmeio",
+                worker,
+                "passes",
+                before=partial(drop_from_cache, directory),
+                directory=str(directory),
+                share=8,
+                count=PASSES,
+            )
         ]
         if whole is not None and session.attempt(
             "in memory", whole, "load_whole", directory=str(directory)
@@ -85,7 +93,15 @@ def measure_resident(session: Session) -> list[Line]:
     samples = session.measure(
         "half of the layers resident",
         [
-            calling(name, worker, "passes", directory=str(directory), share=share, count=PASSES)
+            calling(
+                name,
+                worker,
+                "passes",
+                before=partial(drop_from_cache, directory),
+                directory=str(directory),
+                share=share,
+                count=PASSES,
+            )
             for name, share in (("half", -2), ("none", 0))
         ],
     )

@@ -93,9 +93,10 @@ class Decoding:
 
     model: Any = None
 
-    def _start(self) -> None:
+    def _start(self, prompts: int = 1) -> None:
         with torch.no_grad():
-            ids = torch.randint(3, VOCABULARY, (1, 8), generator=torch.Generator().manual_seed(1))
+            generator = torch.Generator().manual_seed(1)
+            ids = torch.randint(3, VOCABULARY, (prompts, 8), generator=generator)
             self._cache = self.model(ids, use_cache=True).past_key_values
         self._token = ids[:, :1]
 
@@ -105,7 +106,7 @@ class Decoding:
 
     def _timed(self, count: int, nbytes: Any = None) -> Sample:
         before = nbytes() if nbytes else 0
-        with timed(operations=count) as sample:
+        with timed(operations=count * len(self._token)) as sample:
             for _ in range(count):
                 self._pass()
         sample.nbytes = nbytes() - before if nbytes else 0
@@ -123,6 +124,7 @@ class Streaming(Decoding):
         _transformers()
         self._handle = nvmeio.AioHandle()
         self._key: tuple[str, int] | None = None
+        self._prompts = 1
 
     def write_model(self, directory: str, nbytes: int) -> None:
         width = max(256, int((nbytes / 2048) ** 0.5) // 128 * 128)  # about 32 layers
@@ -146,12 +148,15 @@ class Streaming(Decoding):
             kept = len(layers) // 2 if share == -2 else 0
             budget = others + (kept + 3) * max(layers) + (8 << 20)
         self.model = nvmeio.stream_model(directory, resident_bytes=budget, handle=self._handle)
-        self._key = (directory, share)
+        self._key, self._prompts = (directory, share), 1
         self._start()
         self._pass()  # residents are there and the order is known
 
-    def passes(self, directory: str, share: int, count: int) -> Sample:
+    def passes(self, directory: str, share: int, count: int, prompts: int = 1) -> Sample:
         self._stream(directory, share)
+        if prompts != self._prompts:
+            self._start(prompts)
+            self._prompts = prompts
         return self._timed(count, lambda: self.model.weight_stream.stats.bytes_read)
 
     def batches(self, directory: str, share: int, count: int, together: bool) -> Sample:
@@ -258,9 +263,12 @@ class Accelerate(Decoding):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, device_map=places, offload_folder=f"{directory}-offload"
         )
-        self._start()
+        self._prompts = 0
 
-    def passes(self, count: int) -> Sample:
+    def passes(self, count: int, prompts: int = 1) -> Sample:
+        if prompts != self._prompts:
+            self._start(prompts)
+            self._prompts = prompts
         return self._timed(count)
 
 

@@ -5,6 +5,9 @@ and wrong here, where the layer that is needed next should have the drive to its
 a job are submitted piece by piece, those of the next job behind them, and never more at once than
 fill the queue: a layer arrives as early as it can, and the drive has the next one in its queue by
 then.
+
+Of a file that lies in the page cache (it was just downloaded, say) the drive is given less at a
+time, and the thread copies pieces from the cache instead of waiting: the two rates add up.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio import _page_cache
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -30,6 +34,8 @@ PIECE_BYTES = 32 << 20
 # The queue of a lane (128 blocks of 1 MiB) and one piece more, so that it never runs empty.
 FLIGHT_BYTES = 160 << 20
 FLIGHT_OPERATIONS = 64
+# Of what the page cache holds: enough to keep the drive busy, and the rest is there to be copied.
+CACHED_FLIGHT_BYTES = 64 << 20
 
 
 class Wanted(NamedTuple):
@@ -141,7 +147,11 @@ class Feeder:
                         return
                     self._condition.wait()
                     self._fill()
+                beside = None if self._flying[0][0].done() else self._next_cached()
                 operation, job, wanted = self._flying[0]
+            if beside is not None:
+                self._land(*beside, self._copy(*beside))
+                continue
             error: BaseException | None = None
             try:
                 error = operation.exception()
@@ -149,19 +159,37 @@ class Feeder:
                 job.cancelled = True
             except BaseException as failed:
                 error = failed
-            if error is None and not job.cancelled and job.arrived is not None:
-                try:
-                    job.arrived(wanted)
-                except BaseException as failed:
-                    error = failed
             with self._condition:
                 self._flying.popleft()
                 self._flying_bytes -= wanted.memory.nbytes
-                job.left -= 1
-                if error is not None:
-                    self._fail(job, error, wanted)
-                if not job.left:
-                    self._conclude(job)
+            self._land(job, wanted, error)
+
+    def _copy(self, job: Job, wanted: Wanted) -> BaseException | None:
+        """Bring a piece from the page cache; by a read of its own where that does not work."""
+        try:
+            opened = wanted.file.acquire(False)
+            try:
+                if _page_cache.copy(opened.buffered_fd(), wanted.start, wanted.memory):
+                    return None
+            finally:
+                opened.release()
+            return self._handle.async_pread(wanted.memory, wanted.file, wanted.start).exception()
+        except BaseException as failed:
+            return failed
+
+    def _land(self, job: Job, wanted: Wanted, error: BaseException | None) -> None:
+        """A piece is there, or never will be."""
+        if error is None and not job.cancelled and job.arrived is not None:
+            try:
+                job.arrived(wanted)
+            except BaseException as failed:
+                error = failed
+        with self._condition:
+            job.left -= 1
+            if error is not None:
+                self._fail(job, error, wanted)
+            if not job.left:
+                self._conclude(job)
 
     # With the condition held
 
@@ -169,8 +197,11 @@ class Feeder:
         while self._queue:
             job = self._queue[0]
             nbytes = job.pieces[0].memory.nbytes if job.pieces else 0
-            full = self._flying_bytes + nbytes > FLIGHT_BYTES
-            if self._flying and (full or len(self._flying) >= FLIGHT_OPERATIONS):
+            if self._flying and (
+                self._flying_bytes + nbytes > FLIGHT_BYTES
+                or len(self._flying) >= FLIGHT_OPERATIONS
+                or (self._flying_bytes + nbytes > CACHED_FLIGHT_BYTES and self._cached(job))
+            ):
                 return
             if job.pieces:
                 wanted = job.pieces.popleft()
@@ -187,6 +218,30 @@ class Feeder:
             if not job.pieces:
                 with contextlib.suppress(ValueError):
                     self._queue.remove(job)
+
+    def _cached(self, job: Job) -> bool:
+        """Whether the page cache holds the next piece of a job."""
+        if not job.pieces:
+            return False
+        piece = job.pieces[0]
+        try:
+            opened = piece.file.acquire(False)
+        except Exception:
+            return False  # its read will say so
+        try:
+            return _page_cache.holds(opened.any_fd(), piece.start, piece.memory.nbytes)
+        finally:
+            opened.release()
+
+    def _next_cached(self) -> tuple[Job, Wanted] | None:
+        """Take the next piece off the queue if the page cache holds it."""
+        if not self._queue or not self._cached(self._queue[0]):
+            return None
+        job = self._queue[0]
+        wanted = job.pieces.popleft()
+        if not job.pieces:
+            self._queue.popleft()
+        return job, wanted
 
     def _fail(self, job: Job, error: BaseException, wanted: Wanted) -> None:
         if job.error is None:
