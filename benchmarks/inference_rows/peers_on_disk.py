@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from _files import bring_into_cache, drop_from_cache
 from _lines import Line, at_least, compare
 from _session import Session, calling
+from _worker import Worker
 
 from inference_rows._model import PASSES, streaming
 from inference_rows.passes import tokens_per_s
@@ -30,6 +33,13 @@ def measure_accelerate(session: Session) -> list[Line]:
             "accelerate offload", peer, "prepare", directory=str(directory)
         ):
             return []
+
+        def ready_for(who: Worker, prompts: int, cache: Callable[[Path], None]) -> None:
+            """What `passes` then decodes, and where its weights come from."""
+            who.call("begin", prompts=prompts)
+            cache(directory)
+
+        worker.call("passes", directory=str(directory), share=8, count=1)
         sides = [
             side
             for cache, prompts, before, _, _ in CACHES
@@ -38,20 +48,18 @@ def measure_accelerate(session: Session) -> list[Line]:
                     f"nvmeio, {cache}, {prompts}",
                     worker,
                     "passes",
-                    before=partial(before, directory),
+                    before=partial(ready_for, worker, prompts, before),
                     directory=str(directory),
                     share=8,
                     count=PASSES,
-                    prompts=prompts,
                 ),
                 calling(
                     f"accelerate, {cache}, {prompts}",
                     peer,
                     "passes",
-                    before=partial(before, directory),
+                    before=partial(ready_for, peer, prompts, before),
                     # What it reads stays in the cache: the second pass would be a warm one.
                     count=1 if cache == "cold" else PASSES,
-                    prompts=prompts,
                 ),
             )
         ]

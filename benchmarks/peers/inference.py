@@ -92,8 +92,13 @@ class Decoding:
     """Passes of one token each, with a cache that is not long enough to matter."""
 
     model: Any = None
+    _prompts = 0
 
-    def _start(self, prompts: int = 1) -> None:
+    def begin(self, prompts: int = 1) -> None:
+        """Take so many prompts in, unless these are the ones that are being decoded."""
+        if self._prompts == prompts:
+            return
+        self._prompts = prompts
         with torch.no_grad():
             generator = torch.Generator().manual_seed(1)
             ids = torch.randint(3, VOCABULARY, (prompts, 8), generator=generator)
@@ -114,6 +119,7 @@ class Decoding:
 
     def close(self) -> None:
         self.model = None
+        self._prompts = 0
         gc.collect()
 
 
@@ -124,7 +130,6 @@ class Streaming(Decoding):
         _transformers()
         self._handle = nvmeio.AioHandle()
         self._key: tuple[str, int] | None = None
-        self._prompts = 1
 
     def write_model(self, directory: str, nbytes: int) -> None:
         width = max(256, int((nbytes / 2048) ** 0.5) // 128 * 128)  # about 32 layers
@@ -148,15 +153,12 @@ class Streaming(Decoding):
             kept = len(layers) // 2 if share == -2 else 0
             budget = others + (kept + 3) * max(layers) + (8 << 20)
         self.model = nvmeio.stream_model(directory, resident_bytes=budget, handle=self._handle)
-        self._key, self._prompts = (directory, share), 1
-        self._start()
+        self._key = (directory, share)
+        self.begin()
         self._pass()  # residents are there and the order is known
 
-    def passes(self, directory: str, share: int, count: int, prompts: int = 1) -> Sample:
+    def passes(self, directory: str, share: int, count: int) -> Sample:
         self._stream(directory, share)
-        if prompts != self._prompts:
-            self._start(prompts)
-            self._prompts = prompts
         return self._timed(count, lambda: self.model.weight_stream.stats.bytes_read)
 
     def batches(self, directory: str, share: int, count: int, together: bool) -> Sample:
@@ -187,7 +189,7 @@ class Streaming(Decoding):
         self.model = _transformers().AutoModelForCausalLM.from_pretrained(directory)
         for parameter in self.model.parameters():  # out of the mapped file
             parameter.data = parameter.data.clone()
-        self._start()
+        self.begin()
         self._pass()
 
     def whole_passes(self, count: int) -> Sample:
@@ -233,6 +235,7 @@ class Streaming(Decoding):
         if self._key is not None:
             self.model.weight_stream.close()
         self.model, self._key = None, None
+        self._prompts = 0
         gc.collect()
 
     def close(self) -> None:
@@ -260,16 +263,16 @@ class Accelerate(Decoding):
         places |= dict.fromkeys(
             ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
         )
+        self._nbytes = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, device_map=places, offload_folder=f"{directory}-offload"
         )
-        self._prompts = 0
+        self.begin()
 
-    def passes(self, count: int, prompts: int = 1) -> Sample:
-        if prompts != self._prompts:
-            self._start(prompts)
-            self._prompts = prompts
-        return self._timed(count)
+    def passes(self, count: int) -> Sample:
+        sample = self._timed(count)
+        sample.nbytes = count * self._nbytes
+        return sample
 
 
 def _percentiles(lags: list[float]) -> dict[str, float]:

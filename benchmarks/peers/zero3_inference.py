@@ -80,7 +80,7 @@ class ZeroInference(Decoding):
         self._engine = self._deepspeed.initialize(model=model, config_params=config)[0]
         self._engine.module.eval()
         self.model = self._engine.module
-        self._start()
+        self.begin()
 
     def passes(self, count: int) -> Sample:
         return self._timed(count)
