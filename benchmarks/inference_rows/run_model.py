@@ -59,11 +59,11 @@ def _parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     parser.add_argument("--pin-memory", type=int, default=1, help="tell whether it is locked (1)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--cpu-offload", action="store_true", help="all weights in memory")
-    where.add_argument("--disk-offload", action="store_true", help="weights on disk")
+    where.add_argument("--disk-offload", action="store_true", help="weights on disk, but a window")
     parser.add_argument("--kv-offload", action="store_true", help="past keys and values on disk")
     parser.add_argument("--quant-bits", type=int, default=16, choices=(4, 8, 16))
     parser.add_argument("--quant-group-size", type=int, default=64)
-    parser.add_argument("--resident-bytes", type=int, help="memory for weights with --disk-offload")
+    parser.add_argument("--resident-bytes", type=int, help="memory for weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dir", type=Path, default=Path("."), help="for --dummy and --quant-bits")
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-")
@@ -95,6 +95,21 @@ def _directory(options: argparse.Namespace, scratch: Path) -> Path:
     return directory
 
 
+def _memory(options: argparse.Namespace, directory: Path) -> tuple[int | None, str]:
+    """Bytes for weights, and what to call it."""
+    if options.cpu_offload:
+        return 1 << 62, "weights in memory"
+    if options.resident_bytes:
+        return options.resident_bytes, f"{options.resident_bytes / 1e9:.1f} GB for weights"
+    if not options.disk_offload:
+        return None, "as many weights in memory as it has room for"
+    from transformers import AutoConfig
+
+    total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    layers = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
+    return max(total // 8, 5 * total // layers), "weights on disk but for a window"
+
+
 def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     import torch
     from peers.inference import forget_peak, process_bytes
@@ -103,7 +118,7 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from nvmeio.inference import generate_in_blocks
 
     before = forget_peak()
-    budget = (1 << 62) if options.cpu_offload else options.resident_bytes
+    budget, where = _memory(options, directory)
     model = nvmeio.stream_model(
         directory, device=options.device, resident_bytes=budget, kv_offload=options.kv_offload
     )
@@ -146,7 +161,7 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             }
         )
     result: dict[str, Any] = {
-        "where": "weights in memory" if options.cpu_offload else "weights on disk",
+        "where": where,
         "batch": options.batch_size,
         "prompt, tokens": options.prompt_len,
         "generated, tokens": options.gen_len,
