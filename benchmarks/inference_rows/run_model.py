@@ -107,7 +107,9 @@ def _memory(options: argparse.Namespace, directory: Path) -> tuple[int | None, s
 
     total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     layers = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
-    return max(total // 8, 5 * total // layers), "weights on disk but for a window"
+    a_layer = total // layers
+    converted = 32 // options.quant_bits * a_layer if options.quant_bits != 16 else 0
+    return max(total // 8, 5 * a_layer + converted), "weights on disk but for a window"
 
 
 def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
