@@ -30,6 +30,7 @@ LAYERS = {
     "_memory": 2,
     "pool": 2,
     "_mounts": 2,
+    "_page_cache": 2,
     "_device": 2,
     "_tensor": 2,
     "files": 2,
