@@ -111,6 +111,14 @@ def test_an_open_has_no_span() -> None:
     assert text.count("/x/y") == 1
 
 
+@pytest.mark.parametrize("operation", ["save", "rename", "truncate", "close", "mkdir", "pread"])
+def test_what_is_about_no_bytes_has_no_span(operation: str) -> None:
+    """A failed rename said "[0, 0): 0 of 0 bytes"."""
+    text = str(TransferError(errno.EROFS, operation=operation, path="/x/y"))
+    assert f"; {operation} /x/y (" in text
+    assert "bytes" not in text
+
+
 def test_a_detail_takes_the_place_of_the_usual_words() -> None:
     text = str(TransferError(errno.EBADF, operation="open", path="p", detail="of the wrong kind"))
     assert text == "[Errno 9] EBADF: of the wrong kind; open p"
