@@ -29,6 +29,7 @@ from nvmeio._reading._handles import CallHandle
 from nvmeio._reading._in_thread import in_thread
 from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint import _pickles
+from nvmeio.checkpoint._kinds import check_older
 from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import (
     Checkpoint,
@@ -84,6 +85,8 @@ def load(
         IntegrityError: The archive is damaged, or says what cannot be: a record past the end,
             overlapping, compressed, encrypted, there twice, or of another size than the pickle
             says. Names file and record; known before anything is allocated.
+        NvmeioError: The file is no checkpoint of torch at all; a `pickle.UnpicklingError` too, or
+            an `EOFError` if it is empty, as of torch.load.
         pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids; likewise.
         TransferError: The file cannot be opened or read.
         MemoryError: There is less memory than the state needs.
@@ -146,7 +149,9 @@ class _Loading:
 
     def run(self) -> Any:
         with open_reading(self._path) as file:
-            if file.size() < 4 or read_buffered(file, 0, 4) != LOCAL_MAGIC or _seam() is None:
+            if read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC or _seam() is None:
+                if self._pickle_module is None:  # another one may read anything
+                    check_older(file)
                 return self._through_torch(self._path)
             with CallHandle(self._handle, self._path) as handle:
                 checkpoint = Checkpoint(file, handle.get, self._new_load())
