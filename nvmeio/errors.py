@@ -237,6 +237,16 @@ class IntegrityError(NvmeioError):
         self.found = found
 
 
+def told_for(failed: TransferError, what: str) -> TransferError:
+    """The same failure, saying also for what the bytes were, such as "read for weight 'a'"."""
+    arguments = {name: getattr(failed, name) for name in failed._FIELDS}
+    code = failed.errno or _errno.EIO
+    words, remedy = failed._detail or os.strerror(code), _REMEDIES.get(code)
+    if remedy and not failed._detail:
+        what += f"; {remedy}"
+    return _rebuild(_public_class(type(failed)), code, arguments | {"detail": f"{words} ({what})"})
+
+
 # OSError picks its subclass by errno only when called as OSError itself; the classes that join
 # ours with the matching built-in are made once and kept.
 _joined: dict[tuple[type, type], type[TransferError]] = {}

@@ -124,6 +124,19 @@ def test_a_detail_takes_the_place_of_the_usual_words() -> None:
     assert text == "[Errno 9] EBADF: of the wrong kind; open p"
 
 
+@pytest.mark.parametrize("kind", [TransferError, ShortTransferError])
+def test_a_failure_says_for_what_it_was(kind: type[TransferError]) -> None:
+    """It stays of its class, and keeps its fields and how to mend it."""
+    error = errors.told_for(transfer_error(errno.EIO, kind), "read for weight 'a'")
+    assert type(error) is kind
+    assert (error.errno, error.file_offset, error.transferred) == (errno.EIO, 100, 10)
+    assert f"(read for weight 'a'; {errors._REMEDIES[errno.EIO]})" in str(error)
+    missing = errors.told_for(TransferError(errno.ENOENT, operation="open", path="p"), "weight 'a'")
+    assert isinstance(missing, FileNotFoundError)
+    gone = TransferError(errno.EBADF, operation="open", path="p", detail="in words")
+    assert "EBADF: in words (weight 'a'); open p" in str(errors.told_for(gone, "weight 'a'"))
+
+
 def test_an_unknown_number_is_told_as_it_is() -> None:
     assert "9999: Unknown error 9999" in str(transfer_error(9999))
 
