@@ -33,6 +33,7 @@ from nvmeio.checkpoint._kinds import check_older
 from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import (
     Checkpoint,
+    check_calls,
     read_buffered,
     same_file,
     scan_pickle,
@@ -87,7 +88,8 @@ def load(
             says. Names file and record; known before anything is allocated.
         NvmeioError: The file is no checkpoint of torch at all; a `pickle.UnpicklingError` too, or
             an `EOFError` if it is empty, as of torch.load.
-        pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids; likewise.
+        pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids, or nvmeio's of
+            a call that would allocate far more than the pickle holds; likewise.
         TransferError: The file cannot be opened or read.
         MemoryError: There is less memory than the state needs.
 
@@ -155,10 +157,15 @@ class _Loading:
                 return self._through_torch(self._path)
             with CallHandle(self._handle, self._path) as handle:
                 checkpoint = Checkpoint(file, handle.get, self._new_load())
-                if checkpoint.archive.is_script or self._nothing_to_read():
+                if checkpoint.archive.is_script:
                     with same_file(file) as same:
                         return self._through_torch(same)
                 scan = scan_pickle(checkpoint)
+                if self._weights_only:
+                    check_calls(checkpoint, scan)
+                if self._nothing_to_read():
+                    with same_file(file) as same:
+                        return self._through_torch(same)
                 spans = spans_of(checkpoint, file, scan)
                 if self._weights_only and not scan.globals <= _pickles.COMMON_GLOBALS:
                     self._check_globals(file)
