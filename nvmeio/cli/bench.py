@@ -19,6 +19,8 @@ from nvmeio.cli._units import size_option
 
 _WHERE = "Where"
 _WHAT = "What is moved"
+# Of short words alone: a longer help text leaves no room for the name of the flag.
+_FILES = "Files"
 _HOW = "How the handle works"
 _WHEN = "How often, and under which conditions"
 _SHOWN = "What is shown"
@@ -165,7 +167,7 @@ def command(
         typer.Option(
             "--sequential-requests",
             "--no-overlap-events",
-            help="Refill the queue only when it has run empty.",
+            help="Refill the queue only when it has run empty; also --no-overlap-events.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -175,7 +177,7 @@ def command(
             "--io-parallel",
             "--intra-op-parallelism",
             metavar="N",
-            help="Lanes that share each transfer.",
+            help="Lanes that share each transfer; also --intra-op-parallelism.",
             show_default="1",
             rich_help_panel=_HOW,
         ),
@@ -222,8 +224,8 @@ def command(
         bool,
         typer.Option(
             "--different-file-each-iteration",
-            help="A file of its own for each loop; writes then go to new files.",
-            rich_help_panel=_WHEN,
+            help="A new file for each loop.",
+            rich_help_panel=_FILES,
         ),
     ] = False,
     validate: Annotated[
