@@ -19,8 +19,6 @@ from nvmeio.cli._units import size_option
 
 _WHERE = "Where"
 _WHAT = "What is moved"
-# Of short words alone: a longer help text leaves no room for the name of the flag.
-_FILES = "Files"
 _HOW = "How the handle works"
 _WHEN = "How often, and under which conditions"
 _SHOWN = "What is shown"
@@ -224,8 +222,8 @@ def command(
         bool,
         typer.Option(
             "--different-file-each-iteration",
-            help="A new file for each loop.",
-            rich_help_panel=_FILES,
+            help="A file of its own for each loop; writes then go to new files.",
+            rich_help_panel=_WHEN,
         ),
     ] = False,
     validate: Annotated[
