@@ -87,10 +87,12 @@ class TransferError(NvmeioError, OSError):
 
     Attributes:
         errno: The kernel's error number.
-        operation: "pread", "pwrite", "fsync", "open" or "register" (memory, with cuFile).
+        operation: "pread" or "pwrite"; else what was done to the file as a whole, such as "open",
+            "fsync", "rename", "save", or "register" (memory, with cuFile).
         path: The file as the caller named it.
-        file_offset: Where the transfer began, in bytes.
-        nbytes: How many bytes were asked for.
+        file_offset: Where the transfer began, in bytes; 0 where it was about no bytes.
+        nbytes: How many bytes were asked for; 0 where it was about none, and the message has no
+            range then.
         transferred: How many of them got through before (and beside) the failure.
     """
 
@@ -121,7 +123,7 @@ class TransferError(NvmeioError, OSError):
         """An instance that is also the built-in OSError subclass for this errno."""
         name = _errno.errorcode.get(errno, str(errno))
         where = f"{operation} {path}"
-        if operation not in ("open", "fsync", "register"):
+        if nbytes and operation not in ("open", "fsync", "register"):
             where += f" [{file_offset}, {file_offset + nbytes}): {transferred} of {nbytes} bytes"
         remedy = "" if detail else _REMEDIES.get(errno, "")
         text = f"{name}: {detail or os.strerror(errno)}; {where}" + (
@@ -233,6 +235,16 @@ class IntegrityError(NvmeioError):
         super().__init__(message)
         self.expected = expected
         self.found = found
+
+
+def told_for(failed: TransferError, what: str) -> TransferError:
+    """The same failure, saying also for what the bytes were, such as "read for weight 'a'"."""
+    arguments = {name: getattr(failed, name) for name in failed._FIELDS}
+    code = failed.errno or _errno.EIO
+    words, remedy = failed._detail or os.strerror(code), _REMEDIES.get(code)
+    if remedy and not failed._detail:
+        what += f"; {remedy}"
+    return _rebuild(_public_class(type(failed)), code, arguments | {"detail": f"{words} ({what})"})
 
 
 # OSError picks its subclass by errno only when called as OSError itself; the classes that join

@@ -111,9 +111,30 @@ def test_an_open_has_no_span() -> None:
     assert text.count("/x/y") == 1
 
 
+@pytest.mark.parametrize("operation", ["save", "rename", "truncate", "close", "mkdir", "pread"])
+def test_what_is_about_no_bytes_has_no_span(operation: str) -> None:
+    """A failed rename said "[0, 0): 0 of 0 bytes"."""
+    text = str(TransferError(errno.EROFS, operation=operation, path="/x/y"))
+    assert f"; {operation} /x/y (" in text
+    assert "bytes" not in text
+
+
 def test_a_detail_takes_the_place_of_the_usual_words() -> None:
     text = str(TransferError(errno.EBADF, operation="open", path="p", detail="of the wrong kind"))
     assert text == "[Errno 9] EBADF: of the wrong kind; open p"
+
+
+@pytest.mark.parametrize("kind", [TransferError, ShortTransferError])
+def test_a_failure_says_for_what_it_was(kind: type[TransferError]) -> None:
+    """It stays of its class, and keeps its fields and how to mend it."""
+    error = errors.told_for(transfer_error(errno.EIO, kind), "read for weight 'a'")
+    assert type(error) is kind
+    assert (error.errno, error.file_offset, error.transferred) == (errno.EIO, 100, 10)
+    assert f"(read for weight 'a'; {errors._REMEDIES[errno.EIO]})" in str(error)
+    missing = errors.told_for(TransferError(errno.ENOENT, operation="open", path="p"), "weight 'a'")
+    assert isinstance(missing, FileNotFoundError)
+    gone = TransferError(errno.EBADF, operation="open", path="p", detail="in words")
+    assert "EBADF: in words (weight 'a'); open p" in str(errors.told_for(gone, "weight 'a'"))
 
 
 def test_an_unknown_number_is_told_as_it_is() -> None:

@@ -32,7 +32,7 @@ from nvmeio._reading._in_thread import in_thread
 from nvmeio._reading._span_plan import Region, Run, inside, named, plan
 from nvmeio._reading._span_plan import Span as Span
 from nvmeio._reading._touching import Touching
-from nvmeio.errors import ShortTransferError, TransferError
+from nvmeio.errors import ShortTransferError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -236,17 +236,7 @@ class Load:
         """The error, with the names of what was to be read."""
         names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]
         wanted = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        kind = ShortTransferError if isinstance(failed, ShortTransferError) else TransferError
-        code = failed.errno or errno.EIO
-        return kind(
-            code,
-            operation=failed.operation,
-            path=failed.path,
-            file_offset=failed.file_offset,
-            nbytes=failed.nbytes,
-            transferred=failed.transferred,
-            detail=f"{failed._detail or os.strerror(code)} (read for {wanted})",
-        )
+        return told_for(failed, f"read for {wanted}")
 
 
 def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:

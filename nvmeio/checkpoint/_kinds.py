@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
+import tarfile
 from typing import Literal
 
 from nvmeio import files
@@ -12,12 +15,25 @@ from nvmeio.errors import NvmeioError
 
 Kind = Literal["torch", "torch legacy", "safetensors"]
 
-# torch's magic number as the first pickle of its old format: protocol 2, LONG1, ten bytes.
-_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+_HEAD_BYTES = 64
+
+# torch's magic number as the first pickle of its format from before zip files: LONG1 and ten bytes
+# in protocols 2 and up (in a frame from 4 on), decimal in 0 and 1.
+_LEGACY = re.compile(
+    rb"\x80(?:[\x02\x03]|[\x04\x05]\x95\x0d\0{7})\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\."
+    rb"|L119547037146038801333356L\n\."
+)
 
 
-class NoCheckpointError(NvmeioError, ValueError):
-    """A file that is neither torch's nor safetensors'."""
+class NoCheckpointError(NvmeioError, ValueError, pickle.UnpicklingError):
+    """A file that is neither torch's nor safetensors'.
+
+    An `UnpicklingError` too, for that is what torch.load raises.
+    """
+
+
+class EmptyFileError(NoCheckpointError, EOFError):
+    """A file without a byte; an `EOFError` too, for that is what torch.load raises."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
@@ -28,11 +44,53 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         TransferError: It cannot be read.
     """
     with files.open(path) as file:
-        head = read_buffered(file, 0, min(file.size(), len(_LEGACY)))
-    if os.fspath(path).endswith(".safetensors") or head[8:9] == b"{":
+        head = _head_of(file)
+    if file.path.endswith(".safetensors") or _has_json(head):
         return "safetensors"
     if head.startswith(LOCAL_MAGIC):
         return "torch"
-    if head == _LEGACY:
+    if _LEGACY.match(head):
         return "torch legacy"
-    raise NoCheckpointError(f"{path} is no checkpoint of torch or safetensors")
+    raise _foreign(file.path, head, "checkpoint of torch or safetensors")
+
+
+def check_older(file: files.File) -> None:
+    """Refuse what is in none of the formats that torch.load reads beside its zip archives.
+
+    torch's own error names no file, and advises ``weights_only=False`` for any text.
+
+    Raises:
+        NoCheckpointError: It is in none; names the file.
+        TransferError: It cannot be read.
+    """
+    head = _head_of(file)
+    if head.startswith(LOCAL_MAGIC) or _LEGACY.match(head):
+        return
+    if not _has_json(head) and head[0] and tarfile.is_tarfile(file.path):
+        return  # torch 0.1; zeros alone, as a crash leaves them, are an empty archive to tarfile
+    raise _foreign(file.path, head, "checkpoint of torch")
+
+
+def _head_of(file: files.File) -> bytes:
+    head = read_buffered(file, 0, min(file.size(), _HEAD_BYTES))
+    if not head:
+        raise EmptyFileError(
+            f"{file.path} is empty: what wrote it was interrupted, or has not begun; take another "
+            "checkpoint"
+        )
+    return head
+
+
+def _has_json(head: bytes) -> bool:
+    """Whether it may be safetensors: eight bytes of length, then the header, a JSON object."""
+    return head[8:9] == b"{"
+
+
+def _foreign(path: str, head: bytes, what: str) -> NoCheckpointError:
+    if _has_json(head):
+        remedy = "it looks like safetensors: nvmeio.load_safetensors reads that"
+    elif not head.strip(b"\0"):
+        remedy = "it begins with zeros, as a file does whose data a crash has lost"
+    else:
+        remedy = f"it begins with {head[:8]!r}; check the path"
+    return NoCheckpointError(f"{path} is no {what}: {remedy}")

@@ -29,9 +29,11 @@ from nvmeio._reading._handles import CallHandle
 from nvmeio._reading._in_thread import in_thread
 from nvmeio._reading._spans import Load, Span
 from nvmeio.checkpoint import _pickles
+from nvmeio.checkpoint._kinds import check_older
 from nvmeio.checkpoint._locks import open_reading
 from nvmeio.checkpoint._opening import (
     Checkpoint,
+    check_calls,
     read_buffered,
     same_file,
     scan_pickle,
@@ -84,7 +86,10 @@ def load(
         IntegrityError: The archive is damaged, or says what cannot be: a record past the end,
             overlapping, compressed, encrypted, there twice, or of another size than the pickle
             says. Names file and record; known before anything is allocated.
-        pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids; likewise.
+        NvmeioError: The file is no checkpoint of torch at all; a `pickle.UnpicklingError` too, or
+            an `EOFError` if it is empty, as of torch.load.
+        pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids, or nvmeio's of
+            a call that would allocate far more than the pickle holds; likewise.
         TransferError: The file cannot be opened or read.
         MemoryError: There is less memory than the state needs.
 
@@ -146,14 +151,21 @@ class _Loading:
 
     def run(self) -> Any:
         with open_reading(self._path) as file:
-            if file.size() < 4 or read_buffered(file, 0, 4) != LOCAL_MAGIC or _seam() is None:
+            if read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC or _seam() is None:
+                if self._pickle_module is None:  # another one may read anything
+                    check_older(file)
                 return self._through_torch(self._path)
             with CallHandle(self._handle, self._path) as handle:
                 checkpoint = Checkpoint(file, handle.get, self._new_load())
-                if checkpoint.archive.is_script or self._nothing_to_read():
+                if checkpoint.archive.is_script:
                     with same_file(file) as same:
                         return self._through_torch(same)
                 scan = scan_pickle(checkpoint)
+                if self._weights_only:
+                    check_calls(checkpoint, scan)
+                if self._nothing_to_read():
+                    with same_file(file) as same:
+                        return self._through_torch(same)
                 spans = spans_of(checkpoint, file, scan)
                 if self._weights_only and not scan.globals <= _pickles.COMMON_GLOBALS:
                     self._check_globals(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import torch
 
 from nvmeio import _memory
 from nvmeio._reading._spans import Load, Span
-from nvmeio.checkpoint import _pickles, _zip
+from nvmeio.checkpoint import _calls, _pickles, _zip
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -106,6 +107,20 @@ def scan_pickle(checkpoint: Checkpoint) -> _pickles.Scan:
         ) from wrong
 
 
+def check_calls(checkpoint: Checkpoint, scan: _pickles.Scan) -> None:
+    """Refuse a pickle whose calls make far more than it holds, which torch lets it do.
+
+    Raises:
+        pickle.UnpicklingError: It has such a call; names it and the file.
+    """
+    why = _calls.refused(scan)
+    if why is not None:
+        raise pickle.UnpicklingError(
+            f"{checkpoint.path}: record 'data.pkl' calls {why}; torch.save writes no such call. "
+            "weights_only=False makes it, and any other: only for files of a source that you trust"
+        )
+
+
 def spans_of(checkpoint: Checkpoint, file: File, scan: _pickles.Scan) -> dict[str, Span]:
     """Where each storage lies that the pickle refers to, by key.
 
@@ -140,7 +155,10 @@ def unsafe_globals(file: File) -> list[str]:
     if ask is None:
         return ["unknown"]
     with same_file(file) as same:
-        return list(ask(same))
+        try:
+            return list(ask(same))
+        except pickle.UnpicklingError as refused:  # an opcode that torch does not read
+            return [str(refused)]
 
 
 @contextmanager

@@ -47,6 +47,10 @@ class Call:
         self.items: list[tuple[Any, Any]] = []
         self.elements: list[Any] = []
 
+    def __repr__(self) -> str:
+        # Not its arguments, which may be calls of calls, and double at every level.
+        return f"{getattr(self.function, 'name', '?')}(...)"
+
 
 class StorageRef(NamedTuple):
     """A storage, as a tensor's pickle refers to it.
@@ -91,16 +95,21 @@ _DTYPES: dict[str, torch.dtype] = {
     "QUInt2x4Storage": torch.quint2x4,
 }
 
+_ORDERED_DICT = Global("collections", "OrderedDict")
+
 # What every state dict refers to, and torch allows.
 COMMON_GLOBALS = frozenset(
     {
-        Global("collections", "OrderedDict"),
+        _ORDERED_DICT,
         Global("torch._utils", "_rebuild_tensor_v2"),
         Global("torch._utils", "_rebuild_parameter"),
         *(Global("torch", kind) for kind in _DTYPES),
     }
 )
 
+
+# torch's own limit. A hostile pickle has thousands, whose product takes hours.
+_MOST_DIMENSIONS = 64
 
 # The parts that a key of a dict, or an element of a set, may have. Real ones have a few.
 _MOST_KEY_PARTS = 1000
@@ -114,11 +123,15 @@ class Scan(NamedTuple):
             cannot be one), lists, tuples, sets and plain values.
         globals: All names that would be imported.
         storages: All storages that are referred to, each once, by key, in order.
+        calls: All calls, in the order in which they would be made.
+        nbytes: The length of the pickle.
     """
 
     value: object
     globals: set[Global]
     storages: dict[str, StorageRef]
+    calls: list[Call]
+    nbytes: int
 
 
 class PickleError(ValueError):
@@ -140,7 +153,16 @@ def scan(data: bytes) -> Scan:
         raise
     except (IndexError, KeyError, ValueError, TypeError, struct.error, OverflowError) as wrong:
         raise PickleError(f"damaged at byte {machine.at}: {wrong!r}") from wrong
-    return Scan(value, machine.globals, machine.storages)
+    return Scan(value, machine.globals, machine.storages, machine.calls, len(data))
+
+
+def shape_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """The shape that a call rebuilds a tensor with, from its arguments; () if it is none."""
+    shape = args[2] if len(args) > 2 else ()
+    if isinstance(shape, Call):  # torch.Size
+        shape = shape.args[0] if isinstance(shape.args, tuple) and shape.args else ()
+    sizes = shape[:_MOST_DIMENSIONS] if isinstance(shape, tuple) else ()
+    return tuple(n for n in sizes if isinstance(n, int))
 
 
 Step = Callable[["_Machine"], object]
@@ -161,6 +183,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.globals: set[Global] = set()
         self.storages: dict[str, StorageRef] = {}
+        self.calls: list[Call] = []
 
     def run(self) -> object:
         data, opcodes = self.data, _OPCODES
@@ -215,10 +238,15 @@ class _Machine:
         self.globals.add(found)
         self.push(found)
 
+    def call(self, function: Any, args: Any) -> Call:
+        made = Call(function, args)
+        self.calls.append(made)
+        return made
+
     def set_items(self, target: Any, flat: list[Any]) -> None:
         pairs = list(zip(flat[::2], flat[1::2], strict=True))
+        check_keys(flat[::2])
         if isinstance(target, dict):
-            _check_keys(flat[::2])
             target.update(pairs)
         elif isinstance(target, Call):
             target.items += pairs
@@ -229,7 +257,7 @@ class _Machine:
         if isinstance(target, list):
             target += elements
         elif isinstance(target, set):
-            _check_keys(elements)
+            check_keys(elements)
             target.update(elements)
         elif isinstance(target, Call):
             target.elements += elements
@@ -238,11 +266,11 @@ class _Machine:
 
     def persistent(self, told: Any) -> None:
         if not isinstance(told, tuple) or len(told) != 5 or _text(told[0]) != "storage":
-            raise PickleError(f"a persistent id that is no storage: {_shown(told)}")
+            raise PickleError(f"a persistent id that is no storage: {shown(told)}")
         _, kind, key, location, numel = told
         key, location = _text(key), _text(location)
         if not isinstance(kind, Global) or not isinstance(numel, int) or numel < 0:
-            raise PickleError(f"a storage that is none: {_shown(told)}")
+            raise PickleError(f"a storage that is none: {shown(told)}")
         ref = StorageRef(kind.name, key, location, numel)
         self.storages.setdefault(key, ref)
         self.push(ref)
@@ -252,12 +280,12 @@ def _text(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode("ascii")
     if not isinstance(value, str):
-        raise PickleError(f"expected a text, not {_shown(value)}")
+        raise PickleError(f"expected a text, not {shown(value)}")
     return value
 
 
-def _shown(value: object) -> str:
-    """A value in an error message; a tuple of tuples could be as long as 2 to its depth."""
+def shown(value: object) -> str:
+    """A value, for an error message; a tuple of tuples could be as long as 2 to its depth."""
     return _brief.repr(value)[:80]
 
 
@@ -265,12 +293,19 @@ _brief = reprlib.Repr()
 _brief.maxlevel = 2
 
 
-def _check_keys(keys: Sequence[Any]) -> None:
+def check_keys(keys: Sequence[Any]) -> int:
     """Refuse what Python could not hash, or compare, in bounded time and stack.
 
     A tuple of tuples has no hash of its own: all of it is gone through, each time, and where two of
     its elements are one object, twice at every level.
+
+    Returns:
+        How many parts were looked at.
+
+    Raises:
+        PickleError: A key has too many.
     """
+    parts = 0
     for key in keys:
         if not isinstance(key, (tuple, frozenset)):
             continue
@@ -281,6 +316,8 @@ def _check_keys(keys: Sequence[Any]) -> None:
             if left < 0:
                 raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
             waiting += [part for part in value if isinstance(part, (tuple, frozenset))]
+        parts += _MOST_KEY_PARTS - left
+    return parts
 
 
 def _mark(m: _Machine) -> None:
@@ -314,20 +351,17 @@ def _tuple(count: int) -> Step:
 
 def _reduce(m: _Machine) -> None:
     args = m.stack.pop()
-    m.stack[-1] = _called(m.stack[-1], args)
-
-
-def _called(function: Any, args: Any) -> Any:
     # A dict by another name: what follows are its items.
-    if function == Global("collections", "OrderedDict") and args == ():
-        return {}
-    return Call(function, args)
+    if m.stack[-1] == _ORDERED_DICT and args == ():
+        m.stack[-1] = {}
+    else:
+        m.stack[-1] = m.call(m.stack[-1], args)
 
 
 def _newobj_ex(m: _Machine) -> None:
     options = m.stack.pop()
     args = m.stack.pop()
-    m.stack[-1] = Call(m.stack[-1], (args, options))
+    m.stack[-1] = m.call(m.stack[-1], (args, options))
 
 
 def _build(m: _Machine) -> None:
@@ -358,13 +392,13 @@ def _appends(m: _Machine) -> None:
 
 
 def _dict_of(flat: list[Any]) -> dict[Any, Any]:
-    _check_keys(flat[::2])
+    check_keys(flat[::2])
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _frozenset(m: _Machine) -> None:
     elements = m.until_mark()
-    _check_keys(elements)
+    check_keys(elements)
     m.push(frozenset(elements))
 
 
@@ -377,12 +411,12 @@ def _inst(m: _Machine) -> None:
     module, name = m.line().decode(), m.line().decode()
     args = tuple(m.until_mark())
     m.name(module, name)
-    m.stack[-1] = Call(m.stack[-1], args)
+    m.stack[-1] = m.call(m.stack[-1], args)
 
 
 def _obj(m: _Machine) -> None:
     function, *args = m.until_mark()
-    m.push(Call(function, tuple(args)))
+    m.push(m.call(function, tuple(args)))
 
 
 def _int(m: _Machine) -> None:

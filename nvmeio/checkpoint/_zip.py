@@ -69,7 +69,7 @@ class Entry(NamedTuple):
         header_offset: Of its local header.
         offset: Of its first byte.
         nbytes: Its size in the file.
-        crc: Its CRC-32 as the directory has it; 0 with nbytes > 0 most likely means "not computed".
+        crc: Its CRC-32 as the directory has it; 0 too where none was computed.
         crc_at: Where in the directory that stands.
         descriptor: Length of the data descriptor behind it, 0 if there is none.
     """
@@ -113,6 +113,21 @@ class Archive(NamedTuple):
         """The folder that torch puts every record in, with a slash; "" where there is none."""
         folder, slash, _ = self.entries[0].name.partition("/") if self.entries else ("", "", "")
         return folder + slash if slash else ""
+
+    def storages(self) -> list[Entry]:
+        """The records that are storages, in the order of the file."""
+        folder = f"{self.prefix}data/"
+        return [entry for entry in self.entries if entry.name.startswith(folder)]
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether its records have CRC-32s, as those that are not 0 show.
+
+        Writers compute those of all storages or of none: a 0 among others is the sum of its bytes,
+        and another one among zeros a flipped bit.
+        """
+        filled = [entry.crc for entry in self.storages() or self.entries if entry.nbytes]
+        return 2 * sum(map(bool, filled)) >= len(filled) > 0
 
     def records(self) -> dict[str, Entry]:
         """The records by name, as torch calls them: without the leading folder."""

@@ -11,12 +11,23 @@ import torch
 
 from nvmeio._reading._handles import CallHandle
 from nvmeio._reading._spans import Load
-from nvmeio.checkpoint import _pickles
+from nvmeio.checkpoint import _calls, _crc, _pickles
 from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
 from nvmeio.checkpoint._locks import open_reading
-from nvmeio.checkpoint._opening import Checkpoint, scan_pickle, spans_of, unsafe_globals
+from nvmeio.checkpoint._opening import (
+    Checkpoint,
+    read_buffered,
+    scan_pickle,
+    spans_of,
+    unsafe_globals,
+)
 from nvmeio.checkpoint._pickles import Call, Global, StorageRef
+from nvmeio.checkpoint._zip import Archive, Entry
 from nvmeio.checkpoint.safetensors import read_header
+from nvmeio.files import File
+
+# A record that is read for its checksum where the archive does not say whether it has any.
+_FEW_BYTES = 1 << 20
 
 
 class RecordFacts(NamedTuple):
@@ -99,8 +110,11 @@ def describe(path: str | os.PathLike[str]) -> Description:
         )
     with open_reading(path) as file, CallHandle(None, path) as handle:
         checkpoint = Checkpoint(file, handle.get, Load())
+        summed = _is_summed(checkpoint.archive, file)
         records = [
-            RecordFacts(e.name, e.offset, e.nbytes, e.crc if e.crc or not e.nbytes else None)
+            RecordFacts(
+                e.name, e.offset, e.nbytes, e.crc if e.crc or summed or not e.nbytes else None
+            )
             for e in checkpoint.archive.entries
         ]
         if checkpoint.archive.is_script:
@@ -114,7 +128,31 @@ def describe(path: str | os.PathLike[str]) -> Description:
             for name, call, ref in _tensors_in(scan.value)
         ]
         forbidden = [] if scan.globals <= _pickles.COMMON_GLOBALS else unsafe_globals(file)
+        call = _calls.refused(scan)
+        if call is not None:
+            forbidden.append(call)
         return Description(file.path, kind, file.size(), records, tensors, sorted(forbidden))
+
+
+def _record(entry: Entry, summed: bool) -> RecordFacts:
+    crc = entry.crc if summed or entry.crc or not entry.nbytes else None
+    return RecordFacts(entry.name, entry.offset, entry.nbytes, crc)
+
+
+def _is_summed(archive: Archive, file: File) -> bool:
+    """Whether the records have CRC-32s.
+
+    Where all are 0, the bytes of the smallest tell, if they are few: their sum may be 0.
+    """
+    if archive.is_summed:
+        return True
+    filled = [entry for entry in archive.storages() or archive.entries if entry.nbytes]
+    least = min(filled, key=lambda entry: entry.nbytes, default=None)
+    if least is None:
+        return True
+    if least.nbytes > _FEW_BYTES:
+        return False
+    return _crc.of_bytes(read_buffered(file, least.offset, least.nbytes)) == 0
 
 
 def alignment_of(offset: int) -> int:
@@ -194,10 +232,7 @@ def _tensor(name: str, call: Call, ref: StorageRef, record: str, start: int) -> 
     if getattr(call.function, "name", "") == "_rebuild_tensor_v3" and len(args) > 6:
         dtype = str(getattr(args[6], "name", dtype))  # of storages that have no kind of their own
     offset = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-    shape = args[2] if len(args) > 2 else ()
-    if isinstance(shape, Call):  # torch.Size
-        shape = shape.args[0] if isinstance(shape.args, tuple) and shape.args else ()
-    sizes = tuple(n for n in shape if isinstance(n, int)) if isinstance(shape, tuple) else ()
+    sizes = _pickles.shape_of(args)
     known = getattr(torch, dtype, None)
     nbytes = math.prod(sizes) * (known.itemsize if isinstance(known, torch.dtype) else itemsize)
     return TensorFacts(name, dtype, sizes, nbytes, record, start + offset * itemsize, ref.location)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import cleandoc
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
@@ -125,3 +126,8 @@ app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
 app.command("pack")(pack.command)
 app.command("generate")(generate.command)
+
+# rich keeps the line breaks of a paragraph, where a narrow terminal makes its own.
+for _registered in app.registered_commands:
+    _paragraphs = cleandoc(_registered.callback.__doc__ or "").split("\n\n")
+    _registered.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)

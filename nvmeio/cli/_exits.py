@@ -47,19 +47,19 @@ def exit_statuses(errors: Console) -> Iterator[None]:
             signal.signal(signum, _terminate)
         yield
     except _Terminated as terminated:
-        _say(errors, "terminated; no files are left", "yellow")
+        complain(errors, "terminated; no files are left", "yellow")
         raise typer.Exit(128 + terminated.signum) from terminated
     except KeyboardInterrupt as interrupted:
-        _say(errors, "interrupted; no files are left", "yellow")
+        complain(errors, "interrupted; no files are left", "yellow")
         raise typer.Exit(INTERRUPTED) from interrupted
     except Refused as refused:
-        _say(errors, f"refused: {refused}")
+        complain(errors, f"refused: {refused}")
         raise typer.Exit(USAGE) from refused
     except BackendUnavailableError as missing:
-        _say(errors, f"not available: {missing}")
+        complain(errors, f"not available: {missing}")
         raise typer.Exit(UNAVAILABLE) from missing
     except (Failed, NvmeioError, OSError, MemoryError) as failed:
-        _say(errors, f"failed: {failed}")
+        complain(errors, f"failed: {failed}")
         raise typer.Exit(FAILED) from failed
     finally:
         for signum, handler in before.items():
@@ -70,5 +70,6 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise _Terminated(signum)
 
 
-def _say(errors: Console, message: str, style: str = "red") -> None:
+def complain(errors: Console, message: str, style: str = "red") -> None:
+    """One message on `errors`, in which brackets are no markup."""
     errors.print(message, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: sizes binary (1K = 1024), rates decimal (GB = 10**9)."""
+"""Sizes, times, counts as people write them: sizes binary (1K = 1024), rates in 10**9 bytes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 record" and "2 records"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def parse_duration(text: str) -> float:

@@ -58,6 +58,7 @@ def command(
         typer.Option(
             "--multi-process",
             "--processes",
+            metavar="N",
             min=1,
             help="Tasks per directory, each a process with a file of its own; they begin every "
             "loop together.",
@@ -149,6 +150,7 @@ def command(
     queue_depth: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             help="Blocks in the kernel at most (ds_io: 32).",
             show_default="128",
             rich_help_panel=_HOW,
@@ -163,7 +165,7 @@ def command(
         typer.Option(
             "--sequential-requests",
             "--no-overlap-events",
-            help="Refill the queue only when it has run empty.",
+            help="Refill the queue only when it has run empty; also --no-overlap-events.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -172,7 +174,8 @@ def command(
         typer.Option(
             "--io-parallel",
             "--intra-op-parallelism",
-            help="Lanes that share each transfer.",
+            metavar="N",
+            help="Lanes that share each transfer; also --intra-op-parallelism.",
             show_default="1",
             rich_help_panel=_HOW,
         ),
@@ -204,11 +207,12 @@ def command(
         ),
     ] = False,
     loops: Annotated[
-        int, typer.Option(min=1, help="Measured repetitions.", rich_help_panel=_WHEN)
+        int,
+        typer.Option(metavar="N", min=1, help="Measured repetitions.", rich_help_panel=_WHEN),
     ] = 3,
     warmup_loops: Annotated[
         int,
-        typer.Option(min=0, help="Repetitions before them.", rich_help_panel=_WHEN),
+        typer.Option(metavar="N", min=0, help="Repetitions before them.", rich_help_panel=_WHEN),
     ] = 1,
     include_warmup: Annotated[
         bool,
@@ -242,13 +246,15 @@ def command(
             rich_help_panel=_WHEN,
         ),
     ] = False,
-    reference: Annotated[
+    no_reference: Annotated[
         bool,
         typer.Option(
-            help="Measure a plain direct loop beside: what the drive gave to anybody just then.",
+            "--no-reference",
+            help="Leave out the plain direct loop beside, which is what the drive gave to anybody "
+            "just then.",
             rich_help_panel=_WHEN,
         ),
-    ] = True,
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_SHOWN),
@@ -306,7 +312,7 @@ def command(
         devices = tuple(place.device for place in places)
         _accelerator.require(gpu or gds or accelerator_memory, gds, devices)
         result = ask.measure(
-            workload, names, ops, errors, reference=reference, include_warmup=include_warmup
+            workload, names, ops, errors, reference=not no_reference, include_warmup=include_warmup
         )
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=2))

@@ -37,7 +37,9 @@ def command(
             metavar="N,N,…", help="The prompt as tokens, for a model without a tokenizer."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens to generate at most.")
+    ] = 32,
     resident_bytes: Annotated[
         str | None,
         typer.Option(
@@ -46,7 +48,10 @@ def command(
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(min=1, help="Layers that the window holds; by default 3 or fewer.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Layers that the window holds; by default 3 or fewer."
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")

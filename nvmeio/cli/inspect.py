@@ -14,9 +14,10 @@ from rich.text import Text
 
 from nvmeio.checkpoint._kinds import NoCheckpointError
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
-from nvmeio.cli._exits import FAILED, USAGE, exit_statuses
-from nvmeio.cli._units import binary_size, printable
-from nvmeio.errors import IntegrityError
+from nvmeio.cli._checkpoints import checkpoints_in
+from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses
+from nvmeio.cli._units import binary_size, counted, printable
+from nvmeio.errors import IntegrityError, TransferError
 
 
 def command(
@@ -24,7 +25,8 @@ def command(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A checkpoint of nvmeio.save or torch.save, or a safetensors file.",
+            help="A checkpoint of nvmeio.save or torch.save, a safetensors file, or a directory of "
+            "them.",
             show_default=False,
         ),
     ],
@@ -41,30 +43,46 @@ def command(
 
     Example: [bold]nvmeio inspect checkpoints/latest.pt[/]
 
-    Exit status: 0 shown, 1 the file is damaged or cannot be read, 2 it is missing or no checkpoint.
+    Exit status: 0 shown, 1 a file is damaged or cannot be read, 2 PATH is missing or no checkpoint.
     """
     errors = Console(stderr=True)
     with exit_statuses(errors):
-        try:
-            description = describe(path)
-        except (NoCheckpointError, FileNotFoundError) as none:
-            _complain(errors, none)
-            raise typer.Exit(USAGE) from none
-        except IntegrityError as damaged:
-            _complain(errors, damaged)
-            raise typer.Exit(FAILED) from damaged
+        found, status = _describe_all(path, errors)
     if as_json:
-        typer.echo(json.dumps(_as_json(description), indent=2))
-        return
+        told = [_as_json(description) for description in found]
+        if path.is_dir():
+            typer.echo(json.dumps({"files": told}, indent=2))
+        elif told:
+            typer.echo(json.dumps(told[0], indent=2))
+        raise typer.Exit(status)
     console = Console()
     if not console.is_terminal:
         console.width = 1000  # in a pipe each line keeps to itself, for grep
-    console.print(_table_of_records(description) if records else _table_of_tensors(description))
-    console.print(_summary(description), markup=False, highlight=False, soft_wrap=True)
+    for number, description in enumerate(found):
+        if number:
+            console.print()
+        console.print(_table_of_records(description) if records else _table_of_tensors(description))
+        console.print(_summary(description), markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(status)
 
 
-def _complain(errors: Console, what: Exception) -> None:
-    errors.print(str(what), style="red", markup=False, highlight=False, soft_wrap=True)
+def _describe_all(path: Path, errors: Console) -> tuple[list[Description], int]:
+    found: list[Description] = []
+    status = OK
+    files = list(checkpoints_in(path))
+    if not files:
+        complain(errors, f"{path}: there is no checkpoint in it")
+        status = USAGE
+    for file in files:
+        try:
+            found.append(describe(file))
+        except (NoCheckpointError, FileNotFoundError) as none:
+            complain(errors, str(none))
+            status = status or USAGE
+        except (IntegrityError, TransferError) as failed:
+            complain(errors, str(failed))
+            status = FAILED
+    return found, status
 
 
 def _table_of_tensors(description: Description) -> Table:
@@ -115,7 +133,7 @@ def _summary(description: Description) -> str:
     storages = {t.record or t.name: begins.get(t.record, t.offset) for t in description.tensors}
     lines = [
         f"{description.path}: {description.kind}, {binary_size(description.nbytes)}, "
-        f"{len(description.tensors)} tensors in {len(storages)} storages"
+        f"{counted(len(description.tensors), 'tensor')} in {counted(len(storages), 'storage')}"
     ]
     if storages:
         least = min(map(alignment_of, storages.values()))
@@ -124,7 +142,7 @@ def _summary(description: Description) -> str:
         lines.append("written without checksums")
     if description.forbidden:
         names = printable(", ".join(description.forbidden))
-        lines.append(f"weights_only=True refuses it, for it refers to: {names}")
+        lines.append(f"weights_only=True refuses it, for it refers to or calls: {names}")
     return "\n".join(lines)
 
 

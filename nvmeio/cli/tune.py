@@ -74,7 +74,8 @@ def command(
         ),
     ] = 400 << 20,
     loops: Annotated[
-        int, typer.Option(min=1, help="Transfers in a measurement; their median counts.")
+        int,
+        typer.Option(metavar="N", min=1, help="Transfers in a measurement; their median counts."),
     ] = 1,
     engine: Annotated[str, typer.Option(metavar="NAME", help="auto, libaio or threads.")] = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="The tensors lie on GPUs.")] = False,

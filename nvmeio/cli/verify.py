@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from nvmeio.checkpoint._kinds import NoCheckpointError, kind_of
+from nvmeio.checkpoint._kinds import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
-from nvmeio.cli._exits import FAILED, OK, USAGE, exit_statuses
-from nvmeio.cli._units import binary_size, printable
+from nvmeio.cli._checkpoints import checkpoints_in
+from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses
+from nvmeio.cli._units import binary_size, counted, printable
 from nvmeio.errors import TransferError
 
 
@@ -67,9 +67,9 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
     status = OK
     files: list[Path] = []
     for path in paths:
-        inside = list(_files_in(path))
+        inside = list(checkpoints_in(path))
         if not inside:
-            _complain(errors, f"{path}: there is no checkpoint in it")
+            complain(errors, f"{path}: there is no checkpoint in it")
             status = USAGE
         files += inside
     with _bar(errors, files) as advance:
@@ -77,10 +77,10 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
             try:
                 found.append(verify(path, progress=advance))
             except NoCheckpointError as none:
-                _complain(errors, str(none))
+                complain(errors, str(none))
                 status = USAGE
             except FileNotFoundError as missing:
-                _complain(errors, str(missing.strerror))
+                complain(errors, str(missing.strerror))
                 status = USAGE
             except TransferError as failed:
                 size = path.stat().st_size if path.exists() else 0
@@ -89,27 +89,6 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
     if any(verdict.problems for verdict in found):
         status = FAILED
     return found, status
-
-
-def _files_in(path: Path) -> Iterator[Path]:
-    """The path itself, or the checkpoints in the directory that it is, and in those below it.
-
-    A link that leads to another file of the directory, as `latest` does, is not looked at twice.
-    """
-    if not path.is_dir():
-        yield path
-        return
-    for inside in sorted(path.iterdir()):
-        if inside.name.startswith("."):
-            continue
-        if inside.is_symlink() and path.resolve() in inside.resolve().parents:
-            continue
-        if inside.is_dir():
-            yield from _files_in(inside)
-        elif inside.is_file():
-            with contextlib.suppress(NoCheckpointError, TransferError):
-                kind_of(inside)
-                yield inside
 
 
 @contextmanager
@@ -133,22 +112,18 @@ def _bar(console: Console, files: list[Path]) -> Iterator[Callable[[int], None]]
         yield lambda nbytes: progress.advance(bar, nbytes)
 
 
-def _complain(errors: Console, message: str) -> None:
-    errors.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
 def _show(verdict: Verdict) -> None:
     if verdict.problems:
         typer.echo(f"{verdict.path}: DAMAGED")
         for problem in verdict.problems:
             typer.echo(printable(f"  {problem.record or 'archive'}: {problem.what}"))
         return
-    what = "tensors" if verdict.kind == "safetensors" else "records"
-    line = f"{verdict.path}: whole, {verdict.records} {what}, {binary_size(verdict.nbytes)}"
+    what = counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
+    line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"
     if verdict.kind == "safetensors":
         line += " (structure only: the format has no checksums)"
     elif verdict.unchecked:
-        line += f" ({verdict.unchecked} of them were written without a checksum)"
+        line += f" ({verdict.unchecked} of them written without a checksum)"
     typer.echo(line)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from nvmeio.errors import ShortTransferError, TransferError
 from nvmeio.inference._units import Target, Unit
 
 # Tensors that an error names; a layer is read as one and rarely has more.
@@ -48,18 +45,3 @@ def names_in(unit: Unit, at: int, nbytes: int) -> str:
                 found.append(weight.name)
     named = ", ".join(repr(name) for name in found[:_NAMED])
     return named + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
-
-
-def told(failed: TransferError, names: str, layer: str) -> TransferError:
-    """The error, with the names of the tensors and the layer that were to be read."""
-    kind = ShortTransferError if isinstance(failed, ShortTransferError) else TransferError
-    code = failed.errno or errno.EIO
-    return kind(
-        code,
-        operation=failed.operation,
-        path=failed.path,
-        file_offset=failed.file_offset,
-        nbytes=failed.nbytes,
-        transferred=failed.transferred,
-        detail=f"{failed._detail or os.strerror(code)} (weights {names} of {layer})",
-    )

@@ -153,18 +153,3 @@ def _mismatch(
         expected=expected,
         found=found,
     )
-
-
-def check_shape(name: str, part_shape: tuple[int, ...], shape: torch.Size, where: str) -> None:
-    """Raise if what is stored has another shape than the model wants.
-
-    Raises:
-        IntegrityError: It has; names tensor, file and both shapes.
-    """
-    if tuple(part_shape) != tuple(shape):
-        raise IntegrityError(
-            f"tensor {name!r} in {where} has shape {tuple(part_shape)}, the model wants "
-            f"{tuple(shape)}: the checkpoint belongs to another configuration",
-            expected=tuple(shape),
-            found=tuple(part_shape),
-        )

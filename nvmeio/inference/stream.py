@@ -32,7 +32,7 @@ from torch import nn
 from nvmeio._reading._in_thread import in_thread
 from nvmeio._reading._span_plan import Span
 from nvmeio._reading._spans import read as read_spans
-from nvmeio.errors import ClosedError, TransferError
+from nvmeio.errors import ClosedError, TransferError, told_for
 from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._checkpoint import Checkpoint
@@ -40,7 +40,7 @@ from nvmeio.inference._feeder import Feeder
 from nvmeio.inference._layout import Read
 from nvmeio.inference._opened import Opening, StreamStats
 from nvmeio.inference._opened import close as close_all
-from nvmeio.inference._showing import install, names_in, told, uninstall
+from nvmeio.inference._showing import install, names_in, uninstall
 from nvmeio.inference._slots import Memory, Slot, load
 from nvmeio.inference._turns import Schedule, Turns
 from nvmeio.inference._units import Partition, Unit
@@ -230,7 +230,7 @@ class WeightStream:
                 opened.checkpoint.check(piece.file, repr(weight.name))
             except TransferError as failed:
                 self._give_up()
-                raise told(failed, repr(weight.name), unit.name) from failed
+                raise told_for(failed, f"weight {weight.name!r} of {unit.name}") from failed
             except BaseException:
                 self._give_up()
                 raise
@@ -306,7 +306,7 @@ class WeightStream:
         except TransferError as failed:
             at = job.failed_at
             names = names_in(unit, at.at, at.memory.nbytes) if at is not None else unit.name
-            raise told(failed, names, unit.name) from failed
+            raise told_for(failed, f"weights {names} of {unit.name}") from failed
         self._waited_s += time.perf_counter() - began
         for index in {read.file for read in unit.layout.reads}:
             opened.checkpoint.check(index, f"layer {unit.name!r}")
@@ -378,7 +378,7 @@ class WeightStream:
                 error = operation.exception()
                 if isinstance(error, TransferError) and failed is None:
                     names = names_in(slot.unit, read.at, read.end - read.start)
-                    failed = told(error, names, slot.unit.name)
+                    failed = told_for(error, f"weights {names} of {slot.unit.name}")
         if failed is not None:
             raise failed
         for index in {read.file for read in reads}:
@@ -511,7 +511,7 @@ class WeightStream:
         except TransferError as failed:
             at = slot.job.failed_at if slot.job is not None else None
             names = names_in(self._fixed, at.at, at.memory.nbytes) if at is not None else "them"
-            raise told(failed, names, self._fixed.name) from failed
+            raise told_for(failed, f"weights {names} of {self._fixed.name}") from failed
         install(self._fixed.targets, memory.tensors(slot, keep=True))
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from nvmeio import files
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._reading._safetensors_files import header_of
-from nvmeio.errors import ClosedError, IntegrityError, TransferError
+from nvmeio.errors import ClosedError, IntegrityError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.inference._feeder import Feeder, Job, Wanted
@@ -147,7 +147,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             if ahead.lease is not None:
                 ahead.lease.__exit__(None, None, None)
             if isinstance(failed, TransferError):
-                raise _told(failed, key) from failed
+                raise told_for(failed, f"weight {key!r}") from failed
             raise
         tensor = _tensor(ahead, place)
         device = torch.device("cpu" if self.device is None else self.device)
@@ -370,18 +370,6 @@ def _reader(
 def _close_files(opened: dict[str, File]) -> None:
     for file in opened.values():
         file.close()
-
-
-def _told(failed: TransferError, name: str) -> TransferError:
-    return TransferError(
-        failed.errno or 5,
-        operation=failed.operation,
-        path=failed.path,
-        file_offset=failed.file_offset,
-        nbytes=failed.nbytes,
-        transferred=failed.transferred,
-        detail=f"{failed._detail or os.strerror(failed.errno or 5)} (weight {name!r})",
-    )
 
 
 def dispatch_model(model: Any, *arguments: Any, **named: Any) -> Any:

@@ -6,6 +6,7 @@ import pickle
 import struct
 import warnings
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import nvmeio
 from nvmeio import _memory
 from nvmeio._reading._spans import Load
 from nvmeio.checkpoint import _loading, _pickles
+from nvmeio.checkpoint.describing import describe
 
 STATE = {"a": noise(1000), "b": noise(5)}
 
@@ -336,6 +338,9 @@ PICKLES: dict[str, bytes] = {
     "a key that doubles": b"\x80\x02}K\x01" + b"2\x86" * 45 + b"K\x01s.",
     "keys that double": b"\x80\x02}(K\x01" + b"2\x86" * 45 + b"K\x01u.",
     "a dict's key that doubles": b"\x80\x02(K\x01" + b"2\x86" * 45 + b"K\x01d.",
+    "a Counter's key that doubles": b"\x80\x02ccollections\nCounter\n)RK\x01"
+    + b"2\x86" * 45
+    + b"K\x01s.",
     "an element that doubles": b"\x80\x04\x8f(K\x01" + b"2\x86" * 45 + b"\x90.",
     "a frozen element that doubles": b"\x80\x04(K\x01" + b"2\x86" * 45 + b"\x91.",
     "a persistent id that doubles": b"\x80\x02K\x01" + b"2\x86" * 45 + b"Q.",
@@ -377,6 +382,161 @@ def test_scanning_runs_nothing(tmp_path: Path) -> None:
     assert found.globals == {_pickles.Global("os", "system")} and not proof.exists()
     pickle.loads(harmful)
     assert proof.exists()
+
+
+# What the pickle calls
+
+
+def pickled(value: bytes) -> bytes:
+    """A dict with this value under "a", in protocol 2."""
+    return b"\x80\x02}X\x01\x00\x00\x00a" + value + b"s."
+
+
+def text(letters: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(letters)) + letters
+
+
+def view(shape: bytes, storage: bytes = b"FloatStorage") -> bytes:
+    """One element, seen in this shape: all strides are 0."""
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\n"
+        + storage
+        + b"\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00"
+        + shape
+        + b"K\x00\x85\x89ccollections\nOrderedDict\n)RtR"
+    )
+
+
+HUGE = b"\x8a\x06\0\0\0\0\x40\0"  # 2 ** 38, as no memory has bytes for
+DOUBLED = b"K\x01" + b"q\x05h\x05\x86" * 45
+FLOAT = b"ctorch\nfloat32\n"
+SEEN = view(HUGE + b"\x85")
+CALLS: dict[str, bytes] = {
+    "a bytearray": b"cbuiltins\nbytearray\n" + HUGE + b"\x85R",
+    "a bytearray of Python 2": b"c__builtin__\nbytearray\n" + HUGE + b"\x85R",
+    "a bytearray by its arguments' storage": b"cbuiltins\nbytearray\n"
+    + SEEN[SEEN.index(b"(X\x07") : SEEN.index(b"Q") + 1]
+    + b"R",
+    "a bytearray of a tensor's": b"cbuiltins\nbytearray\n" + SEEN + b"\x85R",
+    "a wrapped bytearray": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\n"
+    b"ctorch\nTensor\n" + HUGE + b"\x85}tR",
+    "a bytearray wrapped twice": b"ctorch._tensor\n_rebuild_from_type_v2\n"
+    b"(ctorch._tensor\n_rebuild_from_type_v2\nctorch\nTensor\n(cbuiltins\nbytearray\n"
+    b"ctorch\nTensor\n" + HUGE + b"\x85}t}tR",
+    "a tensor": b"ctorch\nFloatTensor\n" + HUGE + b"\x85R",
+    "a tensor of a size": b"ctorch\nTensor\nctorch\nSize\n" + HUGE + b"\x85\x85R\x85R",
+    "a new tensor": b"ctorch\nTensor\n" + HUGE + b"\x85\x81",
+    "a storage": b"ctorch.storage\nUntypedStorage\n" + HUGE + b"\x85R",
+    "a text many times": b"c_codecs\nencode\nq\x01" + text(b"x" * 100_000) + b"q\x02"
+    b"X\x06\x00\x00\x00latin1q\x03\x86R" + b"0h\x01h\x02h\x03\x86R" * 30,
+    "a slow encoding": b"c_codecs\nencode\n" + text(b"x") + text(b"punycode") + b"\x86R",
+    "a set that hashes for weeks": b"cbuiltins\nset\n]" + DOUBLED + b"a\x85R",
+    "a Counter that does": b"ccollections\nCounter\n]" + DOUBLED + b"a\x85R",
+    "an OrderedDict's key": b"ccollections\nOrderedDict\n]" + DOUBLED + b"K\x01\x86a\x85R",
+    "a set of a tensor": b"cbuiltins\nset\n" + SEEN + b"\x85R",
+    "a shape of a tensor": b"ctorch\nSize\n" + SEEN + b"\x85R",
+    "a copy of a view": b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
+    + SEEN
+    + FLOAT
+    + text(b"cpu")
+    + b"\x89tR",
+    "a copy of a wrapped view": b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
+    b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\n"
+    b"ctorch\nTensor\n" + SEEN[SEEN.index(b"((") : -1] + b"}tR" + FLOAT + text(b"cpu") + b"\x89tR",
+    "a sparse tensor's indices": b"ctorch._utils\n_rebuild_sparse_tensor\n"
+    b"ctorch.serialization\n_get_layout\n"
+    + text(b"torch.sparse_coo")
+    + b"\x85R("
+    + view(b"K\x01" + HUGE + b"\x86", b"LongStorage")
+    + view(HUGE + b"\x85")
+    + b"K\x01\x85\x89t\x86R",
+    "a quantised tensor": b"ctorch._utils\n_rebuild_qtensor\n"
+    + SEEN[SEEN.index(b"((") : SEEN.index(b"\x89ccoll")].replace(b"FloatStorage", b"QInt8Storage")
+    + b"(ctorch\nper_tensor_affine\nG\x3f\xf0\0\0\0\0\0\0K\x00t\x89"
+    b"ccollections\nOrderedDict\n)RtR",
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_out_of_all_proportion(kind: str, path: Path, nothing_allocated: None) -> None:
+    """torch makes them: bytearray(2**38) filled memory until the process was killed."""
+    itemsize = {b"LongStorage": 8, b"QInt8Storage": 1}
+    nbytes = next((n for name, n in itemsize.items() if name in CALLS[kind]), 4)
+    checkpoint_with_pickle(path, pickled(CALLS[kind]), {"0": bytes(nbytes)})
+    for where in (None, "meta"):
+        with pytest.raises(pickle.UnpicklingError, match="writes no such call") as raised:
+            nvmeio.load(path, where)
+        assert str(raised.value).startswith(f"{path}: record 'data.pkl' calls ")
+    assert describe(path).forbidden
+
+
+def test_a_call_before_a_forbidden_global(path: Path, nothing_allocated: None) -> None:
+    """torch is asked for its words about the global, and makes all calls before it."""
+    calls = CALLS["a bytearray"] + b"0cposix\nsystem\n" + text(b"true") + b"\x85R"
+    checkpoint_with_pickle(path, pickled(calls), {"0": bytes(8)})
+    with pytest.raises(pickle.UnpicklingError, match="bytearray"):
+        nvmeio.load(path)
+
+
+def test_an_opcode_that_torch_does_not_read(path: Path) -> None:
+    """inspect ended in a traceback."""
+    checkpoint_with_pickle(path, pickled(b"cposix\nsystem\n0K\x01"), {})
+    assert describe(path).forbidden == ["Unsupported operand 48"]
+    with pytest.raises(pickle.UnpicklingError, match="posix"):
+        nvmeio.load(path)
+
+
+def test_with_trust_any_call_is_made(path: Path) -> None:
+    call = b"cbuiltins\nbytearray\nK\x05\x85R"
+    checkpoint_with_pickle(path, pickled(call), {})
+    assert nvmeio.load(path, weights_only=False) == {"a": bytearray(5)}
+
+
+def test_calls_that_double_are_told_in_bounded_time(path: Path) -> None:
+    """Were a call's arguments shown with those of the calls in them, it would take forever."""
+    doubled = b"cbuiltins\nset\nq\x01)Rq\x02" + b"0h\x01h\x02h\x02\x86\x85Rq\x02" * 60
+    doubled += b"0ctorch.storage\nUntypedStorage\nh\x02\x85R"
+    checkpoint_with_pickle(path, pickled(doubled), {})
+    with pytest.raises(pickle.UnpicklingError, match=r"UntypedStorage\(set\(...\)\)"):
+        nvmeio.load(path)
+
+
+IN_EARNEST: dict[str, Callable[[], Any]] = {
+    "bytes": lambda: [bytes(range(256)) * 100, b"x"],
+    "bytearrays": lambda: [bytearray(range(256)), bytearray()],
+    "sets": lambda: [{1, "two", (3, (4,))}, set(), set(range(10_000))],
+    "Counter": lambda: Counter({"a": 3, (1, 2): 4}),
+    "OrderedDict": lambda: OrderedDict([("a", noise(3)), ((1, 2), 4)]),
+    "complex": lambda: [1 + 2j, 3j],
+    "sizes": lambda: [torch.Size([3, 4]), torch.Size([])],
+    "devices": lambda: torch.device("cpu"),
+    "expanded": lambda: noise(1).expand(1000, 1000),
+    "a parameter": lambda: torch.nn.Parameter(noise(3, 4)),
+    "sparse": lambda: noise(30, 40).to_sparse(),
+    "compressed": lambda: noise(30, 40).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(noise(30), 0.1, 0, torch.qint8),
+    "quantised by channel": lambda: torch.quantize_per_channel(
+        noise(2000, 2), torch.rand(2000) + 1, torch.zeros(2000), 0, torch.qint8
+    ),
+    "with attributes": lambda: with_attribute(noise(3)),
+}
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = {"of": [1, 2, b"bytes"]}  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize("kind", IN_EARNEST)
+def test_calls_in_earnest(kind: str, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of experimental and deprecated kinds of tensors
+        value = IN_EARNEST[kind]()
+        torch.save([value, value], path)
+        found = nvmeio.load(path)
+        wanted = torch.load(path)
+    assert repr(found) == repr(wanted)
+    assert describe(path).forbidden == []
 
 
 # Anything at all

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import pickle
+import struct
+import tarfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -30,6 +32,7 @@ import nvmeio
 from nvmeio import _memory
 from nvmeio._reading._spans import Load
 from nvmeio.checkpoint import _loading, _opening
+from nvmeio.checkpoint._kinds import kind_of
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -348,12 +351,52 @@ def test_torchscript_is_refused_as_torch_does(path: Path) -> None:
 
 
 @stands_in
+@pytest.mark.parametrize("protocol", range(1, pickle.HIGHEST_PROTOCOL + 1))
+def test_the_legacy_format_in_any_protocol(protocol: int, path: Path) -> None:
+    options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
+    torch.save([noise(3)], path, **options)
+    assert kind_of(path) == "torch legacy"
+    assert_same(load(path, weights_only=False), [noise(3)])
+
+
+FOREIGN = {
+    "empty": (b"", "is empty"),
+    "two letters": (b"PK", "begins with b'PK'; check the path"),
+    "a text": (b"no checkpoint at all", "begins with b'no check'; check the path"),
+    "a text of opcodes": (b"hello", "begins with b'hello'"),
+    "a plain pickle": (pickle.dumps({"a": 1}), "check the path"),
+    "zeros": (bytes(10_000), "zeros"),
+    "safetensors": (struct.pack("<Q", 2) + b"{}", "load_safetensors"),
+}
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_is_no_checkpoint(kind: str, weights_only: bool, path: Path) -> None:
+    """torch's errors named no file, and advised weights_only=False for a text."""
+    content, says = FOREIGN[kind]
+    path.write_bytes(content)
+    with pytest.raises(EOFError if not content else pickle.UnpicklingError) as raised:
+        load(path, weights_only=weights_only)
+    assert isinstance(raised.value, nvmeio.errors.NvmeioError)
+    assert str(raised.value).startswith(f"{path} is ") and says in str(raised.value)
+
+
+@stands_in
 @pytest.mark.parametrize("content", [b"", b"PK", b"no checkpoint at all"])
-def test_other_files_are_torchs_error(content: bytes, path: Path) -> None:
+def test_other_files_are_of_torchs_type(content: bytes, path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(Exception) as theirs:
         torch.load(path)
     with pytest.raises(theirs.type):
+        load(path)
+
+
+@stands_in
+def test_the_tar_format_is_left_to_torch(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"))
+    with pytest.raises(RuntimeError, match="tar"):
         load(path)
 
 

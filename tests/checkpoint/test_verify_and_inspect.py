@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,10 +21,12 @@ from support import run_python
 from typer.testing import CliRunner, Result
 
 import nvmeio
+from nvmeio.checkpoint import verifying
 from nvmeio.checkpoint._kinds import NoCheckpointError
 from nvmeio.checkpoint.describing import TensorFacts, alignment_of, describe
 from nvmeio.checkpoint.verifying import verify
-from nvmeio.cli import app
+from nvmeio.cli import _checkpoints, app
+from nvmeio.cli._checkpoints import checkpoints_in
 
 
 def run(command: str, *arguments: str | Path) -> Result:
@@ -106,6 +109,27 @@ def test_records_without_checksums_are_counted(path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     verdict = verify(path)
     assert (verdict.unchecked, verdict.problems) == (verdict.records, [])
+
+
+# zlib.crc32 of these four bytes is 0.
+ZERO_CRC = torch.tensor([0x9D, 0x0A, 0xD9, 0x6D], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_checksum_that_is_0(beside: int, path: Path) -> None:
+    """It was taken for none."""
+    nvmeio.save([ZERO_CRC, *[noise(300)] * beside], path)
+    names = [record.name for record in describe(path).records if record.crc32 is None]
+    assert names == []
+    done = run("inspect", "--records", path)
+    assert re.search(r"archive/data/0 +4 .+ 00000000", done.stdout)
+    assert "without" not in done.stdout
+    assert (verify(path).unchecked, verify(path).problems) == (0, [])
+    if beside:  # alone it cannot be told from one that was not computed
+        at = [i.header_offset for i in zipfile.ZipFile(path).infolist() if "data/1" in i.filename]
+        flip(path, path.read_bytes().index(bytes(ZERO_CRC.tolist()), 0, at[0]))
+        (problem,) = verify(path).problems
+        assert problem.record == "archive/data/0" and "should be 0x00000000" in problem.what
 
 
 def test_archives_that_another_tool_packed(path: Path) -> None:
@@ -213,6 +237,40 @@ def test_verify_of_a_directory(tmp_path: Path) -> None:
     assert list(map(str, told)) == ["a.pt", "b.pt", "step-00000001/rank-00000.pt"]
 
 
+def test_verify_of_a_directory_leaves_out_nothing_that_was_lost(tmp_path: Path) -> None:
+    """An empty model.pt was passed over, and so was what could not be read."""
+    nvmeio.save({"a": noise(3)}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").touch()
+    done = run("verify", tmp_path)
+    assert done.exit_code == 2
+    assert f"{tmp_path / 'a.pt'}: whole" in done.stdout
+    assert f"{tmp_path / 'b.pt'} is empty" in done.stderr
+
+
+def test_links_that_lead_round_in_circles(tmp_path: Path) -> None:
+    """Two links to the directory itself: each level was looked at twice, forty levels deep."""
+    nvmeio.save({"a": noise(3)}, tmp_path / "a.pt")
+    (tmp_path / "below").mkdir()
+    for name in ("one", "two", "below/up"):
+        (tmp_path / name).symlink_to(tmp_path)
+    assert list(checkpoints_in(tmp_path)) == [tmp_path / "a.pt"]
+
+
+def test_a_file_that_cannot_be_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    nvmeio.save({"a": noise(3)}, path)
+
+    def fail(*_: Any) -> Any:
+        raise nvmeio.TransferError(errno.EIO, operation="open", path=str(path))
+
+    monkeypatch.setattr(_checkpoints, "kind_of", fail)
+    monkeypatch.setattr(verifying, "kind_of", fail)
+    done = run("verify", tmp_path)
+    assert done.exit_code == 1 and "cannot be read" in done.stdout
+
+
 def safetensors_file(path: Path) -> bytes:
     header = json.dumps(
         {"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {}}
@@ -226,7 +284,7 @@ def test_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     whole = safetensors_file(path)
     done = run("verify", path)
-    assert done.exit_code == 0 and "whole, 1 tensors" in done.stdout
+    assert done.exit_code == 0 and "whole, 1 tensor," in done.stdout
     assert "structure only" in done.stdout
     (tensor,) = describe(path).tensors
     assert tensor == TensorFacts("w", "BF16", (2, 3), 12, "", len(whole) - 12, "cpu")
@@ -276,6 +334,23 @@ def test_inspect_in_json(path: Path) -> None:
     assert tensor["shape"] == [300] and tensor["alignment"] >= 4096
     data = [record for record in told["records"] if record["name"] == tensor["record"]]
     assert data[0]["nbytes"] == 1200 and data[0]["crc32"] is not None
+
+
+def test_inspect_of_a_directory(tmp_path: Path) -> None:
+    """It was an error."""
+    assert run("inspect", tmp_path).exit_code == 2
+    nvmeio.save({"a": noise(3)}, tmp_path / "one.pt")
+    nvmeio.save({"b": noise(4), "c": noise(5)}, tmp_path / "two.pt")
+    (tmp_path / "notes.txt").write_text("text")
+    done = run("inspect", tmp_path)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert re.search(r"one\.pt: torch, .+, 1 tensor in 1 storage\n", done.stdout)
+    assert re.search(r"two\.pt: torch, .+, 2 tensors in 2 storages\n", done.stdout)
+    told = json.loads(run("inspect", "--json", tmp_path).stdout)["files"]
+    assert [len(file["tensors"]) for file in told] == [1, 2]
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 half of a checkpoint")
+    done = run("inspect", tmp_path)
+    assert done.exit_code == 1 and "cut.pt" in done.stderr and "two.pt" in done.stdout
 
 
 def test_inspect_as_a_table(path: Path) -> None:

