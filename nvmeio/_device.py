@@ -154,6 +154,14 @@ def new_copier() -> Copier:
     return CudaCopier()
 
 
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The calling thread is on this device meanwhile, if it is one of CUDA's."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    made: contextlib.AbstractContextManager[Any] = torch.cuda.device(device)
+    return made
+
+
 def enter(device: torch.device | int) -> None:
     """Make a device the calling thread's own, and its context current, which libraries look at."""
     torch.cuda.set_device(device)
