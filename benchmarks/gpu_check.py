@@ -192,6 +192,10 @@ def correctness(step: Step, gds: bool) -> dict[str, Any]:
                 whole = handle.new_pinned_device_tensor(nbytes + 8192, torch.uint8)
                 handle.sync_pread(whole[4096 : 4096 + nbytes], step.scratch, offset)
                 check(torch.equal(whole[4096 : 4096 + nbytes], data), f"registered, {nbytes}")
+                step.scratch.write_bytes(b"\xee" * (offset + nbytes + 100))
+                handle.sync_pwrite(whole[4096 : 4096 + nbytes], step.scratch, offset)
+                there = step.scratch.read_bytes()[offset : offset + nbytes]
+                check(there == data.cpu().numpy().tobytes(), f"registered write, {nbytes}")
                 handle.free_pinned_device_tensor(whole)
         for dtype in (
             torch.bool,
@@ -214,6 +218,8 @@ def correctness(step: Step, gds: bool) -> dict[str, Any]:
         side = torch.cuda.Stream() if step.device == "cuda" else None
         for turn in range(8):
             big = torch.zeros(16 * MIB, device=step.device)
+            if side is not None:
+                side.wait_stream(torch.cuda.current_stream())  # the zeros are another stream's
             with torch.cuda.stream(side):
                 for _ in range(50):
                     big += 1

@@ -37,12 +37,15 @@ class Cores:
         Raises:
             ClosedError: The handle is closed.
         """
-        if self._device is None:
-            with self._lock:
-                self.host.check_open()
-                if self._device is None:
-                    self._device = self._make_device(self.host)
-        return self._device
+        return self._device or self.make_device()
+
+    def make_device(self) -> Core:
+        """The same, for the sake of making it."""
+        with self._lock:
+            self.host.check_open()
+            if self._device is None:
+                self._device = self._make_device(self.host)
+            return self._device
 
     def _all(self) -> list[Core]:
         return [self.host] if self._device is None else [self._device, self.host]

@@ -7,20 +7,27 @@ Order. A transfer must come after whatever the caller has asked of the device be
 stream that was current at the call: `now` marks that point, and engines begin with the tensor's
 memory once the mark is reached. They report a transfer when the device is done with it, so nobody
 has to synchronise after an await.
+
+Which device. Threads begin on device 0, and CUDA makes a context (some 300 MB of its memory) on the
+device that a thread is on at its first call, even one about another device's event. So every call
+here is made with its own device current, and the thread is put back as it was found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from nvmeio import _memory, buffers
 
 logger = logging.getLogger("nvmeio")
+
+Value = TypeVar("Value")
 
 
 class Mark(Protocol):
@@ -39,8 +46,11 @@ class Copier(Protocol):
     def now(self, device: torch.device) -> Mark:
         """Everything that the calling thread's current stream was asked so far."""
 
-    def page_locked(self, nbytes: int) -> torch.Tensor:
-        """Host memory for the copies, a multiple of the page long; lives as long as its views."""
+    def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Host memory for copies with any device, a multiple of the page long.
+
+        It lives as long as its views. `device` is one that is in use already.
+        """
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
         """Begin to copy host memory to the device, behind the copies begun before."""
@@ -69,16 +79,17 @@ class CudaCopier:
     def now(self, device: torch.device) -> Mark:
         return _CudaMark(torch.cuda.current_stream(device))
 
-    def page_locked(self, nbytes: int) -> torch.Tensor:
-        try:
-            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
-        except OSError as refused:
-            # The limit is mlock's; CUDA page-locks by itself, and does not count against it.
-            logger.info("page-locking through CUDA alone: %s", refused)
-        mapping = _memory.Mapping(nbytes)
-        mapping.populate()
-        mapping.register_with_cuda()
-        return mapping.tensor(0, (nbytes,), torch.uint8)
+    def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        with torch.cuda.device(device):
+            try:
+                return buffers.empty_pinned(nbytes, dtype=torch.uint8)
+            except OSError as refused:
+                # The limit is mlock's; CUDA page-locks by itself, and does not count against it.
+                logger.info("page-locking through CUDA alone: %s", refused)
+            mapping = _memory.Mapping(nbytes)
+            mapping.populate()
+            mapping.register_with_cuda()
+            return mapping.tensor(0, (nbytes,), torch.uint8)
 
     def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
         return self._copy(target, chunk, target.device)
@@ -88,21 +99,22 @@ class CudaCopier:
 
     def finish(self, device: torch.device, step: Callable[[], None]) -> None:
         stream = self._stream(device)
-        with torch.cuda.stream(stream):
+        # The device first: a stream's context manager puts a thread back on its old device in a
+        # way that makes a context there.
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             step()
             _CudaMark(stream).wait()
 
     def enter(self, device: torch.device) -> None:
         if getattr(self._entered, "device", None) == device:
             return
-        torch.cuda.set_device(device)
-        torch.cuda.mem_get_info(device)  # any call of the runtime's makes the context current
+        enter(device)
         self._entered.device = device
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> Mark:
         stream = self._stream(device)
         # Grad mode is a thread's own: these are raw bytes, in a thread of nvmeio's.
-        with torch.no_grad(), torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.no_grad(), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             return _CudaMark(stream)
 
@@ -117,15 +129,19 @@ class CudaCopier:
 class _CudaMark:
     def __init__(self, stream: Any) -> None:
         cuda: Any = torch.cuda
+        self._device = stream.device
         # "blocking": whoever waits sleeps instead of spinning (cudaEventBlockingSync).
         self._event = cuda.Event(blocking=True)
-        self._event.record(stream)
+        with torch.cuda.device(self._device):
+            self._event.record(stream)
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
 
 
 def is_device(tensor: object) -> bool:
@@ -136,3 +152,46 @@ def is_device(tensor: object) -> bool:
 def new_copier() -> Copier:
     """The copier of this process's devices."""
     return CudaCopier()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The calling thread is on this device meanwhile, if it is one of CUDA's."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    made: contextlib.AbstractContextManager[Any] = torch.cuda.device(device)
+    return made
+
+
+def enter(device: torch.device | int) -> None:
+    """Make a device the calling thread's own, and its context current, which libraries look at."""
+    torch.cuda.set_device(device)
+    torch.cuda.mem_get_info(device)  # any call of the runtime's makes the context current
+
+
+@contextlib.contextmanager
+def current(tensor: torch.Tensor) -> Iterator[None]:
+    """The context of a tensor's device is the calling thread's meanwhile; no step for the CPU."""
+    if not tensor.is_cuda:
+        yield
+        return
+    with torch.cuda.device(tensor.device):
+        # A thread that has called nothing of CUDA yet has no context, not even on its own device.
+        torch.cuda.mem_get_info(tensor.device)
+        yield
+
+
+def as_here(work: Callable[[], Value]) -> Callable[[], Value]:
+    """The same work for a new thread, on the calling thread's current CUDA device and stream.
+
+    "cuda" means that device, and what is asked of it comes after what this thread has asked.
+    """
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return work  # nobody has chosen a device yet
+    stream = cuda.current_stream()
+
+    def there() -> Value:
+        cuda.set_stream(stream)  # and its device
+        return work()
+
+    return there

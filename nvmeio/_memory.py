@@ -143,11 +143,14 @@ class Mapping(mmap.mmap):
         if self.address not in pinned:
             pinned[self.address] = _Pin(self.nbytes)
             locked.add(self.address, self.nbytes)
+        device = torch.cuda.current_device()
+        # 0, cudaHostRegisterDefault: with unified addressing it is page-locked to every device.
         error = runtime.cudaHostRegister(self.address, self.nbytes, 0)
         if int(error) != 0:
             unpin(self.address)
             raise OSError(errno.EIO, _cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error))
         pinned[self.address].runtime = runtime
+        pinned[self.address].device = device
 
     def tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from byte `offset` on, with a storage of exactly its size.
@@ -278,11 +281,20 @@ class _Regions:
 class _Pin:
     """What `unpin` has to undo."""
 
-    __slots__ = ("nbytes", "runtime")
+    __slots__ = ("device", "nbytes", "runtime")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.runtime: Any = None  # torch.cuda.cudart() where CUDA knows the memory
+        self.device = 0  # that was current then
+
+    def unregister(self, address: int) -> Any:
+        """Have CUDA forget it; CUDA's answer, 0 for success."""
+        if self.runtime is None:
+            return 0
+        # A destructor's thread may be on a device that is not in use: CUDA would make a context.
+        with torch.cuda.device(self.device):
+            return self.runtime.cudaHostUnregister(address)
 
 
 mapped = _Regions()
@@ -300,7 +312,7 @@ def unpin(address: int) -> bool:
     if region is None:
         return False
     locked.remove(address)
-    error = 0 if region.runtime is None else region.runtime.cudaHostUnregister(address)
+    error = region.unregister(address)
     _libc.munlock(address, region.nbytes)
     if int(error) != 0:
         text = _cuda_refusal(region.runtime, "cudaHostUnregister", region.nbytes, error)
@@ -334,6 +346,11 @@ def _cuda_runtime() -> Any:
 
 
 def _cuda_refusal(runtime: Any, call: str, nbytes: int, error: Any) -> str:
+    # CUDA keeps it for the next launch of a kernel in this thread, which would seem to have failed.
+    # torch has no name for the call; its runtime's symbols are global.
+    take_error = getattr(_libc, "cudaGetLastError", None)
+    if take_error is not None:
+        take_error()
     return f"{call} of {nbytes} bytes failed: {runtime.cudaGetErrorString(error)}"
 
 

@@ -12,7 +12,8 @@ behind a large one.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
 arriving transfers. CUDA's events cannot be slept on beside these, so while copies are under way it
-looks at them every 0.1 to 1 ms, or, with nothing going on at the drive, waits for the oldest.
+looks at them every ms (poll(2) knows no less), or, with nothing going on at the drive, waits for
+the oldest.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CHUNK_BYTES_MOST = 16 << 20
 DEFAULT_BYTES = CHUNKS * CHUNK_BYTES_MOST
 LEAST_BYTES = CHUNKS * 2 * PAGE_BYTES
 
-_LOOK_S = (0.0001, 0.001)  # how often copies under way are looked at: at first, and at most
+_LOOK_MS = 1  # how often copies under way are looked at
 
 
 @dataclass(eq=False)
@@ -210,17 +211,14 @@ class _Pump:
         poller = select.poll()
         poller.register(self.engine.wake_fd, select.POLLIN)
         poller.register(self.port.fileno(), select.POLLIN)
-        look = _LOOK_S[0]
         try:
             while not self.engine.finished():
                 if self._step():
-                    look = _LOOK_S[0]
                     continue
                 if self.at_device and not (self.at_drive or self.unready):
                     self._wait_for_device()
                 elif self.at_device or self.unready:
-                    poller.poll(look * 1000)
-                    look = min(2 * look, _LOOK_S[1])
+                    poller.poll(_LOOK_MS)
                 else:
                     poller.poll()
                 self._hush()
@@ -313,7 +311,11 @@ class _Pump:
     def _has_chunk(self, turn: _Turn) -> bool:
         if not self.made:
             try:
-                ring = self.copier.page_locked(self.engine.chunks * self.engine.chunk_bytes)
+                device = turn.transfer.memory.device
+                assert device is not None
+                ring = self.copier.page_locked(
+                    self.engine.chunks * self.engine.chunk_bytes, device.device
+                )
             except Exception as failed:
                 turn.ticket.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
                 return True  # the turn is exhausted by that

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -116,9 +115,7 @@ class GdsHandle(AioHandle):
         try:
             self._gds.start(self._options)
             try:
-                assert (
-                    self._cores.device.engine is self._gds
-                )  # made now, to be closed with the rest
+                self._cores.make_device()  # now, to be closed with the rest
             except BaseException:
                 self._gds.stop()
                 self._gds.join()
@@ -214,14 +211,12 @@ class GdsHandle(AioHandle):
             CuFileError: cuFile refused; it counts as unregistered.
         """
         self._check_device(tensor)
-        with _context(tensor):
-            self._gds.unregister(_start_of(tensor))
+        self._gds.unregister(_start_of(tensor))
 
     def _register(self, tensor: torch.Tensor) -> None:
         self._cores.check_open()
         as_bytes = _tensor.cast_to_byte_tensor(tensor)
-        with _context(tensor):
-            self._gds.register(_start_of(tensor), as_bytes.numel(), as_bytes)
+        self._gds.register(_start_of(tensor), as_bytes.numel(), as_bytes)
 
     def _check_device(self, tensor: object) -> None:
         if not isinstance(tensor, torch.Tensor):
@@ -288,11 +283,3 @@ def _start_of(tensor: torch.Tensor) -> int:
     """Of a tensor without elements too, for which data_ptr() is 0."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr() + start
-
-
-def _context(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """CuFile looks at the calling thread's CUDA context."""
-    if not tensor.is_cuda:
-        return contextlib.nullcontext()
-    made: contextlib.AbstractContextManager[Any] = torch.cuda.device(tensor.device)
-    return made

@@ -90,7 +90,7 @@ class FakeDevice:
         mark.reached = self.work
         return mark
 
-    def page_locked(self, nbytes: int) -> torch.Tensor:
+    def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self.refuse is not None:
             raise self.refuse
         self.most_locked += nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -734,6 +735,13 @@ class FakeRuntime:
     def __init__(self, register: int = 0, unregister: int = 0) -> None:
         self.results = (register, unregister)
         self.known: dict[int, int] = {}
+        self.device = 3
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 0
@@ -742,6 +750,7 @@ class FakeRuntime:
         return self.results[0]
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.device == 3  # where it was registered
         del self.known[address]
         return self.results[1]
 
@@ -752,6 +761,8 @@ class FakeRuntime:
 def play_cuda(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> FakeRuntime:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", runtime.on)
     return runtime
 
 
@@ -769,6 +780,7 @@ def test_locked_memory_is_registered_with_cuda_until_freed(
     view = second[7:]
     del second
     assert runtime.known == {other: PAGE}
+    runtime.device = 0  # the thread of the last view is on another one
     del view
     assert runtime.known == {}
 
@@ -777,11 +789,18 @@ def test_a_refusal_by_cuda_leaves_nothing_locked(
     monkeypatch: pytest.MonkeyPatch, locked_before: int
 ) -> None:
     play_cuda(monkeypatch, FakeRuntime(register=2))
+    taken: list[int] = []
+
+    def take() -> None:
+        taken.append(1)
+
+    monkeypatch.setattr(_memory._libc, "cudaGetLastError", take, raising=False)
     with pytest.raises(
         OSError, match=f"cudaHostRegister of {PAGE} bytes failed: fake error 2"
     ) as info:
         buffers.empty_pinned(PAGE, dtype=torch.uint8)
     assert info.value.errno == errno.EIO
+    assert taken == [1]  # or the thread's next kernel would be told to have failed
     assert status_bytes("VmLck") == locked_before
     play_cuda(monkeypatch, FakeRuntime(unregister=1))
     tensor = buffers.empty_pinned(4096, dtype=torch.uint8)

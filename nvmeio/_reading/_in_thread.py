@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from nvmeio import _device
+
 Value = TypeVar("Value")
 
 
@@ -17,7 +19,7 @@ async def in_thread(work: Callable[[], Value], cancel: Callable[[], None]) -> Va
 
     When the awaiting task is cancelled, `cancel` is called, the end of `work` is awaited all the
     same, and only then `CancelledError` goes on. A thread of its own, since a loop's default pool
-    may be full of what waits for this.
+    may be full of what waits for this. It is on the CUDA device and stream that are current here.
     """
     loop = asyncio.get_running_loop()
     ended: concurrent.futures.Future[Value] = concurrent.futures.Future()
@@ -30,6 +32,7 @@ async def in_thread(work: Callable[[], Value], cancel: Callable[[], None]) -> Va
         else:
             ended.set_result(value)
 
+    work = _device.as_here(work)
     waiter = asyncio.Event()
 
     def wake(_: object) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from nvmeio import _memory, buffers, files
+from nvmeio import _device, _memory, buffers, files
 from nvmeio._reading._flight import Flight
 from nvmeio._reading._in_thread import in_thread
 from nvmeio._reading._span_plan import Region, Run, inside, named, plan
@@ -121,7 +121,10 @@ class Load:
             keys = self._open(opened)
             regions = plan(self._spans, keys, [file.size() for file in self._files])
             try:
-                return self._to_host(regions) if self._on_host else self._through(regions)
+                if self._on_host:
+                    return self._to_host(regions)
+                with _device.on(self._device):
+                    return self._through(regions)
             except BaseException:
                 self._flight.stop()
                 raise

@@ -180,6 +180,10 @@ class QueuedTicket:
             self.error, self.cause = code, cause
         self.stop = True
 
+    def let_go(self) -> None:
+        """Memory and file are their owners' alone again; the numbers stay."""
+        self.transfer = DeviceTransfer(*self.transfer)
+
     def begin(self) -> None:
         """It was handed over; with the condition held."""
         self._begun = True
@@ -237,6 +241,8 @@ class QueuedEngine:
         transfer = ticket.transfer
         self._counters = counted(self._counters, transfer.kind, transfer.nbytes, ticket.outcome())
         self.in_flight -= 1
+        if not ticket.parts_out:
+            ticket.let_go()  # operations outlive their transfers, and hold their tickets
         ticket.finish()
         if not self.in_flight:
             self.condition.notify_all()  # a stopping engine is done now

@@ -18,13 +18,14 @@ typedef struct {
   struct { unsigned major, minor; size_t poll, max_io; unsigned dstatus, dcontrol; } nvfs;
   unsigned fflags, rest[5];
 } props;
-typedef struct { int fd, live; } file;
+typedef struct { int fd, live, at; } file;
 
 long version = 1200, open_status, open_cuda, close_status, file_status, memory_status;
 long open_hold, close_hold, hold;   /* calls do not return while these are set */
 long most;                          /* bytes that one transfer moves at most */
 long result, result_errno, result_from; /* returned instead, at file offsets from result_from on */
 long nvfs_major, dstatus, fflags;
+long dangling;                      /* files deregistered when no driver was open */
 long opens, closes, files, memories, calls, together, most_together, use_count;
 long flags_set[32], max_direct_io;
 enum { NOTED = 256 };
@@ -32,6 +33,7 @@ struct { long base, size, file_offset, buffer_offset; } noted[NOTED];
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct { const void *base; size_t size; } regions[64];
+static int descriptors[64]; /* registered, plus one */
 
 static const struct { const char *name; long *value; } knobs[] = {
     {"version", &version},         {"open_status", &open_status}, {"open_cuda", &open_cuda},
@@ -92,12 +94,22 @@ status cuFileDriverGetProperties(props *out) {
 
 status cuFileHandleRegister(void **handle, descr *described) {
   if (file_status) return answer(file_status);
+  int given = described->handle.fd, at = -1;
+  pthread_mutex_lock(&mutex);
+  for (int i = 0; i < 64; i++) {
+    if (descriptors[i] == given + 1) at = -2;
+    if (at == -1 && !descriptors[i]) at = i;
+  }
+  if (at >= 0) descriptors[at] = given + 1;
+  pthread_mutex_unlock(&mutex);
+  if (at < 0) return answer(5028);
   file *made = malloc(sizeof *made);
   /* The real one takes any alignment on a descriptor with O_DIRECT; this one opens another. */
   char name[32];
   snprintf(name, sizeof name, "/proc/self/fd/%d", described->handle.fd);
   made->fd = open(name, (fcntl(described->handle.fd, F_GETFL) & O_ACCMODE) | O_CLOEXEC);
   made->live = 1;
+  made->at = at;
   *handle = made;
   __sync_fetch_and_add(&files, 1);
   return answer(0);
@@ -105,6 +117,8 @@ status cuFileHandleRegister(void **handle, descr *described) {
 
 /* Not freed: a use after this is to be seen, not to crash. */
 void cuFileHandleDeregister(void *handle) {
+  if (!use_count) dangling++;
+  descriptors[((file *)handle)->at] = 0;
   ((file *)handle)->live = 0;
   close(((file *)handle)->fd);
   __sync_fetch_and_sub(&files, 1);

@@ -17,6 +17,7 @@ from nvmeio.engines.cufile import preflight
 @pytest.fixture
 def handle(fake: FakeCuFile, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> gds_handle:
     monkeypatch.setattr(preflight, "check", lambda needs_cuda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         "nvmeio.engines.cufile.driver._open_in_context", lambda lib, _: lib.open_driver()
     )
@@ -46,6 +47,11 @@ def test_pinned_device_tensors(handle: gds_handle, fake: FakeCuFile, device: Fak
     assert fake.memories == 1
     assert handle.unpin_device_tensor(tensor) is True
     assert handle.free_pinned_device_tensor(tensor) is False
+    # False is for what is pinned already: DeepSpeed does not look at it.
+    with pytest.raises(ValueError, match="not contiguous"):
+        handle.pin_device_tensor(device.take(torch.zeros(8, 8)).t())
+    with pytest.raises(ValueError, match="without elements"):
+        handle.pin_device_tensor(device.take(torch.zeros(8))[:0])
     handle.nvmeio.close()
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,34 @@ def test_descriptor_of_the_callers(gds: nvmeio.GdsHandle, fake: FakeCuFile, path
     assert fake.files == 0
 
 
+def test_one_open_file_serves_several_handles(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    """Registered twice, a descriptor is status 5028."""
+    path.write_bytes(bytes(TASK))
+    first, second = new_gds(), new_gds()
+    with nvmeio.open(path) as file:
+        for gds in (first, second):
+            assert gds.sync_pread(room(TASK), file) == TASK
+        first.close()
+        assert second.sync_pread(room(TASK), file) == TASK
+        assert fake.files == 1
+    assert fake.files == 0
+
+
+def test_open_file_outlives_the_driver(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    path.write_bytes(bytes(TASK))
+    with nvmeio.open(path) as file:
+        for turn in range(3):
+            gds = new_gds()
+            assert gds.sync_pread(room(TASK), file) == TASK
+            gds.close()
+            assert (fake.files, fake.closes) == (0, turn + 1)
+    assert fake.dangling == 0
+
+
 # Registered memory
 
 
@@ -326,6 +355,50 @@ def test_close_unregisters_what_is_left(
         first.pin_device_tensor(torch.zeros(5))
 
 
+def test_memory_that_another_handle_uses_is_unregistered_when_that_is_done(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    path.write_bytes(bytes(TASK))
+    first, second = new_gds(), new_gds()
+    tensor = first.new_pinned_device_tensor(TASK, torch.uint8)
+    fake.hold = 1
+    reading = second.async_pread(tensor, path)
+    spin_until(lambda: fake.together == 1)
+    first.close()
+    assert fake.memories == 1
+    fake.hold = 0
+    reading.result()
+    assert fake.memories == 0
+    second.pin_device_tensor(tensor)
+
+
+def test_dropped_handle_gives_everything_back(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile
+) -> None:
+    gds = nvmeio.GdsHandle(cpu_tensors="cufile", queue_depth=8)
+    buffer = gds.new_pinned_device_tensor(TASK, torch.uint8)
+    storage = weakref.ref(buffer.untyped_storage())
+    del gds, buffer
+    spin_until(lambda: fake.closes == 1)
+    assert (fake.memories, storage()) == (0, None)
+    spin_until(lambda: not [t for t in threading.enumerate() if "nvmeio-cufile" in t.name])
+
+
+def test_memory_is_not_kept_after_a_transfer(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, path: Path
+) -> None:
+    """Neither by the threads, waiting for the next one, nor by the operation that is over."""
+    path.write_bytes(bytes(9 * TASK))
+    gds = new_gds(intra_op_parallelism=3)
+    tensor = room(9 * TASK)
+    gone = weakref.ref(tensor)
+    reading = gds.async_pread(tensor, path)
+    assert reading.result() == 9 * TASK
+    del tensor
+    spin_until(lambda: gone() is None)
+    assert reading.transferred == 9 * TASK
+
+
 # The driver
 
 
@@ -365,6 +438,15 @@ def test_log_does_not_go_to_the_working_directory(
     assert (tmp_path / "state/nvmeio").is_dir()
     new_gds()
     assert "CUFILE_LOGFILE_PATH" not in os.environ
+
+
+def test_log_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert driver.log_path() == os.devnull
 
 
 @pytest.mark.parametrize(
@@ -577,6 +659,39 @@ def test_after_fork_the_child_is_told(gds: nvmeio.GdsHandle, fake: FakeCuFile, p
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_threads_that_cannot_be_had_leave_nothing_behind(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "nvmeio-cufile-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            new_gds()
+    assert (fake.opens, fake.closes) == (1, 1)
+    assert not [t for t in threading.enumerate() if "nvmeio-cufile" in t.name]
+    new_gds()
+
+
+def test_without_assertions_the_driver_is_closed_too(fake_library: Path, tmp_path: Path) -> None:
+    script = """
+        import ctypes, os, nvmeio
+        from pathlib import Path
+        from nvmeio.engines.cufile import preflight
+        preflight.MODULES = Path("/proc/self/status")
+        nvmeio.GdsHandle(cpu_tensors="cufile").close()
+        fake = ctypes.CDLL(os.environ["NVMEIO_CUFILE"])
+        print(ctypes.c_long.in_dll(fake, "closes").value)
+    """
+    done = run_python(script, "-O", NVMEIO_CUFILE=str(fake_library))
+    assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
+
+
 # Devices
 
 
@@ -630,6 +745,18 @@ def test_waiting_for_one_stream_holds_up_no_other(
     spin_until(late[0].done)
     blocked.set()
     assert [each.result() for each in late[1:]] == [2 * TASK] * 8
+
+
+@pytest.mark.parametrize(("offset", "direct"), [(0, 2 * TASK), (PAGE, 2 * TASK), (PAGE - 8, 0)])
+def test_only_aligned_tasks_count_as_direct(
+    on_device: nvmeio.GdsHandle, device: FakeDevice, direct_path: Path, offset: int, direct: int
+) -> None:
+    """Of a file offset that is none of a page's, no task is aligned in file and memory at once."""
+    on_device._gds.mode = "gds"
+    tensor = device.take(nvmeio.empty_aligned(2 * TASK, dtype=torch.uint8))
+    writing = on_device.async_pwrite(tensor, direct_path, offset)
+    writing.result()
+    assert (writing.direct_bytes, writing.transferred) == (direct, 2 * TASK)
 
 
 def test_edges_of_device_writes_go_by_the_host(
@@ -695,6 +822,58 @@ def test_one_thread_that_hangs_leaves_the_others_at_work(
     spin_until(lambda: fake.together == 2)
     fake.hold = 0
     assert beside.result() == TASK
+
+
+def test_call_given_up_that_returns_ends_its_transfer_once(
+    new_gds: Callable[..., nvmeio.GdsHandle],
+    device: FakeDevice,
+    fake: FakeCuFile,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gds = new_gds(intra_op_parallelism=2)
+    gds._host_too, gds._gds.settings = False, driver.Settings()
+    path.write_bytes(bytes(9 * TASK))
+    let_in = threading.Event()
+    monkeypatch.setattr(device, "enter", lambda _: let_in.wait() if fake.together else None)
+    fake.hold = 1
+    other = gds.async_pread(device.take(room(TASK)), path)
+    spin_until(lambda: fake.together == 1)
+    given_up = gds.async_pread(device.take(room(9 * TASK)), path)
+    spin_until(lambda: len(_workers_on(gds, given_up)) == 1)
+    (worker,) = _workers_on(gds, given_up)
+    with gds._gds.condition:
+        gds._gds._give_up(worker)
+    assert isinstance(given_up.exception(), TimeoutError)
+    let_in.set()
+    spin_until(lambda: not worker.lost)
+    fake.hold = 0
+    assert other.result() == TASK
+    assert gds.stats.operations == 2
+    gds.close()
+    assert fake.closes == 1
+
+
+def _workers_on(gds: nvmeio.GdsHandle, operation: nvmeio.Operation) -> list[engine._Worker]:
+    return [
+        worker
+        for worker in gds._gds._workers
+        if worker.task is not None and worker.task.request is operation._ticket
+    ]
+
+
+def test_call_that_returns_says_nothing_of_another_handles(
+    new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile
+) -> None:
+    new_gds()
+    held = engine.DRIVER
+    held.hangs("one call")
+    held.hangs("another call")
+    held.returned()
+    with pytest.raises(nvmeio.BackendUnavailableError, match="one call"):
+        new_gds()
+    held.returned()
+    new_gds()
 
 
 def test_close_does_not_wait_for_a_call_that_hangs(

@@ -207,10 +207,10 @@ def test_registered_memory_and_misuse(tmp_path: Path, traps: Path) -> None:
             fd = file._descriptors.direct_fd
             fd = fd if fd >= 0 else file._descriptors.buffered_fd()
             told["file twice"] = status(library.register_file, fd)
-            known = handle._gds._files._handles[fd]
+            known = handle._gds._driver.files._files[fd].handle
             library.unregister_file(known)
             told["after"] = status(library.read, known, whole.data_ptr(), 4096, 0, 0)
-            handle._gds._files._handles.clear()
+            handle._gds._driver.files._files[fd].handle = None
         told["use"] = library.use_count()
         handle.close()
         told["closed"] = library.use_count()
@@ -229,6 +229,31 @@ def test_registered_memory_and_misuse(tmp_path: Path, traps: Path) -> None:
         "use": 1,
         "closed": 0,
     }
+
+
+def test_one_open_file_for_two_handles_and_beyond_the_driver(tmp_path: Path, traps: Path) -> None:
+    told = answer(
+        """
+        import json, os
+        import torch, nvmeio
+        data = torch.arange(1 << 20, dtype=torch.int32)
+        back = torch.zeros_like(data)
+        right = []
+        with nvmeio.open(os.environ["DIR"] + "/file", "rw") as file:
+            for turn in range(2):
+                first, second = (nvmeio.GdsHandle(cpu_tensors="cufile") for _ in range(2))
+                first.sync_pwrite(data, file)
+                second.sync_pread(back.zero_(), file)
+                first.close()
+                second.sync_pwrite(data, file)
+                second.close()
+                right.append(torch.equal(back, data))
+        print(json.dumps({"right": right, "use": second._gds._library.use_count()}))
+        """,
+        tmp_path,
+        traps,
+    )
+    assert told == {"right": [True, True], "use": 0}
 
 
 def test_open_that_really_hangs_is_given_up_and_the_process_exits(tmp_path: Path) -> None:

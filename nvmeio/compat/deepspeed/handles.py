@@ -381,12 +381,20 @@ class gds_handle(_Handle):
         """Take a tensor of `new_pinned_device_tensor` out of the registration.
 
         Returns:
-            False where it is not registered (any more) by this handle.
+            False where it is not registered (any more) by this handle, or transfers in it are
+            pending: `wait` for them first.
         """
         return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Register a CUDA tensor with cuFile; True. False where it is registered already."""
+        """Register a CUDA tensor with cuFile; True. False where it is registered already.
+
+        Raises:
+            ValueError: It is not contiguous, or empty.
+            CuFileError: cuFile refused the memory.
+        """
+        if not tensor.is_contiguous() or not tensor.numel():
+            self._gds.pin_device_tensor(tensor)  # says what is wrong
         try:
             self._gds.pin_device_tensor(tensor)
         except ValueError:
@@ -394,7 +402,11 @@ class gds_handle(_Handle):
         return True
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Take a tensor of `pin_device_tensor` out of the registration; False if it is not in."""
+        """Take a tensor of `pin_device_tensor` out of the registration.
+
+        Returns:
+            As `free_pinned_device_tensor`.
+        """
         try:
             self._gds.unpin_device_tensor(tensor)
         except ValueError:

@@ -17,8 +17,10 @@ from pathlib import Path
 
 import torch
 
+from nvmeio import _device
 from nvmeio.engines.cufile import library, limited, preflight, status
 from nvmeio.engines.cufile.library import Library, Properties
+from nvmeio.engines.cufile.registry import Files
 from nvmeio.errors import BackendUnavailableError
 
 logger = logging.getLogger("nvmeio")
@@ -55,8 +57,10 @@ class _Driver:
         self._settings: Settings | None = None
         self._mine = False
         self._properties: Properties | None = None
-        self._stuck = ""
+        self._stuck = ""  # an open or a close that has not come back
+        self._hanging: list[str] = []  # other calls that have not
         self._pid = 0  # of the process that has called it
+        self.files = Files()  # registered with it
 
     def acquire(self, settings: Settings) -> Library:
         """The library with its driver open; `release` it once.
@@ -67,8 +71,8 @@ class _Driver:
         """
         with self._lock:
             self._check_process()
-            if self._stuck:
-                raise _refused(self._stuck, "start a new process")
+            if stuck := self._stuck or "".join(self._hanging[:1]):
+                raise _refused(stuck, "start a new process")
             if self._users:
                 if settings != self._settings:
                     raise ValueError(
@@ -88,7 +92,10 @@ class _Driver:
             if self._pid != os.getpid() or not self._users:
                 return
             self._users -= 1
-            if self._users or not self._mine or self._stuck or self._library is None:
+            if self._users or self._stuck or self._hanging or self._library is None:
+                return
+            self.files.unregister_all(self._library)
+            if not self._mine:
                 return
             self._mine = False
             self._settings = None
@@ -105,11 +112,11 @@ class _Driver:
 
     def hangs(self, what: str) -> None:
         """A call has not come back: nobody closes the driver below it, or opens it again."""
-        self._stuck = self._stuck or what
+        self._hanging.append(what)
 
     def returned(self) -> None:
-        """The calls that had not come back are back after all."""
-        self._stuck = ""
+        """One of those calls is back after all."""
+        self._hanging.pop()
 
     @property
     def properties(self) -> Properties | None:
@@ -146,10 +153,11 @@ class _Driver:
             )
         self._pid = os.getpid()
         environment = self._set_parameters(loaded, settings)
+        device = torch.cuda.current_device() if settings.needs_cuda else None
         try:
             with _environment(environment):
                 code, cuda = limited.call(
-                    lambda: _open_in_context(loaded, settings), OPEN_LIMIT_S, "nvmeio-cufile-open"
+                    lambda: _open_in_context(loaded, device), OPEN_LIMIT_S, "nvmeio-cufile-open"
                 )
         except limited.HangsError as hangs:
             self._stuck = f"cuFileDriverOpen was called and is {hangs}"
@@ -200,9 +208,9 @@ def _environment(wanted: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _open_in_context(loaded: Library, settings: Settings) -> tuple[int, int]:
-    if settings.needs_cuda:
-        torch.cuda.mem_get_info()  # makes the device's context this thread's
+def _open_in_context(loaded: Library, device: int | None) -> tuple[int, int]:
+    if device is not None:  # a new thread would be on device 0
+        _device.enter(device)
     return loaded.open_driver()
 
 
@@ -221,10 +229,10 @@ def log_path() -> str:
     """Where cuFile logs, unless ``CUFILE_LOGFILE_PATH`` names another file."""
     # A relative path in the variable is to be ignored (XDG Base Directory Specification).
     home = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".local/state"
     try:
+        base = Path(home) if os.path.isabs(home) else Path.home() / ".local/state"
         (base / "nvmeio").mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home, as containers have them
         return os.devnull
     return str(base / "nvmeio/cufile.log")
 

@@ -35,7 +35,7 @@ from nvmeio.engines._queued import DeviceTransfer, EventPort, QueuedEngine, Queu
 from nvmeio.engines.base import Kind, Options, Port, Ticket, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, Settings
 from nvmeio.engines.cufile.library import Library
-from nvmeio.engines.cufile.registry import MEMORY, Files, Region
+from nvmeio.engines.cufile.registry import MEMORY, Region
 from nvmeio.engines.cufile.status import CuFileFailure
 from nvmeio.errors import TransferError
 
@@ -110,13 +110,13 @@ class CuFileEngine(QueuedEngine):
         self.settings = settings
         self.task_bytes = task_bytes
         self._call_limit_s = call_limit_s
+        self._driver = DRIVER
         self._library: Library | None = None
-        self._files: Files | None = None
         self._turns: deque[_Request] = deque()
         self._workers: list[_Worker] = []
         self._watch: threading.Thread | None = None
         self._looking = False
-        self._busy = threading.Event()
+        self._busy = threading.Event()  # the watch has something to look at
         self._over = threading.Event()
         self._pid = os.getpid()
         self.mode = ""
@@ -131,20 +131,26 @@ class CuFileEngine(QueuedEngine):
         """
         if self._library is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
-        self._library = DRIVER.acquire(self.settings)
-        self.mode = DRIVER.mode(self.settings)
-        self._files = Files(self._library)
-        self._workers = [_Worker(self, i) for i in range(options.intra_op_parallelism)]
-        for worker in self._workers:
-            worker.start()
-        self._watch = threading.Thread(
-            target=self._watch_calls, name="nvmeio-cufile-watch", daemon=True
-        )
-        self._watch.start()
+        self._library = self._driver.acquire(self.settings)
+        self.mode = self._driver.mode(self.settings)
+        watch = threading.Thread(target=self._watch_calls, name="nvmeio-cufile-watch", daemon=True)
+        try:
+            for index in range(options.intra_op_parallelism):
+                worker = _Worker(self, index)
+                worker.start()
+                self._workers.append(worker)
+            watch.start()
+        except BaseException:  # no more threads in this process
+            self.stop()
+            for worker in self._workers:
+                worker.thread.join()
+            self._driver.release()
+            raise
+        self._watch = watch
         _running.add(self)
 
     def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
-        """A request; what it lies in is looked up now, and cannot be unregistered any more."""
+        """A request; from its start on, what it lies in cannot be unregistered."""
         assert isinstance(port, EventPort)
         assert isinstance(transfer, DeviceTransfer)
         return _Request(self, token, transfer, port)
@@ -164,23 +170,35 @@ class CuFileEngine(QueuedEngine):
             self.condition.notify_all()
 
     def stop(self) -> None:
+        """Have the threads end; the last one gives memory and driver back."""
         with self.condition:
             self.stopping = True
             self.condition.notify_all()
 
     def join(self) -> None:
-        """Wait for the threads, but for those whose call hangs, and give the driver back."""
-        for worker in self._workers:
-            while worker.thread.is_alive() and not worker.lost:
-                worker.thread.join(_WATCH_S)
+        """Wait for the threads, but for those whose call hangs, and for the driver's close."""
         if self._watch is not None:
+            self._watch.join()
+
+    def _is_over(self) -> bool:
+        """With the condition held: nothing is left to do, but for calls that hang."""
+        if not self.stopping or self.in_flight:
+            return False
+        return all(worker.ended or worker.lost for worker in self._workers)
+
+    def ended(self, worker: _Worker) -> None:
+        """A thread has nothing left to do."""
+        with self.condition:
+            worker.ended = True
+            over = self._is_over()
+        if over:
             self._over.set()
             self._busy.set()
-            self._watch.join()
-            self._watch = None
-            if not any(worker.lost for worker in self._workers):
-                self._unregister_all()
-            DRIVER.release()
+
+    def _give_back(self) -> None:
+        assert self._library is not None
+        MEMORY.disown(self._library, self, any(worker.lost for worker in self._workers))
+        self._driver.release()
         _running.discard(self)
 
     # --- registered memory ------------------------------------------------------------------
@@ -198,8 +216,8 @@ class CuFileEngine(QueuedEngine):
         except CuFileFailure as failed:
             raise failed.told(operation="register", path=f"{nbytes} bytes of memory") from None
 
-    def unregister(self, address: int) -> Any:
-        """Undo `register`; what was kept alive.
+    def unregister(self, address: int) -> None:
+        """Undo `register`.
 
         Raises:
             ValueError: It is not registered by this engine, or in use.
@@ -207,16 +225,9 @@ class CuFileEngine(QueuedEngine):
         """
         assert self._library is not None
         try:
-            return MEMORY.remove(self._library, self, address).keep
+            MEMORY.remove(self._library, self, address)
         except CuFileFailure as failed:
             raise failed.told(operation="register", path=f"memory at {address:#x}") from None
-
-    def _unregister_all(self) -> None:
-        for region in MEMORY.of(self):
-            try:
-                self.unregister(region.base)
-            except (ValueError, TransferError) as failed:
-                logger.warning("%s", failed)
 
     # --- the queue: called with the condition held ------------------------------------------
 
@@ -251,7 +262,7 @@ class CuFileEngine(QueuedEngine):
                 self._turns.append(request)
                 continue
             if request.exhausted:  # cancelled, or failed meanwhile
-                if not request.parts_out:
+                if not request.parts_out and not request.done:
                     self._end(request)
                 continue
             task = self._cut(request)
@@ -279,30 +290,34 @@ class CuFileEngine(QueuedEngine):
 
     def done(self, worker: _Worker, task: _Task) -> None:
         """A thread is through with a task."""
+        request = task.request
         with self.condition:
-            request = task.request
             request.parts_out -= 1
-            if worker.end() and not any(other.lost for other in self._workers):
-                DRIVER.returned()
+            if worker.end():
+                self._driver.returned()
             if request.parts_out or not request.exhausted:
                 return
-            if request.lost:  # told long ago; now nobody touches memory and file any more
-                self._let_go(request)
-                request.transfer.opened.release()
-            elif not request.done:
-                if request in self._turns:
-                    self._turns.remove(request)
-                self._end(request)
+            if not request.lost:
+                if not request.done:
+                    if request in self._turns:
+                        self._turns.remove(request)
+                    self._end(request)
+                return
+        # It was told long ago; now nobody touches memory and file any more.
+        self._release_region(request)
+        opened = request.transfer.opened
+        request.let_go()
+        opened.release()
 
     def _end(self, request: _Request) -> None:
         if not request.lost:
-            self._let_go(request)
+            self._release_region(request)
         self.conclude(request)
 
-    @staticmethod
-    def _let_go(request: _Request) -> None:
+    def _release_region(self, request: _Request) -> None:
+        assert self._library is not None
         region, request.region = request.region, None
-        MEMORY.release(region)
+        MEMORY.release(self._library, region)
 
     # --- one task: in a worker, without the condition -----------------------------------------
 
@@ -329,10 +344,10 @@ class CuFileEngine(QueuedEngine):
             request.fail(errno.EIO, failed)
 
     def _move(self, task: _Task) -> None:
-        assert self._library is not None and self._files is not None
+        assert self._library is not None
         request, transfer = task.request, task.request.transfer
         fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
-        handle = self._files.handle(transfer.opened, fd)
+        handle = self._driver.files.handle(self._library, transfer.opened, fd)
         memory = transfer.address - transfer.file_offset  # plus the offset in the file
         base = self._base(request)
         move = self._library.read if transfer.kind == Kind.READ else self._library.write
@@ -393,7 +408,8 @@ class CuFileEngine(QueuedEngine):
 
     def _count(self, task: _Task, moved: int) -> None:
         request, transfer = task.request, task.request.transfer
-        aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, transfer.address))
+        address = transfer.address + task.start - transfer.file_offset
+        aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, address))
         with self.condition:
             if request.done:
                 return  # given up; what comes later is nobody's
@@ -412,12 +428,15 @@ class CuFileEngine(QueuedEngine):
             self._call_limit_s = min(self._call_limit_s, EXIT_LIMIT_S)
 
     def _watch_calls(self) -> None:
+        """Until the engine is stopped and all is done; gives everything back then."""
         while True:
             self._busy.wait()
             if self._over.wait(min(_WATCH_S, self._call_limit_s / 4)):
-                return
+                break
             with self.condition:
-                if not self.in_flight:
+                if self._is_over():
+                    break
+                if not self.in_flight and not any(worker.lost for worker in self._workers):
                     self._busy.clear()
                     continue
                 now = time.monotonic()
@@ -426,13 +445,14 @@ class CuFileEngine(QueuedEngine):
                         self._give_up(worker)
                 if self._all_lost():
                     self._fail_queued()
+        self._give_back()
 
     def _give_up(self, worker: _Worker) -> None:
         task = worker.task
         assert task is not None
         request = task.request
         worker.lost = True
-        DRIVER.hangs(f"a cuFile call has not returned within {self._call_limit_s} s")
+        self._driver.hangs(f"a cuFile call has not returned within {self._call_limit_s} s")
         logger.error(
             "a cuFile call on %s has not returned within %s s: its thread is given up",
             request.transfer.opened.path,
@@ -442,6 +462,8 @@ class CuFileEngine(QueuedEngine):
         if not request.lost:
             request.lost = True
             request.transfer.opened.retain()  # until the last of its calls is back, if ever
+            if request in self._turns:
+                self._turns.remove(request)
             self._end(request)
 
     def _all_lost(self) -> bool:
@@ -461,6 +483,7 @@ class _Worker:
     def __init__(self, engine: CuFileEngine, index: int) -> None:
         self.task: _Task | None = None
         self.lost = False
+        self.ended = False
         self._since = 0.0
         self._engine = engine
         self.thread = threading.Thread(target=self._run, name=f"nvmeio-cufile-{index}", daemon=True)
@@ -485,6 +508,8 @@ class _Worker:
         while (task := self._engine.take(self)) is not None:
             self._engine.run(task)
             self._engine.done(self, task)
+            del task  # waiting for the next one, it would keep this one's memory alive
+        self._engine.ended(self)
 
 
 def _hanging(what: str, limit_s: float | None = None) -> CuFileFailure:

@@ -1,12 +1,14 @@
 """What is registered with cuFile: memory (base → length) and files (descriptor → handle).
 
-Memory is always named by the base of its registration plus an offset: cuFile takes an address in
-the middle for unregistered memory, and bounces it. The registry is process-wide because addresses
-are; each entry belongs to the engine that made it.
+Both are process-wide, because addresses and descriptors are. Memory is always named by the base of
+its registration plus an offset: cuFile takes an address in the middle for unregistered memory, and
+bounces it. Each region belongs to the engine that made it; a file's handle is everybody's, for
+cuFile refuses to register a descriptor twice.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from bisect import bisect_right
@@ -14,8 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nvmeio import _device
 from nvmeio.engines.cufile.library import Library
+from nvmeio.engines.cufile.status import CuFileFailure
 from nvmeio.files import Descriptors
+
+logger = logging.getLogger("nvmeio")
 
 
 @dataclass(eq=False)
@@ -25,8 +31,9 @@ class Region:
     Attributes:
         base: First byte.
         nbytes: Length.
-        owner: The engine that registered it.
-        keep: The memory itself; while it is registered it may not be freed.
+        owner: The engine that registered it; None once that is gone, and the last transfer in it
+            is to unregister it.
+        keep: The memory itself, a tensor; while it is registered it may not be freed.
         users: Transfers in flight in it.
     """
 
@@ -60,11 +67,12 @@ class Memory:
                     f"of [{other.base:#x}, +{other.nbytes}): views of it need no registration of "
                     "their own; unpin that tensor to register another span"
                 )
-            library.register_memory(region.base, region.nbytes)
+            with _device.current(region.keep):
+                library.register_memory(region.base, region.nbytes)
             self._regions[region.base] = region
             self._bases = sorted(self._regions)
 
-    def remove(self, library: Library, owner: object, address: int) -> Region:
+    def remove(self, library: Library, owner: object, address: int) -> None:
         """Undo `add`.
 
         Raises:
@@ -83,10 +91,7 @@ class Memory:
                     f"{region.users} operations are in flight in the memory at {address:#x}: "
                     "wait for them before it is unpinned"
                 )
-            del self._regions[address]
-            self._bases = sorted(self._regions)
-            library.unregister_memory(address)
-            return region
+            self._strike(library, region)
 
     def use(self, address: int, nbytes: int) -> Region | None:
         """The region that holds a span, with one more user; None where it is not registered."""
@@ -96,20 +101,40 @@ class Memory:
                 region.users += 1
             return region
 
-    def release(self, region: Region | None) -> None:
+    def release(self, library: Library, region: Region | None) -> None:
         """Undo `use`."""
-        if region is not None:
-            with self._lock:
-                region.users -= 1
-
-    def of(self, owner: object) -> list[Region]:
-        """What an engine has registered and no transfer uses."""
+        if region is None:
+            return
         with self._lock:
-            return [
-                region
-                for region in self._regions.values()
-                if region.owner is owner and not region.users
-            ]
+            region.users -= 1
+            if region.owner is None and not region.users:
+                self._strike_quietly(library, region)
+
+    def disown(self, library: Library, owner: object, hanging: bool) -> None:
+        """An engine is gone: what it has registered goes now, or with the last transfer in it.
+
+        Args:
+            library: To unregister with.
+            owner: The engine.
+            hanging: One of its calls has not come back: cuFile is left alone now.
+        """
+        with self._lock:
+            for region in [each for each in self._regions.values() if each.owner is owner]:
+                region.owner = None
+                if not region.users and not hanging:
+                    self._strike_quietly(library, region)
+
+    def _strike(self, library: Library, region: Region) -> None:
+        del self._regions[region.base]
+        self._bases = sorted(self._regions)
+        with _device.current(region.keep):
+            library.unregister_memory(region.base)
+
+    def _strike_quietly(self, library: Library, region: Region) -> None:
+        try:
+            self._strike(library, region)
+        except CuFileFailure as failed:
+            logger.warning("memory at %#x: %s", region.base, failed.detail)
 
     def forget(self) -> None:
         """In a forked child: nothing here is registered."""
@@ -130,40 +155,63 @@ class Memory:
 
 
 class Files:
-    """cuFile's handles of open files: one for each descriptor, as long as that is open.
+    """cuFile's handles of open files: one for each descriptor, while the driver and it are open.
 
     Files that are kept open (`nvmeio.open`) are registered once; a path is opened and registered
     for every transfer (8 to 9 us).
     """
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._lock = threading.Lock()
-        self._handles: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never held in a call of cuFile's, which may hang
+        self._files: dict[int, _File] = {}
         self._pid = os.getpid()
 
-    def handle(self, opened: Descriptors, fd: int) -> Any:
+    def handle(self, library: Library, opened: Descriptors, fd: int) -> Any:
         """The handle for one of a file's descriptors.
 
         Raises:
             CuFileFailure: cuFile refused it.
         """
         with self._lock:
-            if fd not in self._handles:
-                self._handles[fd] = self._library.register_file(fd)
-                opened.before_close(self._forgetting(fd))
-            return self._handles[fd]
+            file = self._files.get(fd)
+            if file is None:
+                file = self._files[fd] = _File()
+                opened.before_close(self._forgetting(library, fd))
+        with file.lock:
+            if file.handle is None:
+                file.handle = library.register_file(fd)
+            return file.handle
 
-    def _forgetting(self, fd: int) -> Callable[[], None]:
+    def _forgetting(self, library: Library, fd: int) -> Callable[[], None]:
         def forget() -> None:
             if self._pid != os.getpid():
                 return
             with self._lock:
-                handle = self._handles.pop(fd, None)
-                if handle is not None:
-                    self._library.unregister_file(handle)
+                file = self._files.pop(fd)
+            file.unregister(library)
 
         return forget
+
+    def unregister_all(self, library: Library) -> None:
+        """Before the driver is closed, which would leave their handles dangling."""
+        with self._lock:
+            files = list(self._files.values())
+        for file in files:
+            file.unregister(library)
+
+
+class _File:
+    """A descriptor's handle; None where it is not registered (any more)."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.handle: Any = None
+
+    def unregister(self, library: Library) -> None:
+        """Nobody uses it, and nobody will meanwhile."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            library.unregister_file(handle)
 
 
 MEMORY = Memory()

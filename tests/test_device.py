@@ -1,0 +1,168 @@
+"""`CudaCopier` and its neighbours on a model of `torch.cuda`: no GPU runs them here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, Tensor, fake_cuda
+
+import nvmeio
+from nvmeio import _device
+from nvmeio._reading import _spans
+from nvmeio._reading._in_thread import in_thread
+from nvmeio.engines.cufile import driver
+
+GPU = torch.device("cuda:2")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A process that works on device 2, from its main thread."""
+    made = fake_cuda(monkeypatch)
+    made.set_device(2)
+    return made
+
+
+def in_new_thread(work: Callable[[], object]) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_threads_of_ours_touch_no_other_device(cuda: FakeCuda) -> None:
+    """They begin on device 0, where their first call would make a context."""
+    copier = _device.CudaCopier()
+    host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
+    caller = copier.now(GPU)
+
+    def pump() -> None:
+        assert caller.done()
+        chunk = copier.page_locked(8192, GPU)
+        for mark in (copier.upload(device, host), copier.download(host, device)):
+            assert mark.done()
+            mark.wait()
+        copier.finish(GPU, lambda: device.copy_(host))
+        assert cuda.current_device() == 0  # as it was found
+        del chunk
+
+    in_new_thread(pump)
+    assert {name for name, _ in cuda.calls} >= {"copy", "query", "synchronize", "cudaHostRegister"}
+    assert cuda.contexts == {2}
+    assert ("cudaHostUnregister", 2) in cuda.calls
+
+
+def test_copies_are_on_one_private_stream_of_each_device(cuda: FakeCuda) -> None:
+    copier = _device.CudaCopier()
+    host = Tensor(cuda, "cpu")
+    for name in ("cuda:2", "cuda:2", "cuda:1"):
+        copier.upload(Tensor(cuda, name), host)
+    copier.download(host, Tensor(cuda, "cuda:1"))
+    first, second, third, fourth = cuda.copies
+    assert first is second and third is fourth
+    assert (first.device.index, third.device.index) == (2, 1)
+    assert cuda.current_stream() not in cuda.copies
+    assert cuda.current_device() == 2
+
+
+def test_context_is_current_for_libraries_in_any_thread(cuda: FakeCuda) -> None:
+    seen: list[tuple[int, tuple[str, int]]] = []
+
+    def register() -> None:
+        with _device.current(Tensor(cuda, "cuda:2")):  # type: ignore[arg-type]
+            seen.append((cuda.current_device(), cuda.calls[-1]))
+
+    in_new_thread(register)
+    assert seen == [(2, ("mem_get_info", 2))]
+    assert cuda.contexts == {2}
+    with _device.current(torch.zeros(1)):
+        assert len(cuda.calls) == 1  # host memory needs none
+
+
+def test_cufile_is_opened_on_the_callers_device(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened:
+        path, version, version_text = "libcufile", 1200, "1.20"
+
+        def set_flag(self, parameter: int, value: bool) -> int:
+            return 0
+
+        def open_driver(self) -> tuple[int, int]:
+            seen.append(cuda.current_device())
+            return 0, 0
+
+        def close_driver(self) -> tuple[int, int]:
+            return 0, 0
+
+        def properties(self) -> None:
+            return None
+
+    seen: list[int] = []
+    monkeypatch.setattr(driver.preflight, "problem", lambda: ("", "", ""))
+    monkeypatch.setattr(driver.library, "load", Opened)
+    opened = driver._Driver()
+    opened.acquire(driver.Settings())
+    opened.release()
+    assert seen == [2]
+    assert cuda.contexts == {2}
+
+
+async def test_work_in_a_thread_is_on_the_callers_device_and_stream(cuda: FakeCuda) -> None:
+    with cuda.stream(cuda.Stream(GPU)):
+        mine = cuda.current_stream()
+        where = await in_thread(
+            lambda: (cuda.current_device(), cuda.current_stream()), lambda: None
+        )
+    assert where == (2, mine)
+    assert cuda.contexts == {2}
+
+
+async def test_work_in_a_thread_does_not_begin_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = fake_cuda(monkeypatch)
+    assert await in_thread(lambda: 7, lambda: None) == 7
+    assert not cuda.contexts
+
+
+def test_loads_work_on_their_own_device(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Page-locking, copies and events, in a thread that is on another one."""
+    data = bytes(range(256)) * 400
+    (tmp_path / "file").write_bytes(data)
+    copies: list[int] = []
+    empty = torch.empty
+
+    class Copies(_spans._Copies):
+        def copy(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
+            with torch.cuda.stream(self._stream):
+                copies.append(cuda.current_device())
+                target.copy_(chunk)
+
+    def on_host(*size: int, device: object = None, **others: Any) -> torch.Tensor:
+        return empty(*size, **others)
+
+    monkeypatch.setattr(_spans, "_Copies", Copies)
+    monkeypatch.setattr(_spans.torch, "empty", on_host)
+    found: list[torch.Tensor] = []
+    with nvmeio.AioHandle(engine="threads") as handle:
+        spans = [_spans.Span(str(tmp_path / "file"), 5, 100_000)]
+        in_new_thread(lambda: found.extend(_spans.read(handle, spans, "cuda:2")))
+    assert found[0].numpy().tobytes() == data[5:100_005]
+    assert copies == [2]
+    assert ("cudaHostRegister", 2) in cuda.calls
+    assert cuda.contexts == {2}
