@@ -235,8 +235,11 @@ class Engine:
         return reads
 
     def _has_gradient(self, owner: Owner) -> bool:
-        if self.swapper is not None and self.swapper.has(owner.number):
-            return True
+        if self.swapper is not None:
+            if self.swapper.has(owner.number):
+                return True
+            if self.swapper.stands_in(owner):
+                return False
         return owner.parameter.grad is not None
 
     def _compute(

@@ -128,7 +128,6 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self._swapper: GradientSwapper | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._clip_factor: torch.Tensor | None = None
         self.last_step: Times = Times()
         self.resumed = False
         super().__init__(params, self._stepper.defaults)
@@ -284,7 +283,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self.last_step = off_loop(
             lambda: engine.step(self.param_groups, factor, self._saved_groups)
         )
-        self._clip_factor = None
+        if self._swapper is not None:
+            self._swapper.factor = None
 
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.
@@ -306,11 +306,13 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
     def _scaling(self) -> Any:
         """What gradients are to be multiplied with: None, a tensor, or False to leave it all."""
-        clip = self._clip_factor
-        if self._swapper is None or not hasattr(self, "found_inf"):
-            if self._swapper is not None:
-                self._swapper.restore_resident()
-            return clip
+        swapper = self._swapper
+        if swapper is None:
+            return None
+        if not hasattr(self, "found_inf"):
+            swapper.check()
+            swapper.restore()
+            return swapper.factor
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             raise RuntimeError(
@@ -318,10 +320,12 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 "clip with optimizer.clip_grad_norm_(max_norm, scaler=scaler)"
             )
         if bool(self.found_inf):
+            swapper.factor = None
             return False
-        self._swapper.restore_resident()
+        swapper.check(scaled=True)
+        swapper.restore()
         inverse = scale.double().reciprocal().float()
-        return inverse if clip is None else clip * inverse
+        return inverse if swapper.factor is None else swapper.factor * inverse
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those on the drive too.
@@ -334,7 +338,6 @@ class SwappedOptimizer(torch.optim.Optimizer):
             if not set_to_none:
                 raise ValueError("gradients on the drive are set to none: set_to_none must be True")
             self._swapper.clear()
-        self._clip_factor = None
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
@@ -364,9 +367,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         inverse = (
             None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
         )
-        total, factor = self._swapper.clip(max_norm, inverse)
-        self._clip_factor = factor
-        return total
+        return self._swapper.clip(max_norm, inverse)
 
     # State
 
