@@ -173,7 +173,6 @@ class Engine:
         """
         for owner in self._owners:
             owner.check_unchanged()
-        self.store.settle()
         swapper = self.swapper
         if swapper is not None:
             swapper.flush()
@@ -203,6 +202,7 @@ class Engine:
             moved.update({piece.number: True for piece in pieces})
         if not jobs and not later:
             return Times()
+        self.store.prepare()
         in_memory = False
         try:
             times = self._run(jobs)
@@ -360,7 +360,7 @@ class Engine:
         self._store_weights(self._subgroups, groups)
 
     def _store_weights(self, subgroups: Sequence[Subgroup], groups: Groups) -> None:
-        self.store.settle()
+        self.store.prepare()
         jobs, moved = [], {}
         for subgroup in subgroups:
             pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
@@ -439,7 +439,7 @@ class Engine:
     @torch.no_grad()
     def load(self, states: dict[int, dict[str, Any] | None], groups: Groups) -> None:
         """Take over states by parameter number; None for one without."""
-        self.store.settle()
+        self.store.prepare()
         small: dict[int, dict[str, Any]] = {}
         begun: dict[int, bool] = {}
         moved: set[int] = set()

@@ -21,6 +21,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload._layout import Piece, Subgroup, runs
 from nvmeio.offload._owners import Owner
 from nvmeio.offload._pipeline import Move
+from nvmeio.offload._ranks import several
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded, local, part, view
 from nvmeio.offload._witness import Witness
@@ -56,10 +57,7 @@ class GradientSwapper:
     """
 
     def __init__(self, directory: SwapDir, handle: AioHandle) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._distributed = True
-        else:
-            self._distributed = False
+        self._distributed = several()
         self._directory = directory
         self._handle = handle
         self._lock = threading.RLock()

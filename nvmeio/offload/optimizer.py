@@ -268,7 +268,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
             TransferError: The drive failed or is full. The step has not happened: state, weights
                 and gradients are as before, and it may be tried again. If even the weights could
                 not be brought back, the optimizer is broken: every further step raises.
-            RuntimeError: A parameter was resized, converted or moved; nothing was changed.
+            RuntimeError: A parameter was resized, converted or moved, or put into a group (or
+                taken out of one) by hand; gradients on the drive were changed in memory only.
+                Nothing was changed.
             ClosedError: It is closed, or belongs to the parent of this forked process.
         """
         if closure is not None:
@@ -276,6 +278,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 "a swapped optimizer takes no closure: call loss.backward() first, then step()"
             )
         self._check_open()
+        self._check_groups()
         factor = self._scaling()
         if factor is False:
             return
@@ -303,6 +306,25 @@ class SwappedOptimizer(torch.optim.Optimizer):
             self.step()
 
         await in_thread(work)
+
+    def _check_groups(self) -> None:
+        """Whether the groups have the parameters that they were given."""
+        mine = [[] for _ in self.param_groups]  # type: list[list[int]]
+        for owner in self._owners:
+            if owner.group < len(mine):
+                mine[owner.group].append(id(owner.parameter))
+        for number, (group, wanted) in enumerate(zip(self.param_groups, mine, strict=True)):
+            if [id(parameter) for parameter in group["params"]] != wanted:
+                raise RuntimeError(
+                    f"param_groups[{number}]['params'] was changed by hand, and the state on the "
+                    "drive was not: parameters are added with add_param_group, and left out of a "
+                    "step by having no gradient"
+                )
+        if self._owners and self._owners[-1].group >= len(mine):
+            raise RuntimeError(
+                "a group was taken out of param_groups by hand: leave it, and give its parameters "
+                "no gradient (requires_grad=False)"
+            )
 
     def _scaling(self) -> Any:
         """What gradients are to be multiplied with: None, a tensor, or False to leave it all."""
