@@ -11,7 +11,6 @@ import torch
 
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _snapshot
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._manifest import Manifest
@@ -100,6 +99,7 @@ class Engine:
         if manifest is None:
             self.store_weights(groups)
         else:
+            self._evict_homes()
             self._restore(self._subgroups)
         self._relocate(self._owners)
         return manifest
@@ -116,9 +116,15 @@ class Engine:
             self.store.open()
             self._make_slots()
             self._store_weights(subgroups, groups)
-        except BaseException:
+        except BaseException as failed:
             del self._owners[before[0] :], self._subgroups[before[1] :]
+            for subgroup in subgroups:
+                self._resident.pop(id(subgroup), None)
             self.store.forget(subgroups, before[2])
+            try:
+                self._make_slots()  # none are left if there was no memory for larger ones
+            except BaseException as again:
+                self.broken = f"adding a group failed ({failed}), and then its buffers: {again}"
             raise
         self._relocate(owners)
 
@@ -137,10 +143,10 @@ class Engine:
         """Buffers for the largest subgroup; those there are stay where they are long enough."""
         swapped = [s for s in self._subgroups if not s.resident]
         need = max((s.slot_nbytes(self._with_grads) for s in swapped), default=0)
-        if not need or (self._slots and self._slots[0].nbytes >= need):
+        count = min(1 + self._read_ahead + self._write_behind, max(1, len(swapped)))
+        if not need or (len(self._slots) >= count and self._slots[0].nbytes >= need):
             return
         self._free_slots()
-        count = min(1 + self._read_ahead + self._write_behind, max(1, len(swapped)))
         self._pool = PinnedPool(count * need)
         for _ in range(count):
             lease = self._pool.take(need)
@@ -176,8 +182,7 @@ class Engine:
         swapper = self.swapper
         if swapper is not None:
             swapper.flush()
-        for home in {id(o.home): o.home for o in self._owners if o.home is not None}.values():
-            home.evict()
+        self._evict_homes()
         small: dict[int, dict[str, Any]] = {}
         moved: dict[int, bool] = {}
         touched: list[Subgroup] = []
@@ -218,7 +223,20 @@ class Engine:
         except BaseException as failed:
             self._undo(touched, in_memory, failed)
             raise
+        self._tell_changed([*touched, *(subgroup for subgroup, _ in later)])
         return times
+
+    def _tell_changed(self, subgroups: Sequence[Subgroup]) -> None:
+        """Count a change of the parameters that changed on the drive only; backward looks at it."""
+        for number in {piece.owner for subgroup in subgroups for piece in subgroup.pieces}:
+            owner = self._owners[number]
+            if owner.home is not None and self._has_gradient(owner):
+                torch.autograd.graph.increment_version(owner.parameter)
+
+    def _evict_homes(self) -> None:
+        """What is in memory of parameters that live on the drive is about to be of the past."""
+        for home in {id(o.home): o.home for o in self._owners if o.home is not None}.values():
+            home.evict()
 
     def _step_reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[Move]:
         """State, weights where the step works on them, gradients where they are on the drive."""
@@ -458,13 +476,27 @@ class Engine:
             )
             jobs.append(Job(reads, compute))
             moved.update(p.number for p in subgroup.pieces if p.spans)
+        self._evict_homes()
         self._run(jobs)
         for subgroup, compute in later:
             compute(self._resident[id(subgroup)])
         self.store.commit(moved, begun, small, groups())
-        masters = any(entry and "master" in entry for entry in states.values())
-        if masters:
-            self._restore(self._subgroups)
+        if any(entry and "master" in entry for entry in states.values()):
+            try:
+                self._restore(self._subgroups)
+                for subgroup, _ in later:
+                    slot = self._resident[id(subgroup)]
+                    stored = [piece for piece in subgroup.pieces if piece.stored]
+                    for piece in stored:
+                        self._weights_out(subgroup, piece, self._owners[piece.owner], slot)
+                    self._write_homes(subgroup, stored, slot)
+            except BaseException as failed:
+                self.broken = (
+                    "a state dict was loaded, and its master weights could not be brought into "
+                    f"the parameters, which are partly those of before: {failed}. Make the "
+                    "optimizer anew, and load again"
+                )
+                raise
 
     def _load_subgroup(
         self,
@@ -534,8 +566,7 @@ class Engine:
             raise ValueError(
                 "with ratio below 1 a part of the state is in memory: use state_dict()"
             )
-        self.store.settle()
-        _snapshot.copy(self.directory.path, os.path.basename(self.directory.path), directory)
+        self.store.snapshot(directory)
 
     def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
         """A piece's state where it is in memory; None where it is on the drive."""

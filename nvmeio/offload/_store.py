@@ -12,7 +12,7 @@ from typing import Any
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _manifest
+from nvmeio.offload import _manifest, _snapshot
 from nvmeio.offload._file_tensors import FilePart
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, runs
@@ -264,6 +264,20 @@ class Store:
             _manifest.store(self._directory.path, self._unmarked)
             _manifest.mark_durable(self._directory.path, self._unmarked)
             self._unmarked = None
+
+    def snapshot(self, directory: str | os.PathLike[str]) -> None:
+        """Copy the last generation; see `_snapshot.copy`."""
+        self.settle()
+        path = self._directory.path
+        manifest = _manifest.newest(path)
+        if manifest is None or manifest.generation != self.generation:
+            raise IntegrityError(
+                f"the manifest in {path} is not the one that this process wrote: somebody changed "
+                "the directory; save state_dict() instead",
+                expected=self.generation,
+                found=manifest and manifest.generation,
+            )
+        _snapshot.copy(path, NAMES, manifest, directory)
 
     def resume(self) -> Manifest | None:
         """Take up what is in the directory; None where there is nothing. Before `open`.

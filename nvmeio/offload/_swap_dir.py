@@ -112,15 +112,7 @@ class SwapDir:
             TransferError: The drive failed.
         """
         for path in (self.path, os.path.dirname(self.path) or "."):
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-            except OSError as failed:
-                if failed.errno != errno.EINVAL:  # not of directories on this file system
-                    raise _wrapped(failed, "fsync", path) from failed
+            sync_directory(path)
 
     def file(self, name: str) -> str:
         """The path of a file in it."""
@@ -185,6 +177,23 @@ def reserve(fd: int, path: str, nbytes: int) -> None:
         except OSError as failed:
             code = failed.errno or errno.EIO
     raise TransferError(code, operation="fallocate", path=path, file_offset=0, nbytes=nbytes)
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable, where the file system can.
+
+    Raises:
+        TransferError: The drive failed.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as failed:
+        if failed.errno != errno.EINVAL:  # not of directories on this file system
+            raise _wrapped(failed, "fsync", path) from failed
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:

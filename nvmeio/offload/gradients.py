@@ -81,21 +81,32 @@ class GradientSwapper:
         self.read_bytes = 0
         self.written_bytes = 0
 
-    def extend(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
-        """Take over the gradients of further parameters.
+    def reserve(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+        """Have space and memory for the gradients of further parameters; none are taken yet.
 
         Raises:
             TransferError: There is no space for them.
             ValueError: They are of several ranks and not sharded: DistributedDataParallel reduces
                 gradients in memory, after they were taken.
         """
-        plain = [o for o in owners if not is_sharded(o.parameter)]
-        if self._distributed and plain:
+        if self._distributed and not all(is_sharded(owner.parameter) for owner in owners):
             raise ValueError(
                 "with several ranks only sharded gradients (FSDP2) can be swapped: "
                 'DistributedDataParallel reduces them in memory; use gradients="memory"'
             )
-        self.reserve(subgroups)
+        self.flush()
+        nbytes = self._nbytes
+        for subgroup in subgroups:
+            subgroup.grad_offset = nbytes
+            nbytes += subgroup.grad_nbytes
+        opened = self._directory.allocate(NAME, nbytes)
+        before, self._file = self._file, opened
+        if before is not None:
+            before.close()
+        self._make_sheets(max((subgroup.grad_nbytes for subgroup in subgroups), default=0))
+
+    def extend(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+        """Take over the gradients of parameters that `reserve` has made room for."""
         self._nbytes += sum(subgroup.grad_nbytes for subgroup in subgroups)
         self._owners.update({owner.number: owner for owner in owners})
         self._group_of.update({id(p): s for s in subgroups for p in s.pieces})
@@ -109,28 +120,12 @@ class GradientSwapper:
             parameter: Any = owner.parameter
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
-    def reserve(self, subgroups: Sequence[Subgroup]) -> None:
-        """Have space and memory for the gradients of further subgroups; they are not taken yet.
-
-        Raises:
-            TransferError: There is no space for them.
-        """
-        self.flush()
-        nbytes = self._nbytes
-        for subgroup in subgroups:
-            subgroup.grad_offset = nbytes
-            nbytes += subgroup.grad_nbytes
-        opened = self._directory.allocate(NAME, nbytes)
-        before, self._file = self._file, opened
-        if before is not None:
-            before.close()
-        self._make_sheets(max((subgroup.grad_nbytes for subgroup in subgroups), default=0))
-
     def _make_sheets(self, need: int) -> None:
         if not need or (self._pool is not None and self._free[0].nbytes >= need):
             return
+        pool = PinnedPool(SHEETS * need)
         self._free_memory()
-        self._pool = PinnedPool(SHEETS * need)
+        self._pool = pool
         for _ in range(SHEETS):
             lease = self._pool.take(need)
             self._free.append(lease.__enter__())

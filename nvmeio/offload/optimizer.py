@@ -229,6 +229,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
             made = self._own_group(len(self.param_groups) - 1)
             try:
                 subgroups = self._subgroups(made)
+                if self._swapper is not None:
+                    self._swapper.reserve(made, subgroups)
                 off_loop(lambda: engine.extend(made, subgroups, self._saved_groups))
                 if self._swapper is not None:
                     self._swapper.extend(made, subgroups)
@@ -243,6 +245,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if self._on_disk and engine is not None:
             self._swapper = GradientSwapper(engine.directory, engine.handle)
+            self._swapper.reserve(self._owners, subgroups)
             self._swapper.extend(self._owners, subgroups)
             engine.swapper = self._swapper
             # GradScaler then leaves the scaling to us: only this object reaches the gradients.
@@ -448,11 +451,13 @@ class SwappedOptimizer(torch.optim.Optimizer):
             directory: Made where it is missing; to resume, name it as `swap_dir`.
 
         Raises:
-            TransferError: It is not empty, full, or on a failing drive.
+            TransferError: It has such a copy already (EEXIST), is full, or on a failing drive;
+                nothing is left of the copy then.
             ValueError: Some state is in memory (`ratio`).
 
         Cost: a link in the file system where it shares blocks (reflink on xfs, btrfs), else a copy
-        within the kernel; none of it passes through this process.
+        within the kernel, to another file system too; none of it passes through this process.
+        Both generations are copied: twice the state.
         """
         self._check_open()
         off_loop(lambda: self._opened().snapshot(directory))
