@@ -241,6 +241,11 @@ class SwappedModule(torch.nn.Module):
         return self._keeper.window.read_bytes
 
     @property
+    def pinned(self) -> bool:
+        """Whether the window is page-locked; the drive does not need it."""
+        return self._keeper.window._pool.locked
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._keeper.closed

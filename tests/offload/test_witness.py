@@ -65,9 +65,7 @@ def test_a_scaler_learns_of_what_is_not_finite_though_the_small_one_is_frozen(
     results = []
     for ours in (True, False):
         made = model()
-        optimizer: Any = (
-            swapped(made, tmp_path) if ours else torch.optim.Adam(made.parameters())
-        )
+        optimizer: Any = swapped(made, tmp_path) if ours else torch.optim.Adam(made.parameters())
         made[4].weight.requires_grad_(False)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         told = []
