@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -235,6 +236,8 @@ class Store:
                 self._names_to_sync -= 1
         except BaseException as failed:
             self._lost = failed
+            with contextlib.suppress(TransferError):  # who resumes must not rely on it
+                _manifest.drop(self._directory.path, manifest.generation)
             return
         try:
             _manifest.mark_durable(self._directory.path, manifest)
@@ -258,7 +261,7 @@ class Store:
                 path=self._directory.path,
                 detail=f"generation {self.generation} may be lost ({self._lost}): load a "
                 "checkpoint, or make the optimizer anew with resume=True, which goes on from the "
-                "last step that is whole",
+                "last step that is durable",
             ) from self._lost
         if self._unmarked is not None:
             _manifest.store(self._directory.path, self._unmarked)
