@@ -90,7 +90,7 @@ def killed(folder: Path, at: int, from_the_start: bool) -> None:
 
     if from_the_start:
         killer.patch()
-    module, optimizer, handle = made_in(folder, FakeEngine(fail=block))
+    module, optimizer, _ = made_in(folder, FakeEngine(fail=block))
     if not from_the_start:
         train(module, optimizer, BEFORE)
         optimizer._engine.store.settle()

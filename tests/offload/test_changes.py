@@ -254,6 +254,6 @@ def test_a_ratio_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """All state was on the drive whatever it said: the parameters live in those files."""
     made = linears()
     with SwappedModule(made, swap_dir=tmp_path, resident_bytes=1 << 20) as module:
-        with pytest.raises(ValueError, match=r"ratio=0.5 is impossible.*master_dtype"):
+        with pytest.raises(ValueError, match=r"ratio=0\.5 is impossible.*master_dtype"):
             swapped(module, tmp_path, ratio=0.5)
         swapped(module, tmp_path).close()

@@ -162,7 +162,7 @@ def test_a_ratio_beside_parameters_on_the_drive_is_refused(tmp_path: Path) -> No
         "offload_param": {**nvme, "max_in_cpu": 1e6},
         "zero_optimization": {"sub_group_size": 10_000},
     }
-    with pytest.raises(ValueError, match="ratio=0.5 is impossible"):
+    with pytest.raises(ValueError, match=r"ratio=0\.5 is impossible"):
         offload(gpt(), torch.optim.Adam, config)
     assert list(tmp_path.iterdir()) == []
     made = offload(gpt(torch.bfloat16), torch.optim.Adam, {**config, "bf16": {"enabled": True}})
@@ -170,7 +170,7 @@ def test_a_ratio_beside_parameters_on_the_drive_is_refused(tmp_path: Path) -> No
     assert isinstance(made.optimizer, SwappedOptimizer)
     assert made.optimizer.plan.state_bytes == pytest.approx(whole / 2, rel=0.25)
     assert isinstance(made.module, SwappedModule)
-    assert made.module.resident_bytes == 2e6  # a million elements of bf16
+    assert 2e6 <= made.module.resident_bytes < 2e6 + 4096  # a million elements of bf16
     made.close()
 
 
