@@ -49,14 +49,17 @@ class SwappedOptimizer(torch.optim.Optimizer):
         master_dtype: Step in this dtype on weights of their own, kept on the drive, and round
             the result into the parameters: `torch.float32` for bf16 parameters.
         gradients: "memory" leaves them in ``.grad``; "disk" takes each away as backward has made
-            it. Then clip with `clip_grad_norm_` of this object.
-        ratio: The part of the state that is on the drive; the rest stays in memory.
+            it. Then clip with `clip_grad_norm_` of this object: a step after torch's own, which
+            would reach one small gradient that stays in memory, is refused.
+        ratio: The part of the state that is on the drive; the rest stays in memory. Below 1 not
+            for parameters of a `SwappedModule` without masters, which live in the state files.
         recoverable: Keep a copy of the weights on the drive beside the state, which undoes failed
             steps and is what `resume` takes weights from: 4 bytes more written for an fp32
             parameter. Master weights are such a copy already.
         durable: Survive a power cut as well (fdatasync beside the next forward pass).
         resume: Go on from what is in the directory, weights included; where there is nothing,
-            begin. Files stay there on `close`. False removes what a dead process left.
+            begin. Files stay there on `close`. False removes what a dead process left. Several
+            ranks go on from the last step that all of them have, so all must make it together.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
         optimizer_args: Arguments of the class: ``lr=1e-3``.
