@@ -11,6 +11,7 @@ import torch
 
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
+from nvmeio.offload import _weights
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._manifest import Manifest
@@ -284,7 +285,7 @@ class Engine:
         for work in works:
             owner = self._owners[work.piece.owner]
             if work.piece.staged:
-                self._weights_out(subgroup, work.piece, owner, slot)
+                _weights.weights_out(subgroup, work.piece, owner, slot)
             elif work.piece.stored:
                 view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
         return small
@@ -323,53 +324,14 @@ class Engine:
         wide.copy_(gradient)
         return wide
 
-    # Weights: between slots, memory and homes
-
-    def _weights_out(
-        self, subgroup: Subgroup, piece: Piece, owner: Owner, slot: torch.Tensor
-    ) -> None:
-        """From the slot into the parameter, or, rounded, to where its home is written from."""
-        weights = view(slot, piece.spans[WEIGHTS])
-        if owner.home is None:
-            part(local(owner.parameter), piece.start, piece.stop, piece.shape).copy_(weights)
-        elif owner.casts_home and piece.grad is not None:
-            base = subgroup.nbytes + subgroup.scratch_nbytes
-            view(slot, piece.grad, base).copy_(weights)
-
-    def _weights_in(
-        self, subgroup: Subgroup, piece: Piece, owner: Owner, slot: torch.Tensor
-    ) -> None:
-        """From the parameter (or what was read of its home) into the slot."""
-        weights = view(slot, piece.spans[WEIGHTS])
-        if owner.home is None:
-            weights.copy_(part(local(owner.parameter), piece.start, piece.stop, piece.shape))
-        elif owner.casts_home and piece.grad is not None:
-            base = subgroup.nbytes + subgroup.scratch_nbytes
-            weights.copy_(view(slot, piece.grad, base))
-
-    def _home_moves(self, subgroup: Subgroup, piece: Piece, owner: Owner) -> list[Move]:
-        """Between a piece's home and the slot: into the weights, or, rounded, beside them."""
-        if owner.home is None or piece.grad is None:
-            return []
-        base = subgroup.nbytes + subgroup.scratch_nbytes + piece.grad.offset
-        if not owner.casts_home:
-            base = piece.spans[WEIGHTS].offset
-        size = owner.dtype.itemsize
-        found = []
-        for extent in owner.home.where(owner.parameter):
-            start, stop = max(piece.start, extent.start), min(piece.stop, extent.stop)
-            if start < stop:
-                offset = extent.file_offset + (start - extent.start) * size
-                into = base + (start - piece.start) * size
-                found.append(Move(extent.file, offset, into, (stop - start) * size))
-        return found
+    # Weights
 
     def _home_writes(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
         return [
             move
             for piece in pieces
             if self._owners[piece.owner].casts_home
-            for move in self._home_moves(subgroup, piece, self._owners[piece.owner])
+            for move in _weights.home_moves(subgroup, piece, self._owners[piece.owner])
         ]
 
     @torch.no_grad()
@@ -387,7 +349,7 @@ class Engine:
                 slot: torch.Tensor, subgroup: Subgroup = subgroup, pieces: list[Piece] = pieces
             ) -> list[Move]:
                 for piece in pieces:
-                    self._weights_in(subgroup, piece, self._owners[piece.owner], slot)
+                    _weights.weights_in(subgroup, piece, self._owners[piece.owner], slot)
                 old = [piece for piece in pieces if piece.begun]
                 new = [piece for piece in pieces if not piece.begun]
                 return self.store.writes(subgroup, old) + self.store.writes(subgroup, new, False)
@@ -395,7 +357,7 @@ class Engine:
             reads = [
                 move
                 for piece in pieces
-                for move in self._home_moves(subgroup, piece, self._owners[piece.owner])
+                for move in _weights.home_moves(subgroup, piece, self._owners[piece.owner])
             ]
             if subgroup.resident:
                 self._move_now(self._resident[id(subgroup)], reads)
@@ -422,7 +384,7 @@ class Engine:
                 slot: torch.Tensor, subgroup: Subgroup = subgroup, pieces: list[Piece] = pieces
             ) -> list[Move]:
                 for piece in pieces:
-                    self._weights_out(subgroup, piece, self._owners[piece.owner], slot)
+                    _weights.weights_out(subgroup, piece, self._owners[piece.owner], slot)
                 return self._home_writes(subgroup, pieces)
 
             if not subgroup.resident:
@@ -488,7 +450,7 @@ class Engine:
                     slot = self._resident[id(subgroup)]
                     stored = [piece for piece in subgroup.pieces if piece.stored]
                     for piece in stored:
-                        self._weights_out(subgroup, piece, self._owners[piece.owner], slot)
+                        _weights.weights_out(subgroup, piece, self._owners[piece.owner], slot)
                     self._write_homes(subgroup, stored, slot)
             except BaseException as failed:
                 self.broken = (
@@ -515,7 +477,7 @@ class Engine:
                     given = local(entry["master"])
                     weights.copy_(part(given, piece.start, piece.stop, piece.shape))
                 elif owner.home is None:
-                    self._weights_in(subgroup, piece, owner, slot)
+                    _weights.weights_in(subgroup, piece, owner, slot)
             begun[piece.number] = bool(entry)
             small[piece.number] = {}
             if not entry:
