@@ -30,8 +30,6 @@ class NvmeOffloadTrainerMixin:
 
     Raises:
         TypeError: `nvme_offload` is missing or has no "swap_dir".
-        ValueError: Gradients are to be on the drive, and the Trainer is to clip them
-            (``max_grad_norm``), which it cannot.
     """
 
     def __init__(
@@ -41,12 +39,23 @@ class NvmeOffloadTrainerMixin:
             raise TypeError("nvme_offload needs a swap_dir: nvme_offload={'swap_dir': '/mnt/nvme'}")
         self._nvme_offload = dict(nvme_offload)
         super().__init__(*args, **kwargs)
+        if self._nvme_offload.get("gradients") == "disk":
+            trainer: Any = self
+            # The Trainer clips, and logs the norm, through the accelerator; that would see one
+            # gradient only.
+            trainer.accelerator.clip_grad_norm_ = self._clip_grad_norm_
+
+    def _clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         trainer: Any = self
-        if self._nvme_offload.get("gradients") == "disk" and trainer.args.max_grad_norm:
-            raise ValueError(
-                "the Trainer cannot clip gradients on the drive: set max_grad_norm=0 in its "
-                'arguments, or leave gradients at "memory"'
-            )
+        optimizer = self._swapped()
+        if optimizer is None:
+            raise RuntimeError("the Trainer clips gradients before it has made an optimizer")
+        return optimizer.clip_grad_norm_(max_norm, norm_type, scaler=trainer.accelerator.scaler)
+
+    def _swapped(self) -> SwappedOptimizer | None:
+        trainer: Any = self
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        return optimizer if isinstance(optimizer, SwappedOptimizer) else None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own optimizer, swapped."""
@@ -58,9 +67,8 @@ class NvmeOffloadTrainerMixin:
 
     def close_offload(self) -> None:
         """Give back memory and swap files now, rather than with the Trainer."""
-        trainer: Any = self
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        if isinstance(optimizer, SwappedOptimizer):
+        optimizer = self._swapped()
+        if optimizer is not None:
             optimizer.close()
 
 

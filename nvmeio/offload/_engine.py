@@ -11,7 +11,7 @@ import torch
 
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _snapshot
+from nvmeio.offload import _weights
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._manifest import Manifest
@@ -100,6 +100,7 @@ class Engine:
         if manifest is None:
             self.store_weights(groups)
         else:
+            self._evict_homes()
             self._restore(self._subgroups)
         self._relocate(self._owners)
         return manifest
@@ -116,9 +117,15 @@ class Engine:
             self.store.open()
             self._make_slots()
             self._store_weights(subgroups, groups)
-        except BaseException:
+        except BaseException as failed:
             del self._owners[before[0] :], self._subgroups[before[1] :]
+            for subgroup in subgroups:
+                self._resident.pop(id(subgroup), None)
             self.store.forget(subgroups, before[2])
+            try:
+                self._make_slots()  # none are left if there was no memory for larger ones
+            except BaseException as again:
+                self.broken = f"adding a group failed ({failed}), and then its buffers: {again}"
             raise
         self._relocate(owners)
 
@@ -137,10 +144,10 @@ class Engine:
         """Buffers for the largest subgroup; those there are stay where they are long enough."""
         swapped = [s for s in self._subgroups if not s.resident]
         need = max((s.slot_nbytes(self._with_grads) for s in swapped), default=0)
-        if not need or (self._slots and self._slots[0].nbytes >= need):
+        count = min(1 + self._read_ahead + self._write_behind, max(1, len(swapped)))
+        if not need or (len(self._slots) >= count and self._slots[0].nbytes >= need):
             return
         self._free_slots()
-        count = min(1 + self._read_ahead + self._write_behind, max(1, len(swapped)))
         self._pool = PinnedPool(count * need)
         for _ in range(count):
             lease = self._pool.take(need)
@@ -173,12 +180,10 @@ class Engine:
         """
         for owner in self._owners:
             owner.check_unchanged()
-        self.store.settle()
         swapper = self.swapper
         if swapper is not None:
             swapper.flush()
-        for home in {id(o.home): o.home for o in self._owners if o.home is not None}.values():
-            home.evict()
+        self._evict_homes()
         small: dict[int, dict[str, Any]] = {}
         moved: dict[int, bool] = {}
         touched: list[Subgroup] = []
@@ -203,6 +208,7 @@ class Engine:
             moved.update({piece.number: True for piece in pieces})
         if not jobs and not later:
             return Times()
+        self.store.prepare()
         in_memory = False
         try:
             times = self._run(jobs)
@@ -218,7 +224,20 @@ class Engine:
         except BaseException as failed:
             self._undo(touched, in_memory, failed)
             raise
+        self._tell_changed([*touched, *(subgroup for subgroup, _ in later)])
         return times
+
+    def _tell_changed(self, subgroups: Sequence[Subgroup]) -> None:
+        """Count a change of the parameters that changed on the drive only; backward looks at it."""
+        for number in {piece.owner for subgroup in subgroups for piece in subgroup.pieces}:
+            owner = self._owners[number]
+            if owner.home is not None and self._has_gradient(owner):
+                torch.autograd.graph.increment_version(owner.parameter)
+
+    def _evict_homes(self) -> None:
+        """What is in memory of parameters that live on the drive is about to be of the past."""
+        for home in {id(o.home): o.home for o in self._owners if o.home is not None}.values():
+            home.evict()
 
     def _step_reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[Move]:
         """State, weights where the step works on them, gradients where they are on the drive."""
@@ -235,8 +254,11 @@ class Engine:
         return reads
 
     def _has_gradient(self, owner: Owner) -> bool:
-        if self.swapper is not None and self.swapper.has(owner.number):
-            return True
+        if self.swapper is not None:
+            if self.swapper.has(owner.number):
+                return True
+            if self.swapper.stands_in(owner):
+                return False
         return owner.parameter.grad is not None
 
     def _compute(
@@ -263,7 +285,7 @@ class Engine:
         for work in works:
             owner = self._owners[work.piece.owner]
             if work.piece.staged:
-                self._weights_out(subgroup, work.piece, owner, slot)
+                _weights.weights_out(subgroup, work.piece, owner, slot)
             elif work.piece.stored:
                 view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
         return small
@@ -302,53 +324,14 @@ class Engine:
         wide.copy_(gradient)
         return wide
 
-    # Weights: between slots, memory and homes
-
-    def _weights_out(
-        self, subgroup: Subgroup, piece: Piece, owner: Owner, slot: torch.Tensor
-    ) -> None:
-        """From the slot into the parameter, or, rounded, to where its home is written from."""
-        weights = view(slot, piece.spans[WEIGHTS])
-        if owner.home is None:
-            part(local(owner.parameter), piece.start, piece.stop, piece.shape).copy_(weights)
-        elif owner.casts_home and piece.grad is not None:
-            base = subgroup.nbytes + subgroup.scratch_nbytes
-            view(slot, piece.grad, base).copy_(weights)
-
-    def _weights_in(
-        self, subgroup: Subgroup, piece: Piece, owner: Owner, slot: torch.Tensor
-    ) -> None:
-        """From the parameter (or what was read of its home) into the slot."""
-        weights = view(slot, piece.spans[WEIGHTS])
-        if owner.home is None:
-            weights.copy_(part(local(owner.parameter), piece.start, piece.stop, piece.shape))
-        elif owner.casts_home and piece.grad is not None:
-            base = subgroup.nbytes + subgroup.scratch_nbytes
-            weights.copy_(view(slot, piece.grad, base))
-
-    def _home_moves(self, subgroup: Subgroup, piece: Piece, owner: Owner) -> list[Move]:
-        """Between a piece's home and the slot: into the weights, or, rounded, beside them."""
-        if owner.home is None or piece.grad is None:
-            return []
-        base = subgroup.nbytes + subgroup.scratch_nbytes + piece.grad.offset
-        if not owner.casts_home:
-            base = piece.spans[WEIGHTS].offset
-        size = owner.dtype.itemsize
-        found = []
-        for extent in owner.home.where(owner.parameter):
-            start, stop = max(piece.start, extent.start), min(piece.stop, extent.stop)
-            if start < stop:
-                offset = extent.file_offset + (start - extent.start) * size
-                into = base + (start - piece.start) * size
-                found.append(Move(extent.file, offset, into, (stop - start) * size))
-        return found
+    # Weights
 
     def _home_writes(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
         return [
             move
             for piece in pieces
             if self._owners[piece.owner].casts_home
-            for move in self._home_moves(subgroup, piece, self._owners[piece.owner])
+            for move in _weights.home_moves(subgroup, piece, self._owners[piece.owner])
         ]
 
     @torch.no_grad()
@@ -357,7 +340,7 @@ class Engine:
         self._store_weights(self._subgroups, groups)
 
     def _store_weights(self, subgroups: Sequence[Subgroup], groups: Groups) -> None:
-        self.store.settle()
+        self.store.prepare()
         jobs, moved = [], {}
         for subgroup in subgroups:
             pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
@@ -366,7 +349,7 @@ class Engine:
                 slot: torch.Tensor, subgroup: Subgroup = subgroup, pieces: list[Piece] = pieces
             ) -> list[Move]:
                 for piece in pieces:
-                    self._weights_in(subgroup, piece, self._owners[piece.owner], slot)
+                    _weights.weights_in(subgroup, piece, self._owners[piece.owner], slot)
                 old = [piece for piece in pieces if piece.begun]
                 new = [piece for piece in pieces if not piece.begun]
                 return self.store.writes(subgroup, old) + self.store.writes(subgroup, new, False)
@@ -374,7 +357,7 @@ class Engine:
             reads = [
                 move
                 for piece in pieces
-                for move in self._home_moves(subgroup, piece, self._owners[piece.owner])
+                for move in _weights.home_moves(subgroup, piece, self._owners[piece.owner])
             ]
             if subgroup.resident:
                 self._move_now(self._resident[id(subgroup)], reads)
@@ -401,7 +384,7 @@ class Engine:
                 slot: torch.Tensor, subgroup: Subgroup = subgroup, pieces: list[Piece] = pieces
             ) -> list[Move]:
                 for piece in pieces:
-                    self._weights_out(subgroup, piece, self._owners[piece.owner], slot)
+                    _weights.weights_out(subgroup, piece, self._owners[piece.owner], slot)
                 return self._home_writes(subgroup, pieces)
 
             if not subgroup.resident:
@@ -436,7 +419,7 @@ class Engine:
     @torch.no_grad()
     def load(self, states: dict[int, dict[str, Any] | None], groups: Groups) -> None:
         """Take over states by parameter number; None for one without."""
-        self.store.settle()
+        self.store.prepare()
         small: dict[int, dict[str, Any]] = {}
         begun: dict[int, bool] = {}
         moved: set[int] = set()
@@ -455,13 +438,27 @@ class Engine:
             )
             jobs.append(Job(reads, compute))
             moved.update(p.number for p in subgroup.pieces if p.spans)
+        self._evict_homes()
         self._run(jobs)
         for subgroup, compute in later:
             compute(self._resident[id(subgroup)])
         self.store.commit(moved, begun, small, groups())
-        masters = any(entry and "master" in entry for entry in states.values())
-        if masters:
-            self._restore(self._subgroups)
+        if any(entry and "master" in entry for entry in states.values()):
+            try:
+                self._restore(self._subgroups)
+                for subgroup, _ in later:
+                    slot = self._resident[id(subgroup)]
+                    stored = [piece for piece in subgroup.pieces if piece.stored]
+                    for piece in stored:
+                        _weights.weights_out(subgroup, piece, self._owners[piece.owner], slot)
+                    self._write_homes(subgroup, stored, slot)
+            except BaseException as failed:
+                self.broken = (
+                    "a state dict was loaded, and its master weights could not be brought into "
+                    f"the parameters, which are partly those of before: {failed}. Make the "
+                    "optimizer anew, and load again"
+                )
+                raise
 
     def _load_subgroup(
         self,
@@ -480,7 +477,7 @@ class Engine:
                     given = local(entry["master"])
                     weights.copy_(part(given, piece.start, piece.stop, piece.shape))
                 elif owner.home is None:
-                    self._weights_in(subgroup, piece, owner, slot)
+                    _weights.weights_in(subgroup, piece, owner, slot)
             begun[piece.number] = bool(entry)
             small[piece.number] = {}
             if not entry:
@@ -531,8 +528,7 @@ class Engine:
             raise ValueError(
                 "with ratio below 1 a part of the state is in memory: use state_dict()"
             )
-        self.store.settle()
-        _snapshot.copy(self.directory.path, os.path.basename(self.directory.path), directory)
+        self.store.snapshot(directory)
 
     def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
         """A piece's state where it is in memory; None where it is on the drive."""

@@ -1,8 +1,9 @@
 """The manifest: which places are current. Two places of its own, so that one is always whole.
 
-A generation is written twice: at once, which a killed process cannot undo, for the page cache
-outlives it; and again as durable once the data is. After a power cut only what is durable counts:
-the boot that a generation was written in tells which case it is.
+A generation is written at once, which a killed process cannot undo, for the page cache outlives it.
+Once the data is on the drive, and the manifest is, one byte marks it as durable: nothing of it is
+written twice, so there is no moment at which a kill could tear what was whole. After a power cut
+only what is durable counts: the boot that a generation was written in tells which case it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import errno
 import io
 import json
 import os
+import pickle
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,10 @@ import torch
 
 from nvmeio.errors import IntegrityError, TransferError
 
-_MAGIC = b"nvmeio-swap 1\n"
-_HEADER_BYTES = len(_MAGIC) + 16
+_MAGIC = b"nvmeio-swap 2\n"
+_DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
+_DURABLE, _VOLATILE = b"D", b"-"
+_HEADER_BYTES = len(_MAGIC) + 2 + 16
 NAMES = ("manifest.0", "manifest.1")
 
 
@@ -60,23 +64,67 @@ def boot_id() -> str:
         return ""
 
 
-def store(directory: str, manifest: Manifest, durable: bool) -> None:
-    """Write a generation into the place that its predecessor is not in.
+def store(directory: str, manifest: Manifest) -> None:
+    """Write a generation into the place that its predecessor is not in; not durable yet.
 
     Raises:
-        TransferError: It could not be written; the predecessor is whole.
+        TransferError: It could not be written. It is not there then, and the predecessor is whole.
     """
-    manifest.durable, manifest.boot = durable, boot_id()
+    manifest.durable, manifest.boot = False, boot_id()
     body = _encode(manifest)
-    header = _MAGIC + f"{len(body):07x} {zlib.crc32(body):08x}".encode()
-    path = os.path.join(directory, NAMES[manifest.generation % 2])
+    header = _MAGIC + _VOLATILE + f" {len(body):07x} {zlib.crc32(body):08x}".encode()
+    path = _place(directory, manifest.generation)
+    try:
+        _write(path, header + body, 0)
+    except BaseException:
+        # Whole or not: who reads it later must not take it for a step that has happened, for
+        # the next attempt writes over its data.
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
+        raise
+
+
+def mark_durable(directory: str, manifest: Manifest) -> None:
+    """Mark a generation that `store` wrote, whose data is on the drive.
+
+    Raises:
+        TransferError: It could not be marked: it counts as long as the machine runs.
+    """
+    path = _place(directory, manifest.generation)
+    _write(path, b"", 0, durable=True)  # its body first
+    _write(path, _DURABLE, _DURABLE_AT, durable=True)
+    manifest.durable = True
+
+
+def drop(directory: str, generation: int, durable: bool = False) -> None:
+    """Let a generation, and whatever is in its place, never have been.
+
+    Raises:
+        TransferError: It is there still.
+    """
+    path = _place(directory, generation)
+    try:
+        os.truncate(path, 0)
+    except FileNotFoundError:
+        return
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="write", path=path) from failed
+    if durable:
+        _write(path, b"", 0, durable=True)
+
+
+def _place(directory: str, generation: int) -> str:
+    return os.path.join(directory, NAMES[generation % 2])
+
+
+def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            data = memoryview(header + body)
+            view = memoryview(data)
             at = 0
-            while at < len(data):
-                at += os.pwrite(fd, data[at:], at)
+            while at < len(view):
+                at += os.pwrite(fd, view[at:], offset + at)
             if durable:
                 os.fdatasync(fd)
         finally:
@@ -86,14 +134,23 @@ def store(directory: str, manifest: Manifest, durable: bool) -> None:
 
 
 def newest(directory: str) -> Manifest | None:
-    """The last complete generation; None where there is none.
+    """The last complete generation; None where no step was ever completed.
 
     Raises:
-        IntegrityError: There is a manifest, and neither place is whole.
+        IntegrityError: There were steps, and no manifest that counts is left.
         TransferError: It cannot be read.
     """
+    found = complete(directory)
+    return max(found, key=lambda each: each.generation, default=None)
+
+
+def complete(directory: str) -> list[Manifest]:
+    """Every generation that can be gone on from: the last and, mostly, the one before it.
+
+    Raises: As `newest`.
+    """
     found: list[Manifest] = []
-    there = False
+    stepped = lost = False
     for name in NAMES:
         path = os.path.join(directory, name)
         try:
@@ -103,48 +160,91 @@ def newest(directory: str) -> Manifest | None:
             continue
         except OSError as failed:
             raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
-        there = there or bool(data)
-        manifest = _decode(data)
-        if manifest is not None and (manifest.durable or manifest.boot == boot_id() != ""):
+        # The first generation goes to the other place: this one is only there after a step.
+        stepped = stepped or name == NAMES[0]
+        manifest = _decode(data, path)
+        if manifest is None:
+            continue
+        if manifest.durable or manifest.boot == boot_id() != "":
             found.append(manifest)
-    if not found and there:
+        else:
+            lost = True
+    if stepped and not found:
+        what = (
+            "is durable, and the machine was started anew since (durable=False)"
+            if lost
+            else "is whole"
+        )
         raise IntegrityError(
-            f"no manifest in {directory} is whole: the state there cannot be used; remove the "
+            f"no manifest in {directory} {what}: the state there cannot be used; remove the "
             "directory, and go on from a checkpoint",
-            expected="a manifest with a valid checksum",
+            expected="a manifest with a valid checksum, and durable or of this boot",
             found="none",
         )
-    return max(found, key=lambda each: each.generation, default=None)
+    return found
 
 
 def _encode(manifest: Manifest) -> bytes:
     tensors = io.BytesIO()
     columns, rest = _columns(manifest.small)
-    torch.save({"columns": columns, "rest": rest, "groups": manifest.groups}, tensors)
+    torch.save({"columns": columns, "rest": rest, "groups": _plain(manifest.groups)}, tensors)
     return json.dumps(
         {
             "generation": manifest.generation,
             "signature": manifest.signature,
             "current": "".join(map(str, manifest.current)),
             "begun": "".join(map(str, manifest.begun)),
-            "durable": manifest.durable,
             "boot": manifest.boot,
             "tensors": base64.b64encode(tensors.getvalue()).decode(),
         }
     ).encode()
 
 
-def _decode(data: bytes) -> Manifest | None:
+def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Options that can be read back safely: numpy's numbers as Python's, objects left out.
+
+    What is left out keeps the value that the optimizer is made with when it is resumed.
+    """
+    return [
+        {name: _number(value) for name, value in group.items() if _is_plain(_number(value))}
+        for group in groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    """A scheduler that computes with numpy leaves numpy's numbers behind."""
+    foreign = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if foreign else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, [*value, *value.values()]))
+    plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+    return type(value) in (*plain, torch.Tensor)
+
+
+def _decode(data: bytes, path: str) -> Manifest | None:
     """None where it is torn."""
     if not data.startswith(_MAGIC):
         return None
     with contextlib.suppress(ValueError, KeyError):
-        length, crc = data[len(_MAGIC) : _HEADER_BYTES].decode().split()
+        mark = data[_DURABLE_AT : _DURABLE_AT + 1]
+        length, crc = data[_DURABLE_AT + 1 : _HEADER_BYTES].decode().split()
         body = data[_HEADER_BYTES : _HEADER_BYTES + int(length, 16)]
         if len(body) != int(length, 16) or zlib.crc32(body) != int(crc, 16):
             return None
         told = json.loads(body)
-        tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
+        try:
+            tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
+        except pickle.UnpicklingError as refused:
+            raise IntegrityError(
+                f"{path} is whole, and holds what this torch does not load: {refused}",
+                expected="what torch.load(weights_only=True) reads",
+                found="something else",
+            ) from refused
         return Manifest(
             told["generation"],
             told["signature"],
@@ -152,7 +252,7 @@ def _decode(data: bytes) -> Manifest | None:
             [int(bit) for bit in told["begun"]],
             _rows(tensors["columns"], tensors["rest"]),
             tensors["groups"],
-            told["durable"],
+            mark == _DURABLE,
             told["boot"],
         )
     return None

@@ -46,13 +46,15 @@ class Owner:
         """Whether it is still what was handed over.
 
         Raises:
-            RuntimeError: It was resized, converted or moved; says what it was and is.
+            RuntimeError: It was resized, converted, moved or laid out otherwise; says what it was
+                and is.
         """
         now = local(self.parameter)
         for what, was, found in (
             ("shape", self.shape, tuple(now.shape)),
             ("dtype", self.dtype, now.dtype),
             ("device", self.device, now.device),
+            ("contiguity", True, self._in_order(now)),
         ):
             if was != found:
                 raise RuntimeError(
@@ -60,6 +62,10 @@ class Owner:
                     f"optimizer was made: its {what} was {was} and is {found}. Its state on the "
                     "drive does not fit any more: make a new optimizer"
                 )
+
+    def _in_order(self, now: torch.Tensor) -> bool:
+        """Whether its pieces are where they were: runs of elements, if there are several."""
+        return len(self.pieces) == 1 or self.home is not None or now.is_contiguous()
 
 
 def new_owner(

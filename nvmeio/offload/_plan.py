@@ -113,12 +113,20 @@ def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
         subgroups: All of them.
         ratio: Of their bytes, from 0 to 1.
         bound: Parameters that live in the state files themselves, by number: those stay there.
+
+    Raises:
+        ValueError: Some of the state is to stay in memory, and that of a bound parameter cannot.
     """
+    if ratio < 1 and bound:
+        raise ValueError(
+            f"ratio={ratio} is impossible: the state files are where the SwappedModule keeps its "
+            f"parameters ({len(bound)} of them), so all state is on the drive. Leave ratio at "
+            "1.0, or step in another dtype than theirs (master_dtype), which gives them files of "
+            "their own"
+        )
     total = sum(subgroup.nbytes for subgroup in subgroups)
     kept = 0.0
     for subgroup in reversed(subgroups):
-        if any(piece.owner in bound for piece in subgroup.pieces):
-            continue
         if kept + subgroup.nbytes / 2 > (1 - ratio) * total:
             break
         subgroup.resident = True

@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+from typing import Any
 
 from nvmeio.errors import TransferError
 from nvmeio.offload import _manifest
-from nvmeio.offload._swap_dir import LOCK
+from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._swap_dir import LOCK, OURS, sync_directory
 
 _FICLONE = 0x40049409  # linux/fs.h
-_SKIP = frozenset({LOCK, "gradients"})
 _PIECE_BYTES = 1 << 30
+# What copy_file_range says where it cannot: between file systems, to a network, on an old kernel.
+_NOT_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 
-def copy(source: str, name: str, directory: str | os.PathLike[str]) -> None:
-    """Copy a swap directory that nobody writes to just now, durably; the manifest comes last.
+def copy(
+    source: str, names: tuple[str, ...], manifest: Manifest, directory: str | os.PathLike[str]
+) -> None:
+    """Copy swap files that nobody writes to just now, durably; the manifest comes last.
 
     Args:
-        source: The directory.
-        name: Of the copy, in `directory`.
+        source: The swap directory; the copy has its name, in `directory`.
+        names: Of the files of state.
+        manifest: Of the generation that they hold. In the copy it is durable, so it counts on
+            another machine too.
         directory: Made where it is missing.
 
     Raises:
-        TransferError: The copy exists (EEXIST), or cannot be written; nothing complete is left.
+        TransferError: The copy exists (EEXIST), or cannot be written; nothing is left of it then.
 
-    Source: man 2 ioctl_ficlone, man 2 copy_file_range.
+    Source: man 2 ioctl_ficlone, man 2 copy_file_range, man 2 sendfile.
     """
-    target = os.path.join(os.fspath(directory), name)
+    above = os.fspath(directory)
+    target = os.path.join(above, os.path.basename(source))
     try:
         os.makedirs(target, exist_ok=True)
         if any(entry != LOCK for entry in os.listdir(target)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        names = sorted(set(os.listdir(source)) - _SKIP)
-        for each in sorted(names, key=lambda name: name in _manifest.NAMES):
-            copy_file(os.path.join(source, each), os.path.join(target, each))
-        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except TransferError:
-        raise
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="copy", path=target) from failed
+        raise _wrapped(failed, target) from failed
+    try:
+        try:
+            for each in names:
+                copy_file(os.path.join(source, each), os.path.join(target, each))
+        except OSError as failed:
+            raise _wrapped(failed, target) from failed
+        _manifest.store(target, manifest)
+        _manifest.mark_durable(target, manifest)
+        for path in (target, above, os.path.dirname(os.path.abspath(above))):
+            sync_directory(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in set(os.listdir(target)).intersection(OURS):
+                os.unlink(os.path.join(target, each))
+            os.rmdir(target)
+        raise
+
+
+def _wrapped(failed: OSError, target: str) -> OSError:
+    if isinstance(failed, TransferError):
+        return failed
+    return TransferError(failed.errno or errno.EIO, operation="copy", path=target)
 
 
 def copy_file(source: str, target: str) -> None:
@@ -66,8 +87,19 @@ def copy_file(source: str, target: str) -> None:
 
 def _copy_bytes(reading: int, writing: int) -> None:
     left = os.fstat(reading).st_size
+    move: Any = os.copy_file_range
     while left:
-        count = os.copy_file_range(reading, writing, min(left, _PIECE_BYTES))
+        try:
+            count = move(reading, writing, min(left, _PIECE_BYTES))
+        except OSError as failed:
+            if move is _send or failed.errno not in _NOT_RANGES:
+                raise
+            move = _send  # goes on where the descriptors stand
+            continue
         if not count:
             raise OSError(errno.ENODATA, "a swap file became shorter while it was copied")
         left -= count
+
+
+def _send(reading: int, writing: int, nbytes: int) -> int:
+    return os.sendfile(writing, reading, None, nbytes)

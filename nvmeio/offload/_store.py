@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -12,12 +13,13 @@ from typing import Any
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _manifest
+from nvmeio.offload import _manifest, _snapshot
 from nvmeio.offload._file_tensors import FilePart
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, runs
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._pipeline import Move
+from nvmeio.offload._ranks import agreed
 from nvmeio.offload._swap_dir import SwapDir
 
 NAMES = ("state.0", "state.1")
@@ -48,7 +50,9 @@ class Store:
         self.generation = 0
         self._subgroup_of: dict[int, Subgroup] = {}
         self._syncing: threading.Thread | None = None
-        self._sync_failure: BaseException | None = None
+        self._lost: BaseException | None = None  # why what was written cannot be trusted
+        self._unmarked: Manifest | None = None  # durable, but for the mark
+        self._names_to_sync = 2  # the first two generations make new files
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
         """Give further subgroups their places; `open` makes the files that long."""
@@ -171,6 +175,18 @@ class Store:
 
     # Generations
 
+    def prepare(self) -> None:
+        """To be called before anything is written: the place that is not current loses its value.
+
+        Its manifest goes first. So whatever comes of what is about to be written, no manifest says
+        that it is there; that includes one of a commit that was interrupted.
+
+        Raises:
+            TransferError: The drive lost the last generation, or refuses; nothing has changed.
+        """
+        self.settle()
+        _manifest.drop(self._directory.path, self.generation + 1)
+
     def commit(
         self,
         moved: set[int],
@@ -178,7 +194,7 @@ class Store:
         small: dict[int, dict[str, Any]],
         groups: list[dict[str, Any]],
     ) -> None:
-        """What was written is current from now on.
+        """What was written since `prepare` is current from now on.
 
         Args:
             moved: The pieces that were written to their other place, by number.
@@ -195,7 +211,7 @@ class Store:
         for number, value in small.items():
             values[number] = value
         manifest = Manifest(self.generation + 1, self.signature(), current, started, values, groups)
-        _manifest.store(self._directory.path, manifest, durable=False)
+        _manifest.store(self._directory.path, manifest)
         self.generation += 1
         self.small = values
         for piece, which, has in zip(self.pieces, current, started, strict=True):
@@ -211,35 +227,85 @@ class Store:
                 self._sync(manifest)
 
     def _sync(self, manifest: Manifest) -> None:
+        """Data first, then the manifest: it must not promise what a power cut could take."""
         try:
             for file in self._files:
                 self._handle.sync_fsync(file, data_only=True)
-            _manifest.store(self._directory.path, manifest, durable=True)
+            if self._names_to_sync:
+                self._directory.sync_names()
+                self._names_to_sync -= 1
         except BaseException as failed:
-            self._sync_failure = failed
+            self._lost = failed
+            with contextlib.suppress(TransferError):  # who resumes must not rely on it
+                _manifest.drop(self._directory.path, manifest.generation)
+            return
+        try:
+            _manifest.mark_durable(self._directory.path, manifest)
+        except BaseException:
+            self._unmarked = manifest  # `settle` tries again, and tells
 
     def settle(self) -> None:
         """Wait until the last generation is durable: the next overwrites the one before it.
 
         Raises:
-            TransferError: The drive lost it; raised once.
+            TransferError: It is not. Where its data was lost, every further call raises: the
+                kernel reports that once, and forgets what it could not write (man 2 fsync).
         """
         thread, self._syncing = self._syncing, None
         if thread is not None:
             thread.join()
-        failed, self._sync_failure = self._sync_failure, None
-        if failed is not None:
-            raise failed
+        if self._lost is not None:
+            raise TransferError(
+                getattr(self._lost, "errno", None) or errno.EIO,
+                operation="fsync",
+                path=self._directory.path,
+                detail=f"generation {self.generation} may be lost ({self._lost}): load a "
+                "checkpoint, or make the optimizer anew with resume=True, which goes on from the "
+                "last step that is durable",
+            ) from self._lost
+        if self._unmarked is not None:
+            _manifest.store(self._directory.path, self._unmarked)
+            _manifest.mark_durable(self._directory.path, self._unmarked)
+            self._unmarked = None
+
+    def snapshot(self, directory: str | os.PathLike[str]) -> None:
+        """Copy the last generation; see `_snapshot.copy`."""
+        self.settle()
+        path = self._directory.path
+        manifest = _manifest.newest(path)
+        if manifest is None or manifest.generation != self.generation:
+            raise IntegrityError(
+                f"the manifest in {path} is not the one that this process wrote: somebody changed "
+                "the directory; save state_dict() instead",
+                expected=self.generation,
+                found=manifest and manifest.generation,
+            )
+        _snapshot.copy(path, NAMES, manifest, directory)
 
     def resume(self) -> Manifest | None:
         """Take up what is in the directory; None where there is nothing. Before `open`.
 
+        Of several ranks each takes up the last generation that all of them have: they may have
+        been killed on either side of the end of a step.
+
         Raises:
-            IntegrityError: It belongs to other parameters, another optimizer or other sizes.
+            IntegrityError: It belongs to other parameters, another optimizer or other sizes; or the
+                ranks have no generation in common.
         """
-        manifest = _manifest.newest(self._directory.path)
+        path = self._directory.path
+        manifest, later = agreed(path)
         if manifest is None:
             return None
+        self._check_fits(manifest)
+        for each in later:
+            _manifest.drop(path, each.generation, durable=True)
+        self.generation = manifest.generation
+        self.small = manifest.small
+        for piece, which, has in zip(self.pieces, manifest.current, manifest.begun, strict=True):
+            piece.current, piece.begun = which, bool(has)
+        return manifest
+
+    def _check_fits(self, manifest: Manifest) -> None:
         if manifest.signature != self.signature():
             raise IntegrityError(
                 f"the state in {self._directory.path} belongs to another optimizer, other "
@@ -257,11 +323,6 @@ class Store:
                     path=path,
                     detail="the manifest is there, but this file is missing or too short",
                 )
-        self.generation = manifest.generation
-        self.small = manifest.small
-        for piece, which, has in zip(self.pieces, manifest.current, manifest.begun, strict=True):
-            piece.current, piece.begun = which, bool(has)
-        return manifest
 
     def signature(self) -> str:
         """What the files are laid out for, as a digest."""

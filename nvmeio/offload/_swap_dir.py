@@ -16,6 +16,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 LOCK = "lock"
+# All that is ever made here. Nothing else is removed: the directory may have been somebody's.
+OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights")
 
 
 class SwapDir:
@@ -29,8 +31,8 @@ class SwapDir:
         TransferError: `parent` is missing, no directory or not writable; somebody else swaps into
             the same place (EBUSY).
 
-    The lock is a flock on a file: it goes with the process, however that ends. A child that was
-    forked holds it too, as long as it lives.
+    The lock is a flock on a file: it goes with the process, however that ends. Where that did not
+    release it, a child that was forked from it holds it as long as it lives.
     """
 
     def __init__(self, parent: str | os.PathLike[str], name: str) -> None:
@@ -88,15 +90,29 @@ class SwapDir:
                 raise _wrapped(failed, "lock", lock) from failed
             os.close(fd)  # its owner removed it meanwhile
 
-    def clean(self) -> int:
-        """Remove everything but the lock: what a dead process left; the number of files."""
-        removed = 0
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.path):
-                if name != LOCK:
-                    os.unlink(os.path.join(self.path, name))
-                    removed += 1
-        return removed
+    def clean(self) -> None:
+        """Remove what a dead process left. What is not ours by its name stays.
+
+        Raises:
+            TransferError: Something cannot be removed.
+        """
+        for name in OURS:
+            path = self.file(name)
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as failed:
+                raise _wrapped(failed, "remove", path) from failed
+
+    def sync_names(self) -> None:
+        """Make the names of the files durable: without, a power cut may take what they name.
+
+        Raises:
+            TransferError: The drive failed.
+        """
+        for path in (self.path, os.path.dirname(self.path) or "."):
+            sync_directory(path)
 
     def file(self, name: str) -> str:
         """The path of a file in it."""
@@ -138,6 +154,8 @@ class SwapDir:
                     os.unlink(self.file(LOCK))
                     os.rmdir(self.path)
         finally:
+            # A forked child (a data loader's worker) has the descriptor too, and with it the lock.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 
@@ -159,6 +177,23 @@ def reserve(fd: int, path: str, nbytes: int) -> None:
         except OSError as failed:
             code = failed.errno or errno.EIO
     raise TransferError(code, operation="fallocate", path=path, file_offset=0, nbytes=nbytes)
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable, where the file system can.
+
+    Raises:
+        TransferError: The drive failed.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as failed:
+        if failed.errno != errno.EINVAL:  # not of directories on this file system
+            raise _wrapped(failed, "fsync", path) from failed
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:

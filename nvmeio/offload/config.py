@@ -5,6 +5,8 @@ Every key is understood, or refused: one that is silently left out changes a run
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -59,7 +61,12 @@ _DEFAULT_WINDOW_BUFFERS = 5  # DeepSpeed's buffer_count for parameters
 _DEFAULT_WINDOW_SIZE = 100_000_000  # and its buffer_size, in elements
 
 
-class Offloaded(NamedTuple):
+class _Pair(NamedTuple):
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+class Offloaded(_Pair):
     """What `offload` made; use it as a pair, or close both with `close`.
 
     Attributes:
@@ -67,14 +74,17 @@ class Offloaded(NamedTuple):
         optimizer: A `SwappedOptimizer`, or the class itself where nothing is offloaded.
     """
 
-    module: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    _handle: AioHandle | None = None  # that was made as "aio" says
 
     def close(self) -> None:
-        """Close both, the optimizer first. Weights that are on the drive are gone afterwards."""
-        for each in (self.optimizer, self.module):
-            if isinstance(each, (SwappedOptimizer, SwappedModule)):
-                each.close()
+        """Close both, the optimizer first, and the handle that was made for them.
+
+        Weights that are on the drive are gone afterwards.
+        """
+        with contextlib.ExitStack() as closing:
+            for each in (self._handle, self.module, self.optimizer):
+                if isinstance(each, (SwappedOptimizer, SwappedModule, AioHandle)):
+                    closing.callback(each.close)
 
     @property
     def last_step(self) -> Times | None:
@@ -127,23 +137,38 @@ def offload(
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be a mapping, not {type(config).__name__}")
-    zero = _known("config", config, _TOP).get("zero_optimization", {})
+    zero = _or_empty(_known("config", config, _TOP), "zero_optimization")
     zero = _known("zero_optimization", zero, _ZERO)
     stage = zero.get("stage", 3)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization: stage must be 0, 1, 2 or 3, not {stage!r}")
     state = _section("offload_optimizer", config, zero, _OPTIMIZER)
     weights = _section("offload_param", config, zero, _PARAM)
     if weights["device"] != "none" and stage != 3:
         raise ValueError(f"zero_optimization: offload_param needs stage 3, not {stage!r}")
+    if state["device"] != "none" and stage == 0:
+        raise ValueError("zero_optimization: offload_optimizer needs stage 1, 2 or 3, not 0")
+    if weights["device"] != "nvme":
+        for key in ("buffer_count", "buffer_size", "max_in_cpu"):
+            if key in weights:
+                raise ValueError(
+                    f'offload_param: {key} is for device "nvme", not {weights["device"]!r}: there '
+                    "all parameters are in memory"
+                )
     if weights["device"] == "nvme" and state["device"] != "nvme":
         raise ValueError(
             'offload_param: device "nvme" needs offload_optimizer with device "nvme" too, which '
             "writes the new weights there"
         )
     master_dtype = _master_dtype(config)
+    resume = _flag(config, "resume", False)
+    if resume and state["device"] != "nvme":
+        raise ValueError('resume: true needs offload_optimizer with device "nvme"')
+    _known("aio", _or_empty(config, "aio"), _AIO)
     own_handle = None
     if handle is None and "nvme" in (state["device"], weights["device"]):
-        handle = own_handle = _handle(config.get("aio", {}))
-    elif config.get("aio") is not None and handle is not None:
+        handle = own_handle = _handle(_or_empty(config, "aio"))
+    elif "aio" in config and handle is not None:
         raise ValueError("give either config['aio'] or a handle")
     made: Offloaded | None = None
     swapped = module
@@ -156,6 +181,8 @@ def offload(
                 init=init,
                 handle=handle,
             )
+            if _flag(weights, "pin_memory", False) and not swapped.pinned:
+                raise _not_pinned("offload_param")
         chosen = swapped.parameters() if params is None else params(swapped)
         if state["device"] == "none":
             if master_dtype is not None:
@@ -170,10 +197,11 @@ def offload(
                 handle,
                 master_dtype,
                 weights["device"] == "nvme",
-                bool(config.get("resume", False)),
+                resume,
                 optimizer_args,
             )
         made = Offloaded(swapped, optimizer)
+        made._handle = own_handle
         return made
     finally:
         if made is None:
@@ -233,11 +261,22 @@ def _optimizer(
         weakref.finalize(optimizer, shutil.rmtree, path, ignore_errors=True)
     if _flag(state, "pin_memory", False) and not optimizer.pinned:
         optimizer.close()
-        raise OSError(
-            "offload_optimizer: pin_memory was asked for, and this process may not lock so much "
-            "memory: raise RLIMIT_MEMLOCK (ulimit -l), or leave it out; the drive needs it not"
-        )
+        raise _not_pinned("offload_optimizer")
     return optimizer
+
+
+def _not_pinned(section: str) -> OSError:
+    return OSError(
+        errno.EPERM,
+        f"{section}: pin_memory was asked for, and this process may not lock so much memory: raise "
+        "RLIMIT_MEMLOCK (ulimit -l), or leave it out; the drive needs it not",
+    )
+
+
+def _or_empty(section: Mapping[str, Any], key: str) -> Any:
+    """A section's value; {} where it is left out or null."""
+    found = section.get(key)
+    return {} if found is None else found
 
 
 def _window_bytes(module: torch.nn.Module, weights: Mapping[str, Any]) -> int:
@@ -258,7 +297,7 @@ def _section(
     """A section with its device and path checked; device "none" where there is none."""
     if name in config and name in zero:
         raise ValueError(f"{name} is given twice: at the top and under zero_optimization")
-    found = dict(_known(name, config.get(name) or zero.get(name) or {}, known))
+    found = dict(_known(name, _or_empty(config if name in config else zero, name), known))
     device = found.setdefault("device", "none")
     if device not in _DEVICES:
         raise ValueError(f"{name}: device must be one of {_DEVICES}, not {device!r}")
@@ -301,15 +340,15 @@ def _number(name: str, section: Mapping[str, Any], key: str, default: int) -> in
 
 
 def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    half = _known("fp16", config.get("fp16") or {}, ("enabled",))
+    half = _known("fp16", _or_empty(config, "fp16"), ("enabled",))
     if _flag(half, "enabled", False):
         raise ValueError("fp16: scale losses with torch.amp.GradScaler, which works as ever")
-    bf16 = _known("bf16", config.get("bf16") or {}, ("enabled",))
+    bf16 = _known("bf16", _or_empty(config, "bf16"), ("enabled",))
     return torch.float32 if _flag(bf16, "enabled", False) else None
 
 
 def _handle(aio: Any) -> AioHandle:
-    known = dict(_known("aio", aio or {}, _AIO))
+    known = dict(_known("aio", aio, _AIO))
     if _flag(known, "use_gds", False):
         raise ValueError("aio: use_gds is impossible: state passes through host memory here")
     known.pop("use_gds", None)

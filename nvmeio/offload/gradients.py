@@ -21,8 +21,10 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload._layout import Piece, Subgroup, runs
 from nvmeio.offload._owners import Owner
 from nvmeio.offload._pipeline import Move
+from nvmeio.offload._ranks import several
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded, local, part, view
+from nvmeio.offload._witness import Witness
 from nvmeio.operation import Operation
 from nvmeio.pool import PinnedPool
 
@@ -49,15 +51,13 @@ class GradientSwapper:
         handle: Moves the bytes.
 
     Attributes:
+        factor: What `clip` found that gradients are to be multiplied with; None for nothing.
         read_bytes: Since it was made, for accumulation only.
         written_bytes: Since it was made.
     """
 
     def __init__(self, directory: SwapDir, handle: AioHandle) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._distributed = True
-        else:
-            self._distributed = False
+        self._distributed = several()
         self._directory = directory
         self._handle = handle
         self._lock = threading.RLock()
@@ -72,9 +72,8 @@ class GradientSwapper:
         self._order: list[Subgroup] = []  # in which they came last time
         self._failure: BaseException | None = None
         self._not_finite = False
-        self._resident: Owner | None = None  # keeps its gradient in memory
-        self._seen = False  # it had one since the last `clear`
-        self._clean: torch.Tensor | None = None  # that gradient, while it is poisoned
+        self._witness: Witness | None = None  # there as soon as a parameter wants gradients
+        self.factor: torch.Tensor | None = None
         self._pool: PinnedPool | None = None
         self._leases: list[Any] = []
         self._free: list[torch.Tensor] = []
@@ -82,16 +81,15 @@ class GradientSwapper:
         self.read_bytes = 0
         self.written_bytes = 0
 
-    def extend(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
-        """Take over the gradients of further parameters.
+    def reserve(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+        """Have space and memory for the gradients of further parameters; none are taken yet.
 
         Raises:
             TransferError: There is no space for them.
             ValueError: They are of several ranks and not sharded: DistributedDataParallel reduces
                 gradients in memory, after they were taken.
         """
-        plain = [o for o in owners if not is_sharded(o.parameter)]
-        if self._distributed and plain:
+        if self._distributed and not all(is_sharded(owner.parameter) for owner in owners):
             raise ValueError(
                 "with several ranks only sharded gradients (FSDP2) can be swapped: "
                 'DistributedDataParallel reduces them in memory; use gradients="memory"'
@@ -102,29 +100,32 @@ class GradientSwapper:
             subgroup.grad_offset = nbytes
             nbytes += subgroup.grad_nbytes
         opened = self._directory.allocate(NAME, nbytes)
-        if self._file is not None:
-            self._file.close()
-        self._file, self._nbytes = opened, nbytes
-        need = max((subgroup.grad_nbytes for subgroup in subgroups), default=0)
-        self._make_sheets(need)
+        before, self._file = self._file, opened
+        if before is not None:
+            before.close()
+        self._make_sheets(max((subgroup.grad_nbytes for subgroup in subgroups), default=0))
+
+    def extend(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+        """Take over the gradients of parameters that `reserve` has made room for."""
+        self._nbytes += sum(subgroup.grad_nbytes for subgroup in subgroups)
         self._owners.update({owner.number: owner for owner in owners})
         self._group_of.update({id(p): s for s in subgroups for p in s.pieces})
-        if self._resident is None:
-            self._resident = min(owners, key=lambda o: o.parameter.numel(), default=None)
-            if self._resident is not None and self._resident.parameter.requires_grad:
-                resident: Any = self._resident.parameter
-                self._hooks.append(resident.register_hook(lambda _: self.restore_resident()))
-        for owner in owners:
-            if owner.parameter.requires_grad:
-                take = functools.partial(self._take, owner)
-                parameter: Any = owner.parameter
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+        wanting = [owner for owner in owners if owner.parameter.requires_grad]
+        if self._witness is None and wanting:
+            self._witness = Witness(min(wanting, key=lambda o: o.parameter.numel()))
+            witness: Any = self._witness.owner.parameter
+            self._hooks.append(witness.register_hook(self._before_the_witness))
+        for owner in wanting:
+            take = functools.partial(self._take, owner)
+            parameter: Any = owner.parameter
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     def _make_sheets(self, need: int) -> None:
         if not need or (self._pool is not None and self._free[0].nbytes >= need):
             return
+        pool = PinnedPool(SHEETS * need)
         self._free_memory()
-        self._pool = PinnedPool(SHEETS * need)
+        self._pool = pool
         for _ in range(SHEETS):
             lease = self._pool.take(need)
             self._free.append(lease.__enter__())
@@ -137,16 +138,22 @@ class GradientSwapper:
         with self._lock:
             if parameter.grad is None or self._file is None:
                 return
-            if owner is self._resident:
-                self._seen = True
-                self._poison()
-                return
-            self._look_for_zero_grad()
             if parameter.grad.layout is not torch.strided:
                 raise TypeError(
                     f"parameter {owner.number} has a {parameter.grad.layout} gradient: only dense "
                     "ones can be swapped (an embedding wants sparse=False)"
                 )
+            witness = self._watching()
+            if owner is witness.owner:
+                if witness.replaced():
+                    self.clear()
+                witness.arrived()
+                self._check_not_clipped()
+                if self._not_finite:
+                    witness.poison()
+                return
+            self._look_for_zero_grad()
+            self._check_not_clipped()
             gradient = local(parameter.grad).contiguous()
             again = owner.number in self._present
             try:
@@ -159,7 +166,6 @@ class GradientSwapper:
                 # A norm may overflow where no element is infinite.
                 if not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
                     self._not_finite = True
-                    self._poison()
                 for piece in owner.pieces:
                     place = self._open(piece)
                     place.copy_(part(gradient, piece.start, piece.stop, piece.shape))
@@ -169,6 +175,9 @@ class GradientSwapper:
                 raise
             self._present.add(owner.number)
             parameter.grad = None
+            witness.stand_in()
+            if self._not_finite:
+                witness.poison()
 
     def _open(self, piece: Piece) -> torch.Tensor:
         """The place of a piece's gradient in its sheet, with what was there before."""
@@ -221,7 +230,7 @@ class GradientSwapper:
             each
             for each in sheet.subgroup.pieces
             if self._owners[each.owner].parameter.requires_grad
-            and self._owners[each.owner] is not self._resident
+            and self._owners[each.owner] is not self._watching().owner
         ]
         if len(sheet.changed) >= len(expected):
             self._write(sheet)
@@ -262,34 +271,67 @@ class GradientSwapper:
         if self._failure is not None:
             raise self._failure
 
-    def _look_for_zero_grad(self) -> None:
-        """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
-        if self._seen and self._resident is not None and self._resident.parameter.grad is None:
-            self.clear()
+    # The gradient in memory
 
-    # GradScaler looks at gradients in memory only: one of them tells it of the others.
-
-    def _poison(self) -> None:
-        if not self._not_finite or self._resident is None or self._clean is not None:
-            return
-        gradient = self._resident.parameter.grad
-        if gradient is not None:
-            self._clean = gradient.clone()
-            gradient.fill_(float("nan"))
+    def _watching(self) -> Witness:
+        if self._witness is None:
+            raise RuntimeError("a gradient came, and no parameter wanted one")
+        return self._witness
 
     @torch.no_grad()
-    def restore_resident(self) -> None:
+    def _before_the_witness(self, _: torch.Tensor) -> None:
+        with self._lock:
+            self._look_for_zero_grad()
+            self._watching().make_way()
+
+    def _look_for_zero_grad(self) -> None:
+        """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
+        if self._witness is not None and self._witness.zeroed():
+            self.clear()
+
+    def _check_not_clipped(self) -> None:
+        if self.factor is not None:
+            raise RuntimeError(
+                "gradients on the drive were clipped, which the next step does as it reads them, "
+                "and backward adds to them: call step() or zero_grad() after clip_grad_norm_"
+            )
+
+    @torch.no_grad()
+    def restore(self) -> None:
         """Give the gradient in memory its own values again."""
-        clean, self._clean = self._clean, None
-        if clean is None or self._resident is None or self._resident.parameter.grad is None:
-            return
-        self._resident.parameter.grad.copy_(clean)
+        if self._witness is not None:
+            self._witness.restore()
+
+    def check(self, scaled: bool = False) -> None:
+        """Whether memory and drive agree about the gradients.
+
+        Args:
+            scaled: A GradScaler has looked at those in memory.
+
+        Raises:
+            RuntimeError: Somebody changed gradients in memory, or put some there, since backward.
+        """
+        with self._lock:
+            self._look_for_zero_grad()
+            if self._witness is not None:
+                self._witness.check(scaled)
+            for number in self._present:
+                if self._owners[number].parameter.grad is not None:
+                    raise RuntimeError(
+                        f"parameter {number} has a gradient on the drive, and another was put into "
+                        "its .grad: call zero_grad() before gradients are set by hand"
+                    )
 
     # What the optimizer asks
 
     def has(self, number: int) -> bool:
         """Whether a parameter's gradient is on the drive."""
         return number in self._present
+
+    def stands_in(self, owner: Owner) -> bool:
+        """Whether what a parameter has in ``.grad`` is no gradient of it."""
+        witness = self._witness
+        return witness is not None and witness.owner is owner and witness.stands_in
 
     def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
         """The moves that bring gradients into a slot, from byte `base` on."""
@@ -332,30 +374,44 @@ class GradientSwapper:
             self._present.clear()
             self._norms.clear()
             self._failure = None
-            self._not_finite = self._seen = False
-            self._clean = None
+            self._not_finite = False
+            self.factor = None
+            if self._witness is not None:
+                self._witness.forget()
 
-    def clip(
-        self, max_norm: float, inverse_scale: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of all gradients, and what to multiply them with; as torch clips.
+    def clip(self, max_norm: float, inverse_scale: torch.Tensor | None) -> torch.Tensor:
+        """The norm of all gradients; keeps what to multiply them with, as torch clips.
 
         Args:
             max_norm: The largest norm allowed.
             inverse_scale: What undoes a GradScaler, or None.
         """
         with self._lock:
+            self.check()
             norms = []
             for owner in self._owners.values():
                 norm = self._norms.get(owner.number)
-                if norm is None and owner.parameter.grad is not None:
-                    norm = torch.linalg.vector_norm(local(owner.parameter.grad))
-                if norm is not None:
-                    norms.append(_over_ranks(owner.parameter, norm))
+                if norm is None:
+                    gradient = self._in_memory(owner)
+                    if gradient is None:
+                        continue
+                    norm = torch.linalg.vector_norm(local(gradient))
+                norms.append(_over_ranks(owner.parameter, norm))
             total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
             if inverse_scale is not None:
                 total = total * inverse_scale
-            return total, torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            before = self.factor
+            if before is not None:
+                total = total * before
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            self.factor = factor if before is None else before * factor
+            return total
+
+    def _in_memory(self, owner: Owner) -> torch.Tensor | None:
+        witness = self._witness
+        if witness is not None and witness.owner is owner:
+            return witness.gradient
+        return owner.parameter.grad
 
     @property
     def file_bytes(self) -> int:
@@ -372,6 +428,7 @@ class GradientSwapper:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.restore()
         self.clear()
         self._free_memory()
         file, self._file = self._file, None
@@ -395,6 +452,7 @@ def _over_ranks(parameter: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     sharded: Any = parameter
     square = norm.square()
     for dimension, placement in enumerate(sharded.placements):
-        if placement.is_shard():
+        # Not is_shard(): a strided shard (FSDP over tensor parallelism) does not call itself one.
+        if not placement.is_replicate():
             dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
     return square.sqrt()

@@ -35,6 +35,8 @@ class _Saved(NamedTuple):
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    parameter: torch.nn.Parameter | None  # that it is a view of; None where it is empty
+    version: int  # of the parameter, then
 
 
 class SwappedModule(torch.nn.Module):
@@ -127,10 +129,15 @@ class SwappedModule(torch.nn.Module):
 
         Raises:
             MemoryError: They do not fit.
-            TransferError: The drive failed.
+            TransferError: The drive failed. Where it did so at the end of the block, some of these
+                parameters may have changed there and others not: set them again.
 
-        Change them in place within ``torch.no_grad()``. A `SwappedOptimizer` with master weights
+        Change them in place within ``torch.no_grad()``. If the block raises, nothing is written,
+        and the parameters have their values of before. A `SwappedOptimizer` with master weights
         goes on from those until its `reload_weights` is called.
+
+        This is not a step: a process that is killed while the block ends may leave some parameters
+        changed and others not, for one that resumes.
         """
         keeper = self._keeper
         keeper.check_open()
@@ -141,7 +148,12 @@ class SwappedModule(torch.nn.Module):
             for unit in units:
                 keeper.window.need(unit, pin=True, computing=False)
                 pinned.append(unit)
-            yield
+            try:
+                yield
+            except BaseException:
+                for unit in units:
+                    keeper.reread(unit)
+                raise
             for unit in units:
                 keeper.write(unit)
         finally:
@@ -229,6 +241,11 @@ class SwappedModule(torch.nn.Module):
         return self._keeper.window.read_bytes
 
     @property
+    def pinned(self) -> bool:
+        """Whether the window is page-locked; the drive does not need it."""
+        return self._keeper.window._pool.locked
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._keeper.closed
@@ -304,6 +321,11 @@ class _Keeper:
         """Write a unit that is in memory to where it lives."""
         memory = self.window.need(unit, computing=False)
         move_all(self._handle, memory, self._moves(unit), writing=True)
+
+    def reread(self, unit: Unit) -> None:
+        """Give a unit that is in memory, and was changed there, the values of the drive again."""
+        memory = self.window.need(unit, computing=False)
+        move_all(self._handle, memory, self._moves(unit), writing=False)
 
     def _moves(self, unit: Unit) -> list[Move]:
         if not any(id(p) in self._elsewhere for p in unit.parameters):
@@ -393,14 +415,27 @@ class _Keeper:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu:
             unit = self.window.unit_at(tensor.untyped_storage().data_ptr())
             if unit is not None:
-                offset = tensor.storage_offset()
+                offset = int(tensor.storage_offset())
+                parameter = _parameter_at(unit, offset * tensor.dtype.itemsize)
                 return _Saved(
-                    unit, tensor.dtype, int(offset), tuple(tensor.shape), tuple(tensor.stride())
+                    unit,
+                    tensor.dtype,
+                    offset,
+                    tuple(tensor.shape),
+                    tuple(tensor.stride()),
+                    parameter,
+                    0 if parameter is None else parameter._version,
                 )
         return tensor if others is None else _Foreign(others[0](tensor))
 
     def unpack(self, saved: Any, others: Any) -> torch.Tensor:
         if isinstance(saved, _Saved):
+            if saved.parameter is not None and saved.parameter._version != saved.version:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(saved.parameter.shape)} was changed (by a step, "
+                    "within gather or by load_state_dict) after the forward pass that this "
+                    "backward belongs to: run forward again. torch refuses the same in memory"
+                )
             memory = self.window.need(saved.unit)
             found = torch.empty(0, dtype=saved.dtype)
             with torch.no_grad():
@@ -411,6 +446,14 @@ class _Keeper:
             return theirs
         kept: torch.Tensor = saved
         return kept
+
+
+def _parameter_at(unit: Unit, offset: int) -> torch.nn.Parameter | None:
+    """The parameter that has this byte of a unit's memory."""
+    for parameter, span in zip(unit.parameters, unit.spans, strict=True):
+        if span.offset <= offset < span.offset + span.nbytes:
+            return parameter
+    return None
 
 
 class _Foreign:

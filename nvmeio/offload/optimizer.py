@@ -49,14 +49,17 @@ class SwappedOptimizer(torch.optim.Optimizer):
         master_dtype: Step in this dtype on weights of their own, kept on the drive, and round
             the result into the parameters: `torch.float32` for bf16 parameters.
         gradients: "memory" leaves them in ``.grad``; "disk" takes each away as backward has made
-            it. Then clip with `clip_grad_norm_` of this object.
-        ratio: The part of the state that is on the drive; the rest stays in memory.
+            it. Then clip with `clip_grad_norm_` of this object: a step after torch's own, which
+            would reach one small gradient that stays in memory, is refused.
+        ratio: The part of the state that is on the drive; the rest stays in memory. Below 1 not
+            for parameters of a `SwappedModule` without masters, which live in the state files.
         recoverable: Keep a copy of the weights on the drive beside the state, which undoes failed
             steps and is what `resume` takes weights from: 4 bytes more written for an fp32
             parameter. Master weights are such a copy already.
         durable: Survive a power cut as well (fdatasync beside the next forward pass).
         resume: Go on from what is in the directory, weights included; where there is nothing,
-            begin. Files stay there on `close`. False removes what a dead process left.
+            begin. Files stay there on `close`. False removes what a dead process left. Several
+            ranks go on from the last step that all of them have, so all must make it together.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
         optimizer_args: Arguments of the class: ``lr=1e-3``.
@@ -128,7 +131,6 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self._swapper: GradientSwapper | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._clip_factor: torch.Tensor | None = None
         self.last_step: Times = Times()
         self.resumed = False
         super().__init__(params, self._stepper.defaults)
@@ -230,6 +232,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
             made = self._own_group(len(self.param_groups) - 1)
             try:
                 subgroups = self._subgroups(made)
+                if self._swapper is not None:
+                    self._swapper.reserve(made, subgroups)
                 off_loop(lambda: engine.extend(made, subgroups, self._saved_groups))
                 if self._swapper is not None:
                     self._swapper.extend(made, subgroups)
@@ -244,6 +248,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if self._on_disk and engine is not None:
             self._swapper = GradientSwapper(engine.directory, engine.handle)
+            self._swapper.reserve(self._owners, subgroups)
             self._swapper.extend(self._owners, subgroups)
             engine.swapper = self._swapper
             # GradScaler then leaves the scaling to us: only this object reaches the gradients.
@@ -269,7 +274,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
             TransferError: The drive failed or is full. The step has not happened: state, weights
                 and gradients are as before, and it may be tried again. If even the weights could
                 not be brought back, the optimizer is broken: every further step raises.
-            RuntimeError: A parameter was resized, converted or moved; nothing was changed.
+            RuntimeError: A parameter was resized, converted or moved, or put into a group (or
+                taken out of one) by hand; gradients on the drive were changed in memory only.
+                Nothing was changed.
             ClosedError: It is closed, or belongs to the parent of this forked process.
         """
         if closure is not None:
@@ -277,6 +284,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 "a swapped optimizer takes no closure: call loss.backward() first, then step()"
             )
         self._check_open()
+        self._check_groups()
         factor = self._scaling()
         if factor is False:
             return
@@ -284,7 +292,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self.last_step = off_loop(
             lambda: engine.step(self.param_groups, factor, self._saved_groups)
         )
-        self._clip_factor = None
+        if self._swapper is not None:
+            self._swapper.factor = None
 
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.
@@ -304,13 +313,34 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
         await in_thread(work)
 
+    def _check_groups(self) -> None:
+        """Whether the groups have the parameters that they were given."""
+        mine = [[] for _ in self.param_groups]  # type: list[list[int]]
+        for owner in self._owners:
+            if owner.group < len(mine):
+                mine[owner.group].append(id(owner.parameter))
+        for number, (group, wanted) in enumerate(zip(self.param_groups, mine, strict=True)):
+            if [id(parameter) for parameter in group["params"]] != wanted:
+                raise RuntimeError(
+                    f"param_groups[{number}]['params'] was changed by hand, and the state on the "
+                    "drive was not: parameters are added with add_param_group, and left out of a "
+                    "step by having no gradient"
+                )
+        if self._owners and self._owners[-1].group >= len(mine):
+            raise RuntimeError(
+                "a group was taken out of param_groups by hand: leave it, and give its parameters "
+                "no gradient (requires_grad=False)"
+            )
+
     def _scaling(self) -> Any:
         """What gradients are to be multiplied with: None, a tensor, or False to leave it all."""
-        clip = self._clip_factor
-        if self._swapper is None or not hasattr(self, "found_inf"):
-            if self._swapper is not None:
-                self._swapper.restore_resident()
-            return clip
+        swapper = self._swapper
+        if swapper is None:
+            return None
+        if not hasattr(self, "found_inf"):
+            swapper.check()
+            swapper.restore()
+            return swapper.factor
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             raise RuntimeError(
@@ -318,10 +348,12 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 "clip with optimizer.clip_grad_norm_(max_norm, scaler=scaler)"
             )
         if bool(self.found_inf):
+            swapper.factor = None
             return False
-        self._swapper.restore_resident()
+        swapper.check(scaled=True)
+        swapper.restore()
         inverse = scale.double().reciprocal().float()
-        return inverse if clip is None else clip * inverse
+        return inverse if swapper.factor is None else swapper.factor * inverse
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those on the drive too.
@@ -334,7 +366,6 @@ class SwappedOptimizer(torch.optim.Optimizer):
             if not set_to_none:
                 raise ValueError("gradients on the drive are set to none: set_to_none must be True")
             self._swapper.clear()
-        self._clip_factor = None
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
@@ -364,9 +395,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         inverse = (
             None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
         )
-        total, factor = self._swapper.clip(max_norm, inverse)
-        self._clip_factor = factor
-        return total
+        return self._swapper.clip(max_norm, inverse)
 
     # State
 
@@ -425,11 +454,13 @@ class SwappedOptimizer(torch.optim.Optimizer):
             directory: Made where it is missing; to resume, name it as `swap_dir`.
 
         Raises:
-            TransferError: It is not empty, full, or on a failing drive.
+            TransferError: It has such a copy already (EEXIST), is full, or on a failing drive;
+                nothing is left of the copy then.
             ValueError: Some state is in memory (`ratio`).
 
         Cost: a link in the file system where it shares blocks (reflink on xfs, btrfs), else a copy
-        within the kernel; none of it passes through this process.
+        within the kernel, to another file system too; none of it passes through this process.
+        Both generations are copied: twice the state.
         """
         self._check_open()
         off_loop(lambda: self._opened().snapshot(directory))

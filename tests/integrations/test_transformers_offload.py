@@ -107,18 +107,23 @@ def test_training_and_resuming_equal_those_of_transformers(kind: Any, tmp_path: 
     assert list(swap.iterdir()) == []
 
 
-def test_gradients_on_the_drive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
+def test_gradients_on_the_drive(max_grad_norm: float, tmp_path: Path) -> None:
+    """They are clipped there, and their norm is what the Trainer logs."""
     swap = tmp_path / "swap"
     swap.mkdir()
     offload = {"swap_dir": swap, "gradients": "disk"}
-    with pytest.raises(ValueError, match="max_grad_norm=0"):
-        trained(NvmeOffloadTrainer, tmp_path, nvme_offload=offload)
-    unclipped = {"arguments": {"max_grad_norm": 0.0}}
-    ours = trained(NvmeOffloadTrainer, tmp_path / "ours", nvme_offload=offload, **unclipped)
+    clipped = {"arguments": {"max_grad_norm": max_grad_norm}}
+    ours = trained(NvmeOffloadTrainer, tmp_path / "ours", nvme_offload=offload, **clipped)
     ours.close_offload()
-    theirs = trained(transformers.Trainer, tmp_path / "theirs", **unclipped)
-    # Only the clipped norm that transformers logs differs: it sees no gradients.
+    theirs = trained(transformers.Trainer, tmp_path / "theirs", **clipped)
     assert losses(ours) == losses(theirs)
+    norms = [
+        [entry["grad_norm"] for entry in each.state.log_history if "grad_norm" in entry]
+        for each in (ours, theirs)
+    ]
+    assert len(norms[0]) == 6
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_it_wants_a_directory(tmp_path: Path) -> None:

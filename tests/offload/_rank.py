@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 import warnings
 from datetime import timedelta
@@ -19,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from nvmeio.errors import IntegrityError
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.offload import SwappedOptimizer
 
@@ -125,6 +128,56 @@ def fsdp_gradients(folder: Path, world: int) -> None:
             torch.testing.assert_close(p.full_tensor(), q.full_tensor())
 
 
+def resume(folder: Path, world: int) -> None:
+    """Killed on either side of the end of a step: all go on from the last that all have."""
+    swap = folder / "swap"
+    options = {**OPTIONS, "swap_dir": swap, "resume": True}
+
+    def made() -> tuple[Any, SwappedOptimizer]:
+        module = sharded(world)
+        return module, SwappedOptimizer(torch.optim.AdamW, module.parameters(), **options)
+
+    theirs = sharded(world)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    wanted = train(theirs, reference, 6)
+    ours, optimizer = made()
+    own = Path(optimizer.swap_dir)
+    assert not optimizer.resumed
+    train(ours, optimizer, 3)
+    engine: Any = optimizer._engine
+    engine.store.settle()
+    if dist.get_rank():
+        shutil.copytree(own, folder / "before")
+    train(ours, optimizer, 1, 3)
+    optimizer.close()
+    if dist.get_rank():  # it was killed before its fourth step was complete
+        shutil.rmtree(own)
+        shutil.copytree(folder / "before", own)
+    dist.barrier()
+    ours, optimizer = made()
+    assert optimizer.generation == 4
+    found = train(ours, optimizer, 1, 3)
+    assert found == wanted[6:8], (found, wanted)
+    train(ours, optimizer, 1, 4)
+    optimizer.close()
+    if dist.get_rank():  # from long ago: nothing in common
+        shutil.rmtree(own)
+        shutil.copytree(folder / "before", own)
+    dist.barrier()
+    for why in ("no step in common", "cannot resume|no manifest"):
+        try:
+            made()
+        except IntegrityError as told:
+            assert re.search(why, str(told)), told
+        else:
+            raise AssertionError(why)
+        dist.barrier()
+        if dist.get_rank():
+            for name in ("manifest.0", "manifest.1"):
+                (own / name).write_text("torn")
+        dist.barrier()
+
+
 def ddp(folder: Path, world: int) -> None:
     ours = torch.nn.parallel.DistributedDataParallel(plain())
     theirs = torch.nn.parallel.DistributedDataParallel(plain())
@@ -154,7 +207,9 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    {"fsdp": fsdp, "fsdp_gradients": fsdp_gradients, "ddp": ddp}[kind](folder, world)
+    {"fsdp": fsdp, "fsdp_gradients": fsdp_gradients, "resume": resume, "ddp": ddp}[kind](
+        folder, world
+    )
     (folder / f"done-{rank}").write_text(json.dumps(kind))
     dist.barrier()
     dist.destroy_process_group()

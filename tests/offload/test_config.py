@@ -9,6 +9,7 @@ import pytest
 import torch
 from _gpt import Gpt, train
 
+import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
 
 
@@ -119,6 +120,14 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere"}
             "are the same",
         ),
         ({"gradient_clipping": 1.0}, "clip_grad_norm_"),
+        ({"aio": {"queue_deph": 8}}, "unknown key 'queue_deph'"),
+        ({"resume": "no", "offload_optimizer": NVME}, "resume must be true or false"),
+        ({"resume": True, "offload_optimizer": {"device": "cpu"}}, "resume: true needs"),
+        ({"zero_optimization": {"stage": 7}}, "stage must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 0}, "offload_optimizer": NVME}, "needs stage 1, 2 or 3"),
+        ({"offload_optimizer": []}, "must be a mapping"),
+        ({"offload_param": {"device": "cpu", "max_in_cpu": 5}}, "max_in_cpu is for device"),
+        ({"offload_param": {"buffer_count": 5}}, "buffer_count is for device"),
         ({"fp16": {"enabled": True}}, "GradScaler"),
         ({"bf16": {"enabled": True}}, "master weights need"),
         ({"bf16": {"enabled": "yes"}}, "true or false"),
@@ -143,3 +152,50 @@ def test_a_path_that_is_missing_leaves_the_module_as_it_was(tmp_path: Path) -> N
     )
     with pytest.raises(TypeError):
         offload(ours, torch.optim.Adam, 3)  # type: ignore[arg-type]
+
+
+def test_a_ratio_beside_parameters_on_the_drive_is_refused(tmp_path: Path) -> None:
+    """It was taken, and all state was on the drive. With masters it is honoured."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config: dict[str, Any] = {
+        "offload_optimizer": {**nvme, "ratio": 0.5},
+        "offload_param": {**nvme, "max_in_cpu": 1e6},
+        "zero_optimization": {"sub_group_size": 10_000},
+    }
+    with pytest.raises(ValueError, match=r"ratio=0\.5 is impossible"):
+        offload(gpt(), torch.optim.Adam, config)
+    assert list(tmp_path.iterdir()) == []
+    made = offload(gpt(torch.bfloat16), torch.optim.Adam, {**config, "bf16": {"enabled": True}})
+    whole = 12 * sum(p.numel() for p in made.module.parameters())
+    assert isinstance(made.optimizer, SwappedOptimizer)
+    assert made.optimizer.plan.state_bytes == pytest.approx(whole / 2, rel=0.25)
+    assert isinstance(made.module, SwappedModule)
+    assert 2e6 <= made.module.resident_bytes < 2e6 + 4096  # a million elements of bf16
+    made.close()
+
+
+def test_pinning_that_is_not_allowed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For parameters it was taken without a word."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for section in ("offload_optimizer", "offload_param"):
+        config = {"offload_optimizer": dict(nvme), "offload_param": dict(nvme)}
+        config[section]["pin_memory"] = True
+        monkeypatch.setattr("nvmeio.pool._lock_if_allowed", lambda arena: False)
+        config["offload_param"]["max_in_cpu"] = 1e6
+        with pytest.raises(OSError, match=f"{section}: pin_memory"):
+            offload(gpt(), torch.optim.Adam, config)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_closes_the_handle_that_was_made(tmp_path: Path) -> None:
+    """It was left to the garbage collector."""
+    config = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    made = offload(gpt(), torch.optim.Adam, config)
+    engine: Any = made.optimizer._engine  # type: ignore[attr-defined]
+    made.close()
+    assert engine.handle.closed
+    with nvmeio.AioHandle() as handle:
+        offload(gpt(), torch.optim.Adam, config, handle=handle).close()
+        assert not handle.closed

@@ -304,7 +304,7 @@ def test_after_a_power_cut_what_was_durable_counts(
         assert_same_weights(made, theirs)
 
 
-@pytest.mark.parametrize("damage", [b"", b"nvmeio-swap 1\n0000012 00000000{}", b"\0" * 4096])
+@pytest.mark.parametrize("damage", [b"", b"nvmeio-swap 2\nD 0000012 00000000{}", b"\0" * 4096])
 def test_a_torn_manifest_leaves_the_one_before(damage: bytes, tmp_path: Path) -> None:
     made = model()
     with resumed(made, tmp_path) as optimizer:

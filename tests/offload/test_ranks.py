@@ -16,7 +16,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp_gradients", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp_gradients", "resume", "ddp"])
 def test_two_ranks_equal_those_in_memory(kind: str, tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
     root = str(Path(nvmeio.__file__).parent.parent)

@@ -1,0 +1,54 @@
+"""kill -9 between each two steps of the protocol: a complete step is never lost nor half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from _kill_points import BEFORE, digest
+from _offload_models import model, train
+
+import nvmeio
+
+
+def in_memory(steps: int) -> str:
+    made = model()
+    train(made, torch.optim.AdamW(made.parameters(), lr=1e-2), steps)
+    return digest(made)
+
+
+def test_killed_at_every_point(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    root = str(Path(nvmeio.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, str(here / "_kill_points.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    weights = [in_memory(steps) for steps in range(BEFORE + 4)]
+    for number, each in enumerate(told):
+        steps = each["generation"] - 1
+        complete = {0} if each["from_the_start"] else {BEFORE, BEFORE + 1}
+        if each["stepped"]:
+            complete = {BEFORE + 1}  # step() had returned
+        assert steps in complete, (number, each)
+        assert each["resumed"] or each["from_the_start"], (number, each)
+        assert each["weights"] == weights[steps], (number, each)
+        assert each["after"] == weights[steps + 2], (number, each)
+    step, start = (each["events"] for each in told if "events" in each)
+    # Data, manifest and mark; each made durable before the next.
+    assert step[0] == "truncate"
+    assert step.count("pwrite") >= 6
+    assert step[-5:] == ["fdatasync", "fdatasync", "fdatasync", "pwrite", "fdatasync"]
+    assert start.count("fsync") == 2  # of the directory's names
+    assert {each["generation"] for each in told} == {1, BEFORE + 1, BEFORE + 2}
