@@ -293,29 +293,43 @@ def off_loop(work: Callable[[], Value]) -> Value:
     """Run `work` here, or in a thread where an event loop runs here.
 
     A transfer that is started on a running loop reports there; one that blocks the loop to wait for
-    it would wait for ever.
+    it would wait for ever. An interrupt waits for the thread's end, and is raised then: half a step
+    must not go on behind its caller's back.
     """
     if asyncio._get_running_loop() is None:
         return work()
     values: list[Value] = []
     failures: list[BaseException] = []
+    ended = threading.Event()  # an interrupted join() may take the thread for dead
 
     def run() -> None:
         try:
             values.append(work())
         except BaseException as failed:
             failures.append(failed)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=run, name="nvmeio-offload", daemon=True)
     thread.start()
-    thread.join()
+    interrupt: BaseException | None = None
+    while not ended.is_set():
+        try:
+            ended.wait(_SLICE_S)
+        except BaseException as asked:
+            interrupt = asked
+    if interrupt is not None:
+        raise interrupt from (failures[0] if failures else None)
     if failures:
         raise failures[0]
     return values[0]
 
 
 async def in_thread(work: Callable[[], Value]) -> Value:
-    """Run `work` in a thread of its own, awaited. A cancelled await waits for its end first."""
+    """Run `work` in a thread of its own, awaited.
+
+    A cancelled await waits for its end first; what failed is then the cause of the CancelledError.
+    """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     values: list[Value] = []
@@ -341,7 +355,7 @@ async def in_thread(work: Callable[[], Value]) -> Value:
         except asyncio.CancelledError as asked:
             cancelled = asked
     if cancelled is not None:
-        raise cancelled
+        raise cancelled from (failures[0] if failures else None)
     if failures:
         raise failures[0]
     return values[0]

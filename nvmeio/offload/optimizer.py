@@ -298,8 +298,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.
 
-        Leave parameters and gradients alone meanwhile. Cancelling waits for the step, which then
-        has happened, before `CancelledError` is raised.
+        Leave parameters and gradients alone meanwhile. Cancelling waits for the step before
+        `CancelledError` is raised: the step has happened then, or has failed, which is its cause.
 
         Raises: As `step`.
         """
