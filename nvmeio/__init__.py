@@ -62,6 +62,8 @@ _LATER = {
     "save_safetensors": "nvmeio.checkpoint.safetensors",
     "stream_model": "nvmeio.inference",
 }
+# Packages whose names are not all up here: there as attributes too, without an import of their own.
+_PACKAGES = ("inference", "offload")
 
 __all__ = [
     "AioHandle",
@@ -99,6 +101,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"nvmeio.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'nvmeio' has no attribute {name!r}")
     found = getattr(importlib.import_module(_LATER[name]), name)
@@ -107,4 +111,4 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_PACKAGES})

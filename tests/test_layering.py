@@ -237,6 +237,16 @@ def test_importing_nvmeio_loads_no_more_than_it_needs() -> None:
     assert any("_native" in name for name in loaded)
 
 
+def test_packages_are_there_without_an_import_of_their_own() -> None:
+    done = run_python(
+        """
+        import nvmeio
+        print(nvmeio.offload.offload.__name__, nvmeio.inference.pack.__name__)
+        """
+    )
+    assert (done.stdout.split(), done.stderr) == (["offload", "pack"], "")
+
+
 def test_nothing_starts_when_nvmeio_is_imported() -> None:
     done = run_python(
         """
