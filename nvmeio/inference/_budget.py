@@ -33,6 +33,22 @@ class Shares(NamedTuple):
         return self.window + self.resident + self.work
 
 
+def check_numbers(window: int | None, resident_bytes: int | None) -> None:
+    """Raise if what a user gave is no number of layers, or of bytes.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is below 1.
+    """
+    for name, value in (("window", window), ("resident_bytes", resident_bytes)):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, not {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+
+
 def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: int | None) -> Shares:
     """Decide what stays, and mark it (`Unit.resident`).
 

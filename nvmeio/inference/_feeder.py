@@ -262,6 +262,19 @@ class Feeder:
         job.done.set()
 
 
+def finish(close: Callable[[], None]) -> None:
+    """Close what a feeder belongs to when its owner is dropped; for `weakref.finalize`.
+
+    Garbage is collected by whatever thread allocates next, which may be the feeder itself, or one
+    of the engine below that it waits for. Closing waits for both, and gets a thread of its own
+    there.
+    """
+    if threading.current_thread().name.startswith("nvmeio"):
+        threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
+    else:
+        close()
+
+
 def _pieces(reads: Sequence[Wanted]) -> list[Wanted]:
     found = []
     for read in reads:

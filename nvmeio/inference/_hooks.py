@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +39,7 @@ def _attach_to(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
                 "gone "
                 "when a backward pass would need them. Call the model under torch.no_grad()"
             )
-        stream.enter(unit)
+        stream.enter(unit, sys._getframe(1))
 
     def after(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         kept = _own(output, unit)
@@ -108,10 +110,16 @@ def _own(output: Any, unit: Unit) -> Any:
         if isinstance(value, torch.Tensor):
             same = not value.is_meta and value.untyped_storage().data_ptr() in storages
             return value.clone() if same else value
-        if type(value) is tuple:
-            return tuple(copied(part) for part in value)
-        if type(value) is list:
+        if isinstance(value, tuple):
+            parts = [copied(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, list):
             return [copied(part) for part in value]
+        if isinstance(value, dict):  # transformers' outputs are dicts with attributes
+            found = copy.copy(value)
+            for key, part in value.items():
+                found[key] = copied(part)
+            return found
         return value
 
     if not any(

@@ -13,15 +13,21 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def memory_left() -> int:
     """Bytes that could be taken now, by the strictest limit that is known.
 
-    Source: proc(5), MemAvailable and VmSize; cgroups(7), memory.max; getrlimit(2), RLIMIT_AS.
+    Source: proc(5), MemAvailable, VmSize and VmData; cgroups(7), memory.max; getrlimit(2),
+        RLIMIT_AS and RLIMIT_DATA (private writable memory, since Linux 4.7).
     """
-    known = [_memory.available_bytes(), _left_in_group(), _left_of_addresses()]
+    known = [
+        _memory.available_bytes(),
+        _left_in_group(),
+        _left_under(resource.RLIMIT_AS, "VmSize"),
+        _left_under(resource.RLIMIT_DATA, "VmData"),
+    ]
     return max(0, min((left for left in known if left is not None), default=1 << 30))
 
 
-def _left_of_addresses() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    used = _memory._proc_bytes("/proc/self/status", "VmSize")
+def _left_under(which: int, field: str) -> int | None:
+    limit, _ = resource.getrlimit(which)
+    used = _memory._proc_bytes("/proc/self/status", field)
     return None if limit == resource.RLIM_INFINITY or used is None else limit - used
 
 

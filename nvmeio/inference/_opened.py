@@ -7,7 +7,8 @@ from typing import NamedTuple
 from nvmeio.handle import AioHandle
 from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._feeder import Feeder
-from nvmeio.inference._slots import Memory, Slot
+from nvmeio.inference._slots import Memory
+from nvmeio.pool import Lease
 
 
 class StreamStats(NamedTuple):
@@ -43,21 +44,25 @@ class StreamStats(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What opening a stream makes, and closing takes apart."""
+    """What opening a stream makes, and closing takes apart.
+
+    It closes a model that is dropped, so nothing in it may lead to the model (as a slot does, by
+    its unit and the modules that show it): the model would never go.
+    """
 
     handle: AioHandle
     own_handle: bool
     checkpoint: Checkpoint
     memory: Memory
     feeder: Feeder
-    fixed: Slot | None
+    fixed: Lease | None
 
 
 def close(opened: Opening) -> None:
     """Take it apart."""
     opened.feeder.stop()
     if opened.fixed is not None:
-        opened.memory.give_back(opened.fixed)
+        opened.fixed.__exit__(None, None, None)
     opened.memory.close()
     opened.checkpoint.close()
     if opened.own_handle:

@@ -17,7 +17,7 @@ import torch
 from nvmeio._reading import _safetensors_header as headers
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._checkpoint import Checkpoint
-from nvmeio.inference._quant import Quantised, check_setting
+from nvmeio.inference._quant import Quantised, can_quantise, check_setting
 from nvmeio.inference._weights import Part, part_of
 
 KEY = "nvmeio.pack"
@@ -73,7 +73,7 @@ def parse(checkpoint: Checkpoint) -> dict[str, PackedWeight] | None:
         described = json.loads(text)
         if described["version"] != VERSION:
             raise _bad(checkpoint, f"it is of version {described['version']}, not {VERSION}")
-        return {
+        found = {
             name: PackedWeight(
                 check_setting(value["bits"], value["group_size"]),
                 headers.DTYPES[value["dtype"]],
@@ -81,7 +81,11 @@ def parse(checkpoint: Checkpoint) -> dict[str, PackedWeight] | None:
             )
             for name, value in described["quantised"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as failed:
+        for name, weight in found.items():
+            if not can_quantise(weight.shape, weight.dtype, weight.setting):
+                raise ValueError(f"{name!r} of shape {weight.shape} is not of whole groups")
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
 
 

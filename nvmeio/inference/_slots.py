@@ -7,19 +7,25 @@ arrive, and the lease is only the way in.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nvmeio import buffers
+from nvmeio.errors import TransferError, told_for
 from nvmeio.files import File
+from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._feeder import Feeder, Job, Wanted
 from nvmeio.inference._layout import Read
 from nvmeio.inference._quant import dequantise
+from nvmeio.inference._showing import names_in
 from nvmeio.inference._units import Unit
 from nvmeio.inference._weights import Weight
+from nvmeio.operation import Operation
 from nvmeio.pool import Lease, PinnedPool
 
 _ALIGNMENT = 64  # of torch's own CPU tensors
@@ -32,6 +38,8 @@ class Slot:
         host: Bytes of page-locked memory, as long as `Unit.layout` says.
         memory: The bytes on the device that computes; `host` itself on a CPU.
         job: The reads that fill it.
+        files: Indices of the files that these are of.
+        beside: Reads into it that are in flight outside of the job.
         experts: For each expert, 1 where its bytes are there.
     """
 
@@ -41,6 +49,8 @@ class Slot:
         self.host = host
         self.memory = memory
         self.job: Job | None = None
+        self.files: set[int] = set()
+        self.beside: list[Operation] = []
         self.experts = bytearray(unit.experts.number if unit.experts else 0)
         self.event: Any = None  # on a GPU: all copies have been started
 
@@ -61,6 +71,10 @@ class Memory:
         self._resident: PinnedPool | None = None
         self._window: PinnedPool | None = None
         self._work: torch.Tensor | None = None
+        # Of what stays and was given up by a failure: its place is kept for it. The pool has just
+        # enough for all, and another order might cut it into pieces that are too small. By name:
+        # see `Opening`.
+        self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
         self._free: list[
             tuple[torch.Tensor, Any]
         ] = []  # of a GPU: twins, and when they may be used
@@ -91,11 +105,14 @@ class Memory:
         pool = self._resident if stays else self._window
         if pool is None:
             raise RuntimeError(f"no memory was set aside for {unit!r}")
-        lease = pool.take(unit.layout.nbytes, timeout=0)
-        try:
-            host = lease.__enter__()
-        except TimeoutError:
-            return None
+        if unit.name in self._places:
+            lease, host = self._places.pop(unit.name)
+        else:
+            lease = pool.take(unit.layout.nbytes, timeout=0)
+            try:
+                host = lease.__enter__()
+            except TimeoutError:
+                return None
         return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
 
     def give_back(self, slot: Slot) -> None:
@@ -108,7 +125,10 @@ class Memory:
             else:  # given up halfway
                 self._copies.synchronize()
             self._free.append((slot.memory, current.record_event()))
-        slot.lease.__exit__(None, None, None)
+        if slot.unit.resident:
+            self._places[slot.unit.name] = (slot.lease, slot.host)
+        else:
+            slot.lease.__exit__(None, None, None)
 
     def _twin(self, unit: Unit) -> torch.Tensor:
         nbytes = unit.layout.nbytes
@@ -131,6 +151,7 @@ class Memory:
             Wanted(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
             for r in reads
         ]
+        slot.files = {read.file for read in reads}
         if self._copies is None:
             return Job(wanted)
 
@@ -224,6 +245,11 @@ class Memory:
 
     def close(self) -> None:
         """Let go of everything; a lease that is out keeps its own."""
+        if self._copies is not None:
+            self._copies.synchronize()
+        for lease, _ in self._places.values():
+            lease.__exit__(None, None, None)
+        self._places.clear()
         for pool in (self._resident, self._window):
             if pool is not None:
                 pool.close()
@@ -245,6 +271,44 @@ def load(slot: Slot, memory: Memory, feeder: Feeder, files: Sequence[File]) -> N
         feeder.cancel(slot.job)
         raise
     memory.ready(slot)
+
+
+def load_beside(
+    slot: Slot, reads: Sequence[Read], handle: AioHandle, files: Sequence[File]
+) -> None:
+    """Read into a slot without the feeder, past its queue, and wait for it.
+
+    Raises:
+        TransferError: A read failed; names tensors and layer. Nothing is in flight.
+
+    Whatever else ends it, Ctrl-C for one, leaves reads in flight: `settle` ends them.
+    """
+    failed: BaseException | None = None
+    for read in reads:
+        memory = slot.host[read.at : read.at + read.end - read.start]
+        slot.beside.append(handle.async_pread(memory, files[read.file], read.start))
+    for operation, read in zip(slot.beside, reads, strict=True):
+        error = operation.exception()
+        if failed is None:
+            failed = error
+            if isinstance(error, TransferError):
+                names = names_in(slot.unit, read.at, read.end - read.start)
+                failed = told_for(error, f"weights {names} of {slot.unit.name}")
+    slot.beside.clear()
+    if failed is not None:
+        raise failed
+
+
+def settle(slot: Slot, feeder: Feeder) -> None:
+    """End what is in flight into a slot: whoever gets its memory next must not find it there."""
+    if slot.job is not None:
+        feeder.cancel(slot.job)
+    for operation in slot.beside:
+        operation.cancel()
+    while slot.beside:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            slot.beside[-1].exception()
+        slot.beside.pop()
 
 
 def _laid_over(

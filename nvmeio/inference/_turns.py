@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
+
+# How often whoever waits looks whether the turn was left behind.
+_LOOK_S = 0.1
 
 
 class Abandoned(Exception):
@@ -19,18 +23,23 @@ class Turns:
     `take` and `give` frame each use. Within a `Schedule` the turn belongs to the schedule, and goes
     round among its members: whoever arrives at the next unit hands it on first, so that all have
     used one unit before the first uses the next.
+
+    Ctrl-C ends a module's forward without its hooks, and so without `give`: a turn whose caller's
+    frame is not executing any more was left behind, and goes to whoever waits.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._owner: object = None  # a thread's number, or a schedule
         self._depth = 0
+        self._caller: FrameType | None = None  # of the thread that has the turn
 
-    def take(self, unit: object) -> None:
+    def take(self, unit: object, caller: FrameType | None = None) -> None:
         """Wait for the turn.
 
         Args:
             unit: What is going to be used; None for a use between units, which hands nothing on.
+            caller: The frame within which it is used; None where `give` is certain to be called.
         """
         owner = self._owner
         if isinstance(owner, Schedule) and owner.is_member():
@@ -42,10 +51,11 @@ class Turns:
             if self._owner == me:
                 # A pass that was interrupted (Ctrl-C runs no hooks) never gave it back.
                 self._depth = self._depth + 1 if unit is None else 1
+                if unit is not None:
+                    self._caller = caller
                 return
-            while self._owner is not None:
-                self._condition.wait()
-            self._owner, self._depth = me, 1
+            self._wait_for_it()
+            self._owner, self._depth, self._caller = me, 1, caller
 
     def give(self, unit: object) -> None:
         """End a use."""
@@ -54,7 +64,7 @@ class Turns:
                 return  # a schedule's; it keeps the turn
             self._depth -= 1
             if self._depth <= 0:
-                self._owner = None
+                self._owner = self._caller = None
                 self._condition.notify_all()
 
     def mine(self) -> bool:
@@ -71,14 +81,27 @@ class Turns:
 
     def _hold(self, schedule: Schedule[Any]) -> None:
         with self._condition:
-            while self._owner is not None:
-                self._condition.wait()
-            self._owner = schedule
+            if self._owner != threading.get_ident():  # this thread's own was left behind
+                self._wait_for_it()
+            self._owner, self._caller = schedule, None
 
     def _let_go(self) -> None:
         with self._condition:
             self._owner = None
             self._condition.notify_all()
+
+    def _wait_for_it(self) -> None:
+        while self._owner is not None and not self._is_left_behind():
+            self._condition.wait(_LOOK_S)
+
+    def _is_left_behind(self) -> bool:
+        if self._caller is None:
+            return False
+        try:
+            self._caller.clear()  # which an executing frame refuses, in whatever thread
+        except RuntimeError:
+            return False
+        return True
 
 
 class Schedule(Generic[Value]):

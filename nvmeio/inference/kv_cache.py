@@ -14,7 +14,9 @@ import functools
 import importlib
 import os
 import tempfile
+import threading
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ import torch
 from nvmeio import buffers, files
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.handle import AioHandle
+from nvmeio.inference._feeder import finish
 from nvmeio.inference._transformers import require
 from nvmeio.operation import Operation
 
@@ -35,6 +38,7 @@ class _Block(NamedTuple):
 
     shape: tuple[int, ...]
     offset: int  # in the file
+    room: int  # bytes there, whole pages
     memory: torch.Tensor | None  # the bytes, where they are kept in memory or still being written
 
 
@@ -55,6 +59,7 @@ class Store:
         self.written_bytes = 0
         self.read_bytes = 0
         self._end = 0
+        self._free: list[tuple[int, int]] = []  # offset and bytes, ascending, not adjacent
         self._handle = handle
         self._flying: list[Operation] = []
         self._file: files.File | None = None
@@ -76,12 +81,34 @@ class Store:
         both[0].copy_(keys)
         both[1].copy_(values)
         if self._file is None or self._handle is None:
-            return _Block(shape, 0, memory), None
-        offset = self._end
-        self._end += memory.nbytes
+            return _Block(shape, 0, 0, memory), None
+        offset = self._place(memory.nbytes)
         writing = self._handle.async_pwrite(memory, self._file, offset)
         self._started(writing)
-        return _Block(shape, offset, None), writing
+        return _Block(shape, offset, memory.nbytes, None), writing
+
+    def _place(self, nbytes: int) -> int:
+        """Where in the file there is room: where blocks were forgotten, or at its end."""
+        for number, (offset, room) in enumerate(self._free):
+            if room >= nbytes:
+                left = [(offset + nbytes, room - nbytes)] if room > nbytes else []
+                self._free[number : number + 1] = left
+                return offset
+        offset, self._end = self._end, self._end + nbytes
+        return offset
+
+    def forget(self, blocks: Sequence[_Block]) -> None:
+        """Let the room of blocks be written again; nothing of them may be in flight.
+
+        Beam search writes all of a cache anew for each token: without this, the file would grow by
+        as much each time.
+        """
+        free = sorted([*self._free, *((b.offset, b.room) for b in blocks if b.room)])
+        self._free = []
+        for offset, room in free:
+            if self._free and sum(self._free[-1]) == offset:
+                offset, room = self._free[-1][0], self._free.pop()[1] + room
+            self._free.append((offset, room))
 
     def _started(self, operation: Operation) -> None:
         # A failure is told by the layer whose tokens they are; the handle need not tell it again.
@@ -219,7 +246,11 @@ class OffloadedLayer:
         count = keys.shape[-2]
         whole = count // BLOCK_TOKENS * BLOCK_TOKENS
         if whole:
-            block, writing = self.store.put(keys[..., :whole, :], values[..., :whole, :])
+            try:
+                block, writing = self.store.put(keys[..., :whole, :], values[..., :whole, :])
+            except BaseException as failed:  # other layers have these tokens already
+                self._broken = failed
+                raise
             self._blocks.append(block)
             if writing is not None:
                 self._writing.append(writing)
@@ -231,6 +262,7 @@ class OffloadedLayer:
         if self.get_seq_length() == 0:
             return
         keys, values = self._all()
+        self.store.forget(self._blocks)
         self._blocks = []
         self._keep(change(keys), change(values))
 
@@ -247,6 +279,10 @@ class OffloadedLayer:
         self._begin()
         while self._writing:
             self._writing.pop(0).exception()
+        for operation in self._arriving[2] if self._arriving is not None else ():
+            if operation is not None:
+                operation.exception()
+        self.store.forget(self._blocks)
         self._blocks, self._arriving, self._broken = [], None, None
         self.keys = self.values = None
         self.is_initialized = False
@@ -336,14 +372,18 @@ def offload(
     handle: AioHandle | None,
     device: torch.device,
     where: bool | str | os.PathLike[str],
-) -> None:
+) -> Callable[[], None]:
     """Have a transformers model use such caches wherever it would use a new `DynamicCache`.
 
     Args:
         model: The model.
-        handle: Moves the bytes; None makes one that is closed with the model.
+        handle: Moves the bytes; None makes one when it is needed.
         device: Of the model.
         where: True: memory for a GPU, a temporary file for a CPU; or a directory.
+
+    Returns:
+        What closes the handle that was made here: at the latest when the model is dropped. Caches
+        that used it are of no use any more; a new one makes another.
 
     Raises:
         TypeError: It is no transformers model.
@@ -359,12 +399,11 @@ def offload(
         directory = where
     elif device.type == "cpu":
         directory = tempfile.gettempdir()
-    if handle is None and directory is not None:
-        handle = AioHandle.tuned(directory)
-        weakref.finalize(model, handle.close)
+    mover = _Mover(handle, directory)
+    weakref.finalize(model, finish, mover.close)
 
     def fresh(config: Any) -> Any:
-        return new_cache(config, Store(directory, handle))
+        return new_cache(config, Store(directory, mover.get()))
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given: Any = named.get("past_key_values")
@@ -382,6 +421,33 @@ def offload(
         return arguments, named
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    return mover.close
+
+
+class _Mover:
+    """The handle of a model's caches: the caller's, or one that is made when it is needed."""
+
+    def __init__(self, given: AioHandle | None, directory: str | os.PathLike[str] | None) -> None:
+        self._given = given
+        self._directory = directory
+        self._own: AioHandle | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> AioHandle | None:
+        """The handle; None where caches are kept in memory."""
+        if self._given is not None or self._directory is None:
+            return self._given
+        with self._lock:
+            if self._own is None:
+                self._own = AioHandle.tuned(self._directory)
+            return self._own
+
+    def close(self) -> None:
+        """Close it, if it was made here."""
+        with self._lock:
+            own, self._own = self._own, None
+        if own is not None:
+            own.close()
 
 
 def _is_new(cache: Any, utilities: Any) -> bool:

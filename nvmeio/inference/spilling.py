@@ -21,7 +21,7 @@ from nvmeio._reading import _safetensors_header as headers
 from nvmeio._reading._handles import handle_for
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
-from nvmeio.inference._budget import share_out
+from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._units import partition
 from nvmeio.inference._weights import Weight, part_of
@@ -53,9 +53,11 @@ def spill(
 
     Raises:
         TransferError: The disk is full, or failed; the modules are as they were.
-        ValueError: There are no modules, a parameter has no memory or is not contiguous, or
-            `resident_bytes` is too small.
+        ValueError: There are no modules, a parameter has no memory or is not contiguous,
+            `resident_bytes` is too small, or it or `window` is below 1.
+        TypeError: One of these two is no int.
     """
+    check_numbers(window, resident_bytes)
     if not modules:
         raise ValueError("there are no modules to spill")
     root = nn.ModuleList(modules)

@@ -17,13 +17,14 @@ then on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -36,12 +37,12 @@ from nvmeio.errors import ClosedError, TransferError, told_for
 from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._checkpoint import Checkpoint
-from nvmeio.inference._feeder import Feeder
+from nvmeio.inference._feeder import Feeder, finish
 from nvmeio.inference._layout import Read
 from nvmeio.inference._opened import Opening, StreamStats
 from nvmeio.inference._opened import close as close_all
 from nvmeio.inference._showing import install, names_in, uninstall
-from nvmeio.inference._slots import Memory, Slot, load
+from nvmeio.inference._slots import Memory, Slot, load, load_beside, settle
 from nvmeio.inference._turns import Schedule, Turns
 from nvmeio.inference._units import Partition, Unit
 
@@ -107,19 +108,25 @@ class WeightStream:
         self._waited_s = 0.0
         self.progress: Callable[[str, int], None] | None = None
         self.root: nn.Module | None = None  # of spilled modules, whom nobody else holds
+        self.closes_too: Callable[[], None] | None = None  # what works beside the stream
         self.reopen()
 
     # --- the model's side: what its hooks call ------------------------------------------------
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: Unit, caller: FrameType | None = None) -> None:
         """Have a unit's weights in place; blocks until they are.
+
+        Args:
+            unit: Which one.
+            caller: The frame that ends with the use, where Ctrl-C may keep `leave` from being
+                called.
 
         Raises:
             TransferError: A read failed; names tensors, file and layer.
             IntegrityError: A file was written to.
             ClosedError: The stream is closed.
         """
-        self._turns.take(unit)
+        self._turns.take(unit, caller)
         try:
             opened = self._check()
             stop = getattr(self._here, "stop", None)
@@ -308,7 +315,7 @@ class WeightStream:
             names = names_in(unit, at.at, at.memory.nbytes) if at is not None else unit.name
             raise told_for(failed, f"weights {names} of {unit.name}") from failed
         self._waited_s += time.perf_counter() - began
-        for index in {read.file for read in unit.layout.reads}:
+        for index in slot.files:
             opened.checkpoint.check(index, f"layer {unit.name!r}")
         slot.job = None
         if self.progress is not None:
@@ -365,22 +372,7 @@ class WeightStream:
 
     def _read_now(self, reads: Sequence[Read], slot: Slot, opened: Opening) -> None:
         """Read past the queue, for somebody who waits."""
-        files = opened.checkpoint.files
-        started = []
-        failed: TransferError | None = None
-        try:
-            for read in reads:
-                memory = slot.host[read.at : read.at + read.end - read.start]
-                operation = opened.handle.async_pread(memory, files[read.file], read.start)
-                started.append((operation, read))
-        finally:
-            for operation, read in started:
-                error = operation.exception()
-                if isinstance(error, TransferError) and failed is None:
-                    names = names_in(slot.unit, read.at, read.end - read.start)
-                    failed = told_for(error, f"weights {names} of {slot.unit.name}")
-        if failed is not None:
-            raise failed
+        load_beside(slot, reads, opened.handle, opened.checkpoint.files)
         for index in {read.file for read in reads}:
             opened.checkpoint.check(index, f"layer {slot.unit.name!r}")
         for read in reads:
@@ -416,8 +408,7 @@ class WeightStream:
         slot = self._slots.pop(unit, None)
         if slot is None or self._opened is None:
             return
-        if slot.job is not None:
-            self._opened.feeder.cancel(slot.job)
+        settle(slot, self._opened.feeder)
         self._opened.memory.give_back(slot)
 
     def _give_up(self) -> None:
@@ -499,9 +490,11 @@ class WeightStream:
                 if fixed is None:
                     raise RuntimeError(f"no slot for {self._fixed!r}")
                 self._load_fixed(fixed, memory, feeder, checkpoint)
-            self._opened = Opening(handle, self._handle is None, checkpoint, memory, feeder, fixed)
+            lease = None if fixed is None else fixed.lease
+            self._opened = Opening(handle, self._handle is None, checkpoint, memory, feeder, lease)
             undo.pop_all()
-        self._finalizer = weakref.finalize(self, close_all, self._opened)
+        close = functools.partial(close_all, self._opened)
+        self._finalizer = weakref.finalize(self, finish, close)
 
     def _load_fixed(
         self, slot: Slot, memory: Memory, feeder: Feeder, checkpoint: Checkpoint
@@ -512,6 +505,8 @@ class WeightStream:
             at = slot.job.failed_at if slot.job is not None else None
             names = names_in(self._fixed, at.at, at.memory.nbytes) if at is not None else "them"
             raise told_for(failed, f"weights {names} of {self._fixed.name}") from failed
+        for index in slot.files:
+            checkpoint.check(index, self._fixed.name)
         install(self._fixed.targets, memory.tensors(slot, keep=True))
 
     def close(self) -> None:
@@ -529,8 +524,7 @@ class WeightStream:
             for unit in [self._fixed, *self._units]:
                 uninstall(unit.targets)
             for slot in self._slots.values():
-                if slot.job is not None:
-                    opened.feeder.cancel(slot.job)
+                settle(slot, opened.feeder)
                 opened.memory.give_back(slot)
             self._slots.clear()
             self._settled.clear()
@@ -538,6 +532,8 @@ class WeightStream:
             self._in_use = self._held = self._last = None
             self._finalizer.detach()
             close_all(opened)
+            if self.closes_too is not None:
+                self.closes_too()
         finally:
             self._turns.give(None)
 

@@ -14,7 +14,7 @@ from nvmeio._reading._handles import handle_for
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks, _transformers, kv_cache
-from nvmeio.inference._budget import share_out
+from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._checkpoint import Checkpoint, Stored
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
@@ -56,7 +56,7 @@ def stream_model(
             `resident_bytes` leaves no room for them.
         resident_bytes: Bytes of memory for all weights: what stays, the window, and the room
             for conversions. As many layers as fit stay. By default half of the memory that is
-            left (of the machine, the cgroup, or under RLIMIT_AS).
+            left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
         handle: Moves the bytes and stays open; by default one with the setting stored for the file
             system, for as long as the stream is open.
         dtype: Of the weights, converted when they are used; by default that of the configuration.
@@ -97,7 +97,7 @@ def stream_model(
     """
     where = torch.device(device)
     source, given = _source(model_or_config_or_path, checkpoint)
-    _check_numbers(window, resident_bytes)
+    check_numbers(window, resident_bytes)
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(handle_for(handle, source))
         opened = stack.enter_context(contextlib.closing(Checkpoint(source, reader)))
@@ -129,16 +129,16 @@ def stream_model(
         return again
 
     stream = WeightStream(model, parts, shares, where, open_again, handle, source)
-    _hooks.attach(model, stream)
-    model.weight_stream = stream
-    if is_transformers:
-        _finish(model, model_or_config_or_path)
-    if kv_offload is not False:
-        try:
-            kv_cache.offload(model, handle, where, kv_offload)
-        except BaseException:
-            stream.close()
-            raise
+    try:
+        _hooks.attach(model, stream)
+        model.weight_stream = stream
+        if is_transformers:
+            _finish(model, model_or_config_or_path)
+        if kv_offload is not False:
+            stream.closes_too = kv_cache.offload(model, handle, where, kv_offload)
+    except BaseException:
+        stream.close()
+        raise
     return model
 
 
@@ -158,16 +158,6 @@ def _source(
             f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
         )
     return checkpoint, given
-
-
-def _check_numbers(window: int | None, resident_bytes: int | None) -> None:
-    for name, value in (("window", window), ("resident_bytes", resident_bytes)):
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, not {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
 
 
 def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:

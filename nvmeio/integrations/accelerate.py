@@ -35,7 +35,7 @@ from nvmeio._reading._safetensors_files import header_of
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.inference._feeder import Feeder, Job, Wanted
+from nvmeio.inference._feeder import Feeder, Job, Wanted, finish
 from nvmeio.pool import Lease, PinnedPool
 
 __all__ = ["NvmeWeights", "dispatch_model", "install", "uninstall"]
@@ -124,7 +124,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         self._lock = threading.Lock()
         self._closed = False
         self.mispredicted = 0
-        self._finalizer = weakref.finalize(self, self._opened.close)
+        self._finalizer = weakref.finalize(self, finish, self._opened.close)
 
     # --- what accelerate calls ----------------------------------------------------------------
 
@@ -144,8 +144,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             ahead.job.wait()
             self._check(place, key)
         except BaseException as failed:
-            if ahead.lease is not None:
-                ahead.lease.__exit__(None, None, None)
+            self._give_back(ahead)  # Ctrl-C leaves it in flight
             if isinstance(failed, TransferError):
                 raise told_for(failed, f"weight {key!r}") from failed
             raise
@@ -166,7 +165,8 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
                 return
             self._closed = True
             self._drop()
-        self._finalizer()
+        self._finalizer.detach()
+        self._opened.close()
 
     # --- reading ahead, with the lock held ------------------------------------------------------
 

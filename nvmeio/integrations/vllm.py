@@ -46,8 +46,8 @@ def iterate_weights(
         Names and CPU tensors, whose memory goes when the last of about 512 MiB of them goes.
 
     Raises:
-        FileNotFoundError, IntegrityError, TransferError: A file is missing, malformed, or cannot
-            be read.
+        FileNotFoundError, IntegrityError, TransferError: A file is missing, malformed, written to
+            meanwhile, or cannot be read.
     """
     with handle_for(handle, directory) as reader:
         checkpoint = Checkpoint(directory, reader)
@@ -73,7 +73,10 @@ def _read(
         stored = checkpoint.tensors[name]
         file = checkpoint.files[stored.file]
         spans.append(Span(file, stored.entry.start, stored.entry.nbytes, repr(name)))
-    for name, memory in zip(names, read_spans(reader, spans), strict=True):
+    found = read_spans(reader, spans)
+    for name in names:  # before any is handed over
+        checkpoint.check(checkpoint.tensors[name].file, repr(name))
+    for name, memory in zip(names, found, strict=True):
         yield name, tensor_on(memory, checkpoint.tensors[name].entry)
 
 

@@ -34,41 +34,45 @@ def llama(layers: int = 4, width: int = 64, **options: Any) -> Any:
     )
 
 
-def gpt2() -> Any:
+def gpt2(layers: int = 4, width: int = 64) -> Any:
     """Its head is tied to its embedding; its matrices are transposed."""
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=VOCABULARY, **_IDS)
+        transformers.GPT2Config(
+            n_embd=width, n_layer=layers, n_head=4, vocab_size=VOCABULARY, **_IDS
+        )
     )
 
 
-def opt() -> Any:
+def opt(layers: int = 4, width: int = 64) -> Any:
     """Its positions are looked up with an offset."""
     return transformers.OPTForCausalLM(
         transformers.OPTConfig(
-            hidden_size=64,
-            ffn_dim=96,
-            num_hidden_layers=4,
+            hidden_size=width,
+            ffn_dim=width * 3 // 2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             vocab_size=VOCABULARY,
-            word_embed_proj_dim=64,
+            word_embed_proj_dim=width,
             **_IDS,
         )
     )
 
 
-def bloom() -> Any:
+def bloom(layers: int = 4, width: int = 64) -> Any:
     return transformers.BloomForCausalLM(
-        transformers.BloomConfig(hidden_size=64, n_layer=4, n_head=4, vocab_size=VOCABULARY, **_IDS)
+        transformers.BloomConfig(
+            hidden_size=width, n_layer=layers, n_head=4, vocab_size=VOCABULARY, **_IDS
+        )
     )
 
 
-def mixtral(experts: int = 4, **options: Any) -> Any:
+def mixtral(layers: int = 4, width: int = 64, experts: int = 4, **options: Any) -> Any:
     """Its experts are one tensor in memory, and a matrix each in files."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            hidden_size=64,
-            intermediate_size=options.pop("intermediate_size", 96),
-            num_hidden_layers=4,
+            hidden_size=width,
+            intermediate_size=options.pop("intermediate_size", width * 3 // 2),
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             num_local_experts=experts,
@@ -79,15 +83,15 @@ def mixtral(experts: int = 4, **options: Any) -> Any:
     )
 
 
-def t5() -> Any:
+def t5(layers: int = 3, width: int = 64) -> Any:
     """An encoder and a decoder, one embedding for both and for the head."""
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            d_model=64,
-            d_ff=96,
-            num_layers=3,
+            d_model=width,
+            d_ff=width * 3 // 2,
+            num_layers=layers,
             num_heads=4,
-            d_kv=16,
+            d_kv=width // 4,
             vocab_size=VOCABULARY,
             decoder_start_token_id=0,
             eos_token_id=2,
@@ -104,6 +108,17 @@ MODELS = {
     "mixtral": mixtral,
     "t5": t5,
 }
+
+
+def sized(name: str, nbytes: int, width: int) -> Any:
+    """A model of this kind and width, with as many layers as make so many bytes of weights."""
+    make = MODELS[name]
+    with torch.device("meta"):
+        one, two = (
+            sum(p.nbytes for p in make(layers=layers, width=width).parameters())
+            for layers in (1, 2)
+        )
+    return make(layers=max(2, 1 + -(-(nbytes - one) // (two - one))), width=width)
 
 
 def saved(make: Any, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from inference._models import (
     tokens,
     transformers,
 )
+from support import open_descriptors, spin_until
 
 import nvmeio
-from nvmeio.errors import TransferError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.inference import generate_in_blocks, kv_cache, pack, run_in_blocks
 from nvmeio.testing import FakeEngine
 
@@ -204,6 +206,65 @@ def test_a_disk_error_in_the_cache_is_an_error(tmp_path: Path, stream: Make) -> 
             tokens(model, prompt(), 12)
         assert failed.value.errno == errno.ENOSPC
         model.weight_stream.close()
+
+
+def test_a_cache_that_could_not_be_put_away_is_refused(tmp_path: Path) -> None:
+    """Some layers have the new tokens and others not: going on would give wrong ones."""
+    config = transformers.LlamaConfig(num_hidden_layers=2)
+    handle = nvmeio.AioHandle(engine="threads")
+    store = kv_cache.Store(tmp_path, handle)
+    cache = kv_cache.new_cache(config, store)
+    states = [torch.randn(1, 2, 3, 5) for _ in range(2)]
+    for layer in range(2):
+        cache.update(*states, layer)
+    handle.close()
+    with pytest.raises(ClosedError):
+        cache.update(*states, 0)
+    with pytest.raises(RuntimeError, match="start again with a new one"):
+        cache.update(*states, 0)
+    store.close()
+
+
+def test_beams_do_not_let_the_file_grow(tmp_path: Path) -> None:
+    """All of a cache is written anew for each token, to where it was before."""
+    config = transformers.LlamaConfig(num_hidden_layers=2)
+    with nvmeio.AioHandle(engine="threads") as handle:
+        store = kv_cache.Store(tmp_path, handle)
+        ours, stock = kv_cache.new_cache(config, store), transformers.DynamicCache(config=config)
+        generator = torch.Generator().manual_seed(0)
+        ends = []
+        for count in (9, *[1] * 40):
+            for layer in range(2):
+                states = [torch.randn(3, 2, count, 5, generator=generator) for _ in range(2)]
+                for mine, theirs in zip(
+                    ours.update(*states, layer), stock.update(*states, layer), strict=True
+                ):
+                    assert mine.equal(theirs)
+            for cache in (ours, stock):
+                cache.reorder_cache(torch.tensor([2, 0, 1]))
+            ends.append(store._end)
+        held = sum(block.room for layer in ours.layers for block in layer._blocks)
+        assert ends[-1] <= 3 * held, (ends, held)
+        assert held + sum(room for _, room in store._free) == store._end  # nothing is lost
+        ours.reset()
+        assert store._free == [(0, store._end)]
+        store.close()
+
+
+def test_closing_the_stream_closes_the_handle_of_its_caches(
+    tmp_path: Path, one_handle: nvmeio.AioHandle
+) -> None:
+    saved(llama, tmp_path)
+    whole = tokens(loaded(tmp_path), prompt(), 6)
+    before = open_descriptors()
+    model = nvmeio.stream_model(tmp_path, resident_bytes=400_000, kv_offload=tmp_path)
+    for _ in range(2):
+        assert tokens(model, prompt(), 6).equal(whole)
+        gc.collect()  # caches that nobody has any more
+        model.weight_stream.close()
+        spin_until(lambda: open_descriptors().items() <= before.items())
+        model.weight_stream.reopen()
+    model.weight_stream.close()
 
 
 def test_micro_batches_have_caches_of_their_own(tmp_path: Path, stream: Make) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
+import inspect
+import json
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,11 +26,14 @@ from inference._models import (
     tokens,
     transformers,
 )
+from support import HeldEngine, spin_until, thread
 from torch import nn
 
 import nvmeio
-from nvmeio.checkpoint.safetensors import save_safetensors
+from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
+from nvmeio.errors import IntegrityError
 from nvmeio.inference import WeightStream
+from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
 
@@ -165,6 +173,109 @@ def test_only_the_experts_that_a_token_needs_are_read(tmp_path: Path, stream: Ma
     assert stats.bytes_read < experts + 2 * others + (1 << 20)  # of 4 × experts
 
 
+def test_no_byte_of_an_expert_that_no_token_needs_is_read(tmp_path: Path, stream: Make) -> None:
+    """Counted below the handle, block by block, beside what the loaded model routes to."""
+    from nvmeio._reading._safetensors_files import header_of
+
+    saved(lambda: mixtral(experts=8, intermediate_size=1024), tmp_path)
+    whole = loaded(tmp_path)
+    one = prompt(batch=1, length=1)
+    routed: dict[int, set[int]] = {}
+    for number, layer in enumerate(whole.model.layers):
+        layer.mlp.experts.register_forward_pre_hook(
+            lambda _, given, number=number: routed.update({number: set(given[1].view(-1).tolist())})
+        )
+    expected = logits(whole, one)
+    assert [len(experts) for experts in routed.values()] == [2] * 4
+
+    path = tmp_path / "model.safetensors"
+    with nvmeio.AioHandle(engine="threads") as handle, nvmeio.open(path) as file:
+        tensors = header_of(file, handle).tensors
+    reads: list[tuple[int, int]] = []
+
+    def note(kind: str, offset: int, nbytes: int) -> int:
+        reads.append((offset, offset + nbytes))
+        return 0
+
+    with nvmeio.AioHandle(engine=FakeEngine(fail=note)) as handle:
+        budget = least(stream, tmp_path)
+        model = stream(tmp_path, resident_bytes=budget, handle=handle)
+        reads.clear()
+        assert logits(model, one).equal(expected)
+        model.weight_stream.close()
+    read: list[tuple[int, int]] = []
+    for name, entry in tensors.items():
+        parts = name.split(".")
+        if "experts" not in parts:
+            continue
+        expert = int(parts[2]), int(parts[parts.index("experts") + 1])
+        bytes_here = sum(max(0, min(end, entry.end) - max(at, entry.start)) for at, end in reads)
+        if bytes_here > 8192:  # neighbours are read in whole pages
+            assert entry.nbytes <= bytes_here <= entry.nbytes + 8192, name
+            read.append(expert)
+    wanted = {(layer, expert) for layer, some in routed.items() for expert in some}
+    assert sorted(read) == sorted([*wanted] * 3)  # w1, w2 and w3, each once
+
+
+def test_a_file_of_experts_that_is_written_to_is_noticed(tmp_path: Path, stream: Make) -> None:
+    """It was not where experts that are prefetched lie in a file of their own."""
+    saved(mixtral, tmp_path)
+    state = load_safetensors(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    where = {name: f"{'experts' if '.experts.' in name else 'rest'}.safetensors" for name in state}
+    for file in set(where.values()):
+        save_safetensors({n: t for n, t in state.items() if where[n] == file}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": where}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path))
+    many = prompt(batch=4, length=20)
+    for _ in range(2):
+        assert logits(model, many).equal(logits(loaded(tmp_path), many))
+    before = model.weight_stream.stats.experts_read
+    logits(model, many)
+    assert model.weight_stream.stats.experts_read == before  # all are prefetched
+    with (tmp_path / "experts.safetensors").open("r+b") as file:
+        file.seek(-4096, 2)
+        file.write(bytes(4096))
+    with pytest.raises(IntegrityError, match=r"experts\.safetensors changed while"):
+        for _ in range(2):  # what was read ahead before is good for one pass at most
+            logits(model, many)
+
+
+def test_an_interrupted_read_of_experts_is_over_when_that_is_told(
+    tmp_path: Path, stream: Make
+) -> None:
+    """It went on into memory that the next layer had got by then."""
+    saved(lambda: mixtral(experts=8), tmp_path)
+    engine = HeldEngine()
+    engine.gate.set()
+    one = prompt(batch=1, length=1)
+    with nvmeio.AioHandle(engine=engine) as handle:
+        budget = least(stream, tmp_path)
+        model = stream(tmp_path, resident_bytes=budget, window=1, handle=handle)
+        assert logits(model, one).equal(logits(loaded(tmp_path), one))
+        held: list[int] = []
+
+        def hold(*_: Any) -> None:
+            held.append(engine.begun)
+            engine.gate.clear()
+
+        def interrupt() -> None:
+            spin_until(lambda: bool(held) and engine.begun > held[0])
+            _thread.interrupt_main()
+            time.sleep(0.3)
+            engine.gate.set()
+
+        hook = model.model.layers[2].mlp.gate.register_forward_hook(hold)
+        with thread(interrupt):
+            with pytest.raises(KeyboardInterrupt):
+                logits(model, one)
+            assert engine.gate.is_set()
+        hook.remove()
+        assert logits(model, one).equal(logits(loaded(tmp_path), one))
+        model.weight_stream.close()
+
+
 def test_a_prompt_that_needs_most_experts_has_them_prefetched(tmp_path: Path, stream: Make) -> None:
     saved(mixtral, tmp_path)
     model = stream(tmp_path, resident_bytes=1 << 20)
@@ -288,15 +399,39 @@ def test_a_plain_sequential_is_streamed_by_its_members(tmp_path: Path, stream: M
     assert len(model.weight_stream.units) == 3
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass
+class Output(transformers.utils.ModelOutput):  # type: ignore[misc]
+    rows: Any = None
+
+
 @torch.no_grad()
-def test_an_output_that_is_a_view_of_a_weight_outlives_it(tmp_path: Path, stream: Make) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda x, rows: rows, lambda found: found),
+        (lambda x, rows: (x, [rows]), lambda found: found[1][0]),
+        (lambda x, rows: {"rows": rows}, lambda found: found["rows"]),
+        (Pair, lambda found: found.rows),
+        (lambda x, rows: Output(rows=rows), lambda found: found.rows),
+        (lambda x, rows: Output(rows=rows), lambda found: found["rows"]),
+    ],
+    ids=["tensor", "list", "dict", "named", "output", "item"],
+)
+def test_an_output_that_is_a_view_of_a_weight_outlives_it(
+    wrap: Any, unwrap: Any, tmp_path: Path, stream: Make
+) -> None:
     class Shows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.empty(64, 64))
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            return x, [self.weight[:2]]
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap(x, self.weight[:2])
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -304,7 +439,8 @@ def test_an_output_that_is_a_view_of_a_weight_outlives_it(tmp_path: Path, stream
             self.layers = nn.ModuleList(Shows() for _ in range(4))
 
         def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-            return [layer(x)[1][0] for layer in self.layers]
+            found = [layer(x) for layer in self.layers]
+            return [unwrap(one) for one in found]
 
     values = {f"layers.{n}.weight": torch.full((64, 64), float(n)) for n in range(4)}
     save_safetensors(values, tmp_path / "v.safetensors")
@@ -362,3 +498,18 @@ def test_ids_out_of_range_are_refused(tmp_path: Path, stream: Make) -> None:
 
 def test_nvmeio_names_it() -> None:
     assert nvmeio.stream_model.__module__ == "nvmeio.inference.streaming"
+    parameters = inspect.signature(nvmeio.stream_model).parameters.values()
+    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == [
+        "model_or_config_or_path",
+        "checkpoint",
+    ]
+    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == {
+        "device": "cpu",
+        "window": None,
+        "resident_bytes": None,
+        "handle": None,
+        "dtype": None,
+        "kv_offload": False,
+        "layers": None,
+        "strict": True,
+    }

@@ -163,7 +163,27 @@ def test_nan_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["m"]
 
 
-@pytest.mark.parametrize("text", ["{}", "[", '{"version": 2}', '{"version": 1, "quantised": 3}'])
+def described(**fields: Any) -> str:
+    weight = {"bits": 8, "group_size": 64, "dtype": "F32", "shape": [64, 64], **fields}
+    return json.dumps({"version": 1, "quantised": {"model.layers.0.mlp.up_proj.weight": weight}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[",
+        '{"version": 2}',
+        '{"version": 1, "quantised": 3}',
+        described(shape=[]),
+        described(shape=[64, 65]),
+        described(shape=[-64, 64]),
+        described(bits=3),
+        described(group_size=0),
+        described(dtype="F33"),
+        "[" * 100_000,
+    ],
+)
 def test_damaged_metadata_is_refused(text: str, tmp_path: Path, stream: Make) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     saved(llama, tmp_path / "m")

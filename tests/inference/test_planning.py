@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import run_python
 from torch import nn
 
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.inference._budget import share_out
 from nvmeio.inference._layout import Layout, Read, lay_out
+from nvmeio.inference._slots import Memory
 from nvmeio.inference._units import Unit, find_layers
 from nvmeio.inference._weights import Part, Piece, Weight
 
@@ -132,6 +134,38 @@ def test_the_budget_is_kept(sizes: list[int], budget: int, window: int | None) -
     streamed = [unit.layout.nbytes for unit in layers if not unit.resident]
     assert shares.window >= max(streamed, default=0)
     assert shares.resident == sum(unit.layout.nbytes for unit in layers if unit.resident)
+
+
+def test_what_stays_finds_its_place_again() -> None:
+    """After a failure it is read anew; the pool has just enough, and could be cut to pieces."""
+    first, second, settled, last = layers = units([4 << 12, 6 << 12, 1 << 12, 5 << 12])
+    shares = share_out(Unit("fixed"), layers, 1 << 20, None)
+    assert all(unit.resident for unit in layers)
+    memory = Memory(shares, torch.device("cpu"))
+    slots = {unit: memory.take(unit, stays=True) for unit in layers}
+    for unit in (first, second, last):
+        memory.give_back(slots[unit])
+    for unit in (first, second, last):
+        again = memory.take(unit, stays=True)
+        assert again is not None
+        assert again.host.data_ptr() == slots[unit].host.data_ptr()
+        memory.give_back(again)
+    memory.give_back(slots[settled])
+    memory.close()
+
+
+def test_a_limit_of_data_counts() -> None:
+    script = """
+        import resource, torch
+        from nvmeio import _memory
+        from nvmeio.inference._limits import memory_left
+        used = _memory._proc_bytes("/proc/self/status", "VmData")
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), used + (64 << 20)))
+        print(memory_left())
+    """
+    done = run_python(script)
+    assert done.returncode == 0, done.stderr
+    assert 48 << 20 < int(done.stdout) <= 64 << 20
 
 
 def test_layers_are_found() -> None:

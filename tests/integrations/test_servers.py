@@ -15,7 +15,7 @@ from inference._models import llama, loaded, saved
 from torch import nn
 
 import nvmeio
-from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
+from nvmeio.errors import BackendUnavailableError, ClosedError, IntegrityError, TransferError
 from nvmeio.inference.spilling import spill
 from nvmeio.integrations import sglang as for_sglang
 from nvmeio.integrations import vllm as for_vllm
@@ -65,6 +65,9 @@ def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
     odd[1][0].weight.data = odd[1][0].weight.data.t()
     with pytest.raises(ValueError, match=r"'1\.0\.weight' is not contiguous"):
         spill(odd, tmp_path)
+    for options, error in (({"window": 0}, ValueError), ({"resident_bytes": "1G"}, TypeError)):
+        with pytest.raises(error):
+            spill(layers(), tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,6 +195,20 @@ def test_all_weights_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     loader.load_weights(Model(), Config)
     assert given.keys() == whole.keys()
     assert all(given[name].equal(tensor) for name, tensor in whole.items())
+
+
+def test_a_file_that_is_written_to_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(for_vllm, "GROUP_BYTES", 100_000)
+    saved(llama, tmp_path)
+    weights = for_vllm.iterate_weights(tmp_path)
+    next(weights)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(-4096, 2)
+        file.write(bytes(4096))
+    with pytest.raises(IntegrityError, match=r"changed while .*'model\."):
+        list(weights)
 
 
 def test_a_name_on_a_hub_is_refused() -> None:
