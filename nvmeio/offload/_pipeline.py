@@ -8,23 +8,19 @@ together, late.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
-
-Value = TypeVar("Value")
 
 _SLICE_S = 0.1  # a blocked thread looks up this often, so that Ctrl-C is served
 
@@ -287,78 +283,6 @@ def _failure_of(operation: Operation) -> BaseException | None:
     if operation.cancelled():
         return RuntimeError(f"{operation!r} was cancelled")
     return operation.exception()
-
-
-def off_loop(work: Callable[[], Value]) -> Value:
-    """Run `work` here, or in a thread where an event loop runs here.
-
-    A transfer that is started on a running loop reports there; one that blocks the loop to wait for
-    it would wait for ever. An interrupt waits for the thread's end, and is raised then: half a step
-    must not go on behind its caller's back.
-    """
-    if asyncio._get_running_loop() is None:
-        return work()
-    values: list[Value] = []
-    failures: list[BaseException] = []
-    ended = threading.Event()  # an interrupted join() may take the thread for dead
-
-    def run() -> None:
-        try:
-            values.append(work())
-        except BaseException as failed:
-            failures.append(failed)
-        finally:
-            ended.set()
-
-    thread = threading.Thread(target=run, name="nvmeio-offload", daemon=True)
-    thread.start()
-    interrupt: BaseException | None = None
-    while not ended.is_set():
-        try:
-            ended.wait(_SLICE_S)
-        except BaseException as asked:
-            interrupt = asked
-    if interrupt is not None:
-        raise interrupt from (failures[0] if failures else None)
-    if failures:
-        raise failures[0]
-    return values[0]
-
-
-async def in_thread(work: Callable[[], Value]) -> Value:
-    """Run `work` in a thread of its own, awaited.
-
-    A cancelled await waits for its end first; what failed is then the cause of the CancelledError.
-    """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    values: list[Value] = []
-    failures: list[BaseException] = []
-
-    def wake() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def run() -> None:
-        try:
-            values.append(work())
-        except BaseException as failed:
-            failures.append(failed)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
-            loop.call_soon_threadsafe(wake)
-
-    threading.Thread(target=run, name="nvmeio-offload", daemon=True).start()
-    cancelled: asyncio.CancelledError | None = None
-    while not ended.done():
-        try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError as asked:
-            cancelled = asked
-    if cancelled is not None:
-        raise cancelled from (failures[0] if failures else None)
-    if failures:
-        raise failures[0]
-    return values[0]
 
 
 def move_all(handle: AioHandle, slot: torch.Tensor, moves: Sequence[Move], writing: bool) -> None:

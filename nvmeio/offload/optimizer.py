@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from nvmeio._reading._in_thread import in_thread, off_loop
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks, _plan, _state
 from nvmeio.offload._engine import Engine
 from nvmeio.offload._owners import Owner, new_owner
-from nvmeio.offload._pipeline import Times, in_thread, off_loop
+from nvmeio.offload._pipeline import Times
 from nvmeio.offload._plan import MemoryPlan
 from nvmeio.offload._ranks import directory_name
 from nvmeio.offload._state import StateView

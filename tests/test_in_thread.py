@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvmeio.offload._pipeline import in_thread, off_loop
+from nvmeio._reading._in_thread import in_thread, off_loop
 
 
 def test_off_loop_runs_beside_a_running_loop() -> None:
