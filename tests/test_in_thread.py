@@ -26,11 +26,12 @@ def test_an_interrupt_is_raised_when_the_work_is_done() -> None:
 
     def work() -> None:
         begun.set()
-        time.sleep(0.5)
+        time.sleep(1)
         done.set()
 
     def interrupt() -> None:
         begun.wait()
+        time.sleep(0.2)  # until the other thread has begun to wait
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def interrupted(number: int, frame: object) -> None:

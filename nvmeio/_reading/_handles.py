@@ -77,6 +77,10 @@ class CallHandle:
             self._beside(self._handle.close)
             self._handle = None
 
+    def wait(self) -> None:
+        """Behind the block: until its own handle is closed, and its memory given back."""
+        self._join()
+
     def _make(self) -> None:
         try:
             try:

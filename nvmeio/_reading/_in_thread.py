@@ -63,9 +63,11 @@ def off_loop(work: Callable[[], Value]) -> Value:
         return work()
     ended = _begin(work)
     interrupt: BaseException | None = None
-    while not ended.done():
+    while True:
         try:
-            concurrent.futures.wait([ended], timeout=_SLICE_S)
+            while not ended.done():
+                concurrent.futures.wait([ended], timeout=_SLICE_S)
+            break
         except BaseException as asked:
             interrupt = asked
     if interrupt is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio._reading._handles import handle_for
+from nvmeio._reading._handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks, _transformers, kv_cache
@@ -99,8 +99,8 @@ def stream_model(
     source, given = _source(model_or_config_or_path, checkpoint)
     check_numbers(window, resident_bytes)
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(handle_for(handle, source))
-        opened = stack.enter_context(contextlib.closing(Checkpoint(source, reader)))
+        call = stack.enter_context(CallHandle(handle, source))
+        opened = stack.enter_context(contextlib.closing(Checkpoint(source, call.get())))
         is_transformers = not isinstance(given, nn.Module)
         model = _transformers.empty_model(given, dtype, opened) if is_transformers else given
         if dtype is not None and not is_transformers:
@@ -117,6 +117,7 @@ def stream_model(
             budget = _default_budget(parts.fixed, parts.units, window)
         shares = share_out(parts.fixed, parts.units, budget, window)
         stored = dict(opened.tensors)
+    call.wait()  # the stream's own is made next: two would take the memory of two
     _move_buffers(model, where)
 
     def open_again(through: AioHandle) -> Checkpoint:
