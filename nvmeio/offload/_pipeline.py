@@ -181,14 +181,9 @@ class _Run:
             return
 
     def _read_done(self, turn: _Turn, operation: Operation) -> None:
-        failure = _failure_of(operation)
         with self._changed:
-            self._in_flight -= 1
-            turn.pending -= 1
-            if failure is not None and self._failure is None:
-                self._failure = failure
             self.times.read_bytes += operation.nbytes
-            over = not turn.pending
+            over = self._count_off(turn, operation)
             if over:
                 self._reading = False
                 turn.ready = True
@@ -219,14 +214,9 @@ class _Run:
         self._start(turn, slot, moves, self._handle.async_pwrite, done)
 
     def _write_done(self, turn: _Turn, slot: torch.Tensor, operation: Operation) -> None:
-        failure = _failure_of(operation)
         with self._changed:
-            self._in_flight -= 1
-            turn.pending -= 1
-            if failure is not None and self._failure is None:
-                self._failure = failure
             self.times.written_bytes += operation.nbytes
-            over = not turn.pending
+            over = self._count_off(turn, operation)
             if over:
                 self._free.append(slot)
             self._changed.notify_all()
@@ -247,6 +237,15 @@ class _Run:
         self.times.write_wait_s += time.perf_counter() - start
 
     # Both
+
+    def _count_off(self, turn: _Turn, operation: Operation) -> bool:
+        """Under the lock: a transfer is done. Whether it was the last of its turn's that fly."""
+        failure = _failure_of(operation)
+        self._in_flight -= 1
+        turn.pending -= 1
+        if failure is not None and self._failure is None:
+            self._failure = failure
+        return not turn.pending
 
     def _start(
         self,
