@@ -18,39 +18,49 @@ from peers.deepspeed import INSTALL, INSTALL_BUILD
 WIDTH = 1024
 
 
+def start_deepspeed(on_nvmeio: bool = False) -> Any:
+    """DeepSpeed in a process group of one, on the CPU, with its asynchronous I/O op built.
+
+    Raises:
+        PeerUnavailable: It, or what builds its ops, is missing; says what to install.
+    """
+    os.environ.update(
+        DS_ACCELERATOR="cpu",
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(_free_port()),
+    )
+    # ninja installed by pip lies beside the interpreter, which need not be on PATH.
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise PeerUnavailable(f"DeepSpeed cannot be imported ({error})", INSTALL) from error
+    if on_nvmeio:
+        importlib.import_module("nvmeio.compat.deepspeed").install()
+    for tool in ("ninja", "c++"):  # for the CPU Adam; the op of its own wants libaio as well
+        if shutil.which(tool) is None:
+            raise PeerUnavailable(f"DeepSpeed's ops need {tool} to build", INSTALL_BUILD)
+    builders = importlib.import_module("deepspeed.ops.op_builder")
+    if not builders.AsyncIOBuilder().is_compatible(verbose=False):
+        raise PeerUnavailable("its op needs libaio's headers to build", INSTALL_BUILD)
+    builders.AsyncIOBuilder().load(verbose=False)
+    # All-reduce between processes of one host, of which there is one here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    return deepspeed
+
+
 class Training:
     """One engine in this process; a batch of one row, so that a step is mostly the optimizer's."""
 
     on_nvmeio: ClassVar[bool]
 
     def __init__(self) -> None:
-        os.environ.update(
-            DS_ACCELERATOR="cpu",
-            RANK="0",
-            LOCAL_RANK="0",
-            WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(_free_port()),
-        )
-        # ninja installed by pip lies beside the interpreter, which need not be on PATH.
-        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-        try:
-            self._deepspeed: Any = importlib.import_module("deepspeed")
-        except ImportError as error:
-            raise PeerUnavailable(f"DeepSpeed cannot be imported ({error})", INSTALL) from error
-        if self.on_nvmeio:
-            importlib.import_module("nvmeio.compat.deepspeed").install()
-        for tool in ("ninja", "c++"):  # for the CPU Adam; the op of its own wants libaio as well
-            if shutil.which(tool) is None:
-                raise PeerUnavailable(f"DeepSpeed's ops need {tool} to build", INSTALL_BUILD)
-        builders = importlib.import_module("deepspeed.ops.op_builder")
-        if not builders.AsyncIOBuilder().is_compatible(verbose=False):
-            raise PeerUnavailable("its op needs libaio's headers to build", INSTALL_BUILD)
-        builders.AsyncIOBuilder().load(verbose=False)
-        builders.CPUAdamBuilder().load(verbose=False)
-        # All-reduce between processes of one host, of which there is one here.
-        self._deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._deepspeed.init_distributed(dist_backend="gloo")
+        self._deepspeed = start_deepspeed(self.on_nvmeio)
+        importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
 
     def prepare(
         self, directory: str, parameters: int, group: int, pipelined: bool, aio: dict[str, Any]

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
-import sys
-from typing import Any
 
 import torch
 from _measure import Sample
-from _worker import PeerUnavailable
 
-from peers.deepspeed import INSTALL, INSTALL_BUILD
 from peers.inference import Decoding, _transformers
-from peers.zero3 import _free_port
+from peers.zero3 import start_deepspeed
 
 
 class ZeroInference(Decoding):
@@ -22,28 +17,7 @@ class ZeroInference(Decoding):
 
     def __init__(self) -> None:
         _transformers()
-        os.environ.update(
-            DS_ACCELERATOR="cpu",
-            RANK="0",
-            LOCAL_RANK="0",
-            WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(_free_port()),
-        )
-        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-        try:
-            self._deepspeed: Any = importlib.import_module("deepspeed")
-        except ImportError as error:
-            raise PeerUnavailable(f"DeepSpeed cannot be imported ({error})", INSTALL) from error
-        for tool in ("ninja", "c++"):
-            if shutil.which(tool) is None:
-                raise PeerUnavailable(f"DeepSpeed's ops need {tool} to build", INSTALL_BUILD)
-        builders = importlib.import_module("deepspeed.ops.op_builder")
-        if not builders.AsyncIOBuilder().is_compatible(verbose=False):
-            raise PeerUnavailable("its op needs libaio's headers to build", INSTALL_BUILD)
-        builders.AsyncIOBuilder().load(verbose=False)
-        self._deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._deepspeed.init_distributed(dist_backend="gloo")
+        self._deepspeed = start_deepspeed()
 
     def prepare(self, directory: str, nvme: str) -> None:
         os.makedirs(nvme, exist_ok=True)
