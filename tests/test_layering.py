@@ -47,6 +47,10 @@ LAYERS = {
     "tuned": 4,
     "testing": 5,
     "compat": 5,
+    # Threads and the state they own: no bytes, and of use to the handle itself.
+    "_io.threads": 3,
+    "_io.owner": 3,
+    "_io": 5,
     "_reading": 5,
     "checkpoint": 6,
     "inference": 6,

@@ -1,0 +1,210 @@
+"""Blocking work in a thread of its own: waited for, or awaited.
+
+`KeyboardInterrupt` is raised in the main thread only, there between any two bytecodes, also within
+``finally`` and within the `threading` module's own classes, whose locks it can leave held. So here
+
+- work that must not be cut in half runs in another thread, and the main thread waits for it on a
+  raw lock, whose `acquire` is one C call that a signal ends (and that looks up now and then, for a
+  signal that comes just before the call begins to sleep does not end it);
+- other threads are started by a thread, for an interrupted `Thread.start` leaves a thread that
+  waits for ever;
+- whether a job began is decided by a lock that both sides try to take, never by how far its
+  starter got.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from nvmeio import _device
+
+Value = TypeVar("Value")
+
+SLICE_S = 0.25  # a waiting thread looks up this often
+
+
+def start(run: Callable[[], object], name: str, failed: Callable[[BaseException], object]) -> None:
+    """Have a daemon thread run `run`; one C call as far as an interrupt is concerned.
+
+    Args:
+        run: Must not raise.
+        name: Of the thread.
+        failed: Called in its place where no thread can be had, with the reason.
+    """
+    global _launches
+    queue = _launches
+    if queue is None:
+        # Two callers may come here at once: either launcher will do, and one is forgotten.
+        queue = SimpleQueue()
+        _thread.start_new_thread(_launch, (queue,))
+        _launches = queue
+    queue.put((run, name, failed))
+
+
+_launches: SimpleQueue[Any] | None = None
+
+
+def _launch(queue: SimpleQueue[Any]) -> None:
+    while True:
+        run, name, failed = queue.get()
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except BaseException as error:  # no thread or memory left; the interpreter is ending
+            failed(error)
+        run = failed = None
+
+
+def _forget() -> None:
+    global _launches
+    _launches = None  # a forked child has no launcher
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class Job(Generic[Value]):
+    """Work that a thread does and another waits for.
+
+    Args:
+        work: What is done, on the device and stream that are current here.
+        name: Of its thread.
+        ended: Called by the thread when it has ended, whatever came of it; must not raise.
+
+    Attributes:
+        done: Whether it has ended.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Value],
+        name: str = "nvmeio-work",
+        ended: Callable[[], object] | None = None,
+    ) -> None:
+        self._work: Callable[[], Value] | None = _device.as_here(work)
+        self._name = name
+        self._ended = ended
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.done = False
+        self._claim = _thread.allocate_lock()  # taken by who decides whether it runs
+        self._gate = _thread.allocate_lock()  # held until it has ended
+        self._gate.acquire()
+
+    def start(self) -> None:
+        """Begin it; called once."""
+        start(self._run, self._name, self._fail)
+
+    def withdraw(self) -> bool:
+        """Keep it from beginning; False where it has begun or ended, or was withdrawn before."""
+        return self._claim.acquire(False)
+
+    def wait(self) -> None:
+        """Block until it has ended; an interrupt ends the waiting at once, and not the work."""
+        while not self.done:
+            self._gate.acquire(timeout=SLICE_S)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised."""
+        return self._error
+
+    def result(self) -> Value:
+        """What it returned, once it has ended; raises what it raised."""
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self
+        value: Value = self._value
+        return value
+
+    def _run(self) -> None:
+        if not self._claim.acquire(False):
+            return
+        work, self._work = self._work, None
+        try:
+            assert work is not None
+            self._value = work()
+        except BaseException as failed:
+            self._error = failed
+        del work
+        self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._claim.acquire(False):
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, None
+        self.done = True
+        self._gate.release()
+        if ended is not None:
+            ended()
+
+
+def run_interruptible(
+    work: Callable[[], Value], cancel: Callable[[], object] | None = None
+) -> Value:
+    """Do blocking work so that Ctrl-C can neither cut it in half nor be kept waiting.
+
+    In the main thread, and where an event loop runs here (a transfer that is started on a running
+    loop reports there, and would wait for ever for a loop that waits for it), the work is done in a
+    thread of its own; elsewhere in place, for no interrupt comes there.
+
+    The first interrupt calls `cancel` and is raised when the work has ended: half of it must not go
+    on behind its caller's back. A second one is raised at once; the work still ends by itself.
+    """
+    main = threading.main_thread().ident == threading.get_ident()
+    if not main and asyncio._get_running_loop() is None:
+        return work()
+    job = Job(work)
+    try:
+        job.start()
+        job.wait()
+    except BaseException as interrupt:
+        if not job.withdraw():
+            if cancel is not None:
+                cancel()
+            job.wait()
+        raise interrupt from job.error
+    return job.result()
+
+
+async def in_thread(work: Callable[[], Value], cancel: Callable[[], object] | None = None) -> Value:
+    """Do blocking work in a thread of its own and await its value.
+
+    A thread of its own, since a loop's default pool may be full of what waits for this. When the
+    awaiting task is cancelled, `cancel` is called if there is one, the end of `work` is awaited all
+    the same, and only then `CancelledError` goes on; what `work` raised is its cause.
+    """
+    loop = asyncio.get_running_loop()
+    waiter = asyncio.Event()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+            loop.call_soon_threadsafe(waiter.set)
+
+    job = Job(work, ended=wake)
+    try:
+        job.start()
+        await waiter.wait()
+    except asyncio.CancelledError as cancelled:
+        if cancel is not None:
+            cancel()
+        while not job.done:
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiter.wait()
+        raise cancelled from job.error
+    except BaseException:  # the coroutine is closed, or interrupted: nobody can wait any more
+        if not job.withdraw() and cancel is not None:
+            cancel()
+        raise
+    return job.result()

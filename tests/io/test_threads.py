@@ -1,0 +1,143 @@
+"""Blocking work in a thread: interrupts are served at once, and never cut it in half."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from nvmeio._io.threads import in_thread, run_interruptible
+from nvmeio.errors import ClosedError
+
+
+def interrupt_main() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_work_runs_beside_the_main_thread_and_in_place_elsewhere() -> None:
+    here = threading.get_ident()
+    assert run_interruptible(threading.get_ident) != here
+    told: list[bool] = []
+
+    def other() -> None:
+        told.append(run_interruptible(threading.get_ident) == threading.get_ident())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(60)
+    assert told == [True]
+
+
+def test_errors_and_values_are_the_callers() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_interruptible(lambda: 1 // 0)
+    assert run_interruptible(lambda: 3) == 3
+
+
+def test_interrupt_cancels_and_waits_for_the_end() -> None:
+    entered, stop, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        stop.wait()
+        ended.set()
+        raise ClosedError("cancelled")
+
+    def interrupt() -> None:
+        entered.wait()
+        interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_interruptible(work, stop.set)
+    assert ended.is_set()
+    assert isinstance(caught.value.__cause__, ClosedError)
+
+
+def test_second_interrupt_gets_through_at_once() -> None:
+    """While the first one waits for work that does not end."""
+    entered, cancelled, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        gate.wait()
+
+    def interrupt() -> None:
+        entered.wait()
+        interrupt_main()
+        cancelled.wait()
+        interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptible(work, cancelled.set)
+    assert time.monotonic() - started < 30
+    gate.set()
+
+
+async def test_blocking_call_on_a_running_loop_runs_in_a_thread() -> None:
+    assert run_interruptible(threading.get_ident) != threading.get_ident()
+
+
+async def test_cancelled_task_waits_for_the_end_and_then_raises() -> None:
+    entered, stop, ended = asyncio.Event(), threading.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(entered.set)
+        stop.wait()
+        ended.set()
+
+    task = asyncio.ensure_future(in_thread(work, stop.set))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_awaited_work_returns_and_raises() -> None:
+    assert await in_thread(lambda: 4) == 4
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 // 0)
+
+
+def test_interrupts_at_random_moments_leave_no_thread() -> None:
+    """Real signals; whatever began has ended when the interrupt is raised."""
+    running = 0
+    lock = threading.Lock()
+    interrupted = 0
+
+    def work() -> None:
+        nonlocal running
+        with lock:
+            running += 1
+        time.sleep(0.0005)  # what is interrupted
+        with lock:
+            running -= 1
+
+    def raise_interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raise_interrupt)
+    try:
+        for trial in range(200):
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + (trial % 50) * 2e-5)
+                    run_interruptible(work)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            with lock:
+                assert running == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 0
+    assert run_interruptible(lambda: 1) == 1
