@@ -21,7 +21,7 @@ BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress native-check lint type format bench bench-checkpoint bench-offload bench-inference clients wheel-check clean
+.PHONY: help demo test test-clients stress native-check lint type format bench bench-checkpoint bench-offload bench-inference clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -31,6 +31,12 @@ demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
 
 test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# Those that `make test` skips by name where a library is absent.
+CLIENT_TESTS := tests/compat tests/gds tests/inference tests/integrations tests/test_examples.py
+
+test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, cuFile
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(CLIENT_TESTS) $(PYTEST_ARGS)
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
@@ -82,7 +88,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch]
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
-clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, cuFile for `make test`
+clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, cuFile
 
 $(CLIENTS_STAMP): $(STAMP)
 	@echo "== installing the libraries that nvmeio adapts to"
