@@ -125,15 +125,29 @@ def partition(
         layers: Modules or their names; None finds them.
 
     Raises:
-        ValueError: `layers` names what is not there, or what lies within another of them.
+        ValueError: `layers` names what is not there, what lies within another of them, or two that
+            share a module with weights.
+
+    Layers may share modules that have none (one activation for all, a cached rotary embedding):
+    nothing of these comes or goes. Weights in a shared module would be taken away by one layer
+    while the other, which may be kept, has use of them.
     """
     names = {module: name for name, module in model.named_modules()}
-    chosen = find_layers(model) if layers is None else _given(model, names, layers)
+    given = find_layers(model) if layers is None else _given(model, names, layers)
+    chosen = list(dict.fromkeys(given))
     covered: set[nn.Module] = set()
     for layer in chosen:
         inside = set(layer.modules())
-        if inside & covered:
-            raise ValueError(f"layer {names[layer]!r} lies within another layer, or shares modules")
+        for module in layer.modules():
+            if module not in covered:
+                continue
+            if module in chosen:
+                raise ValueError(f"layer {names[layer]!r} lies within another layer, or around one")
+            if _weights_of(module, weights):
+                raise ValueError(
+                    f"layer {names[layer]!r} shares {names[module]!r} and its weights with another "
+                    "layer: name what holds both in layers="
+                )
         covered |= inside
     fixed = Unit("the parts outside of the layers")
     units: list[Unit] = []

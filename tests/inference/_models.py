@@ -43,6 +43,21 @@ def gpt2(layers: int = 4, width: int = 64) -> Any:
     )
 
 
+def openai_gpt(layers: int = 4, width: int = 64) -> Any:
+    """Its layers share one activation."""
+    return transformers.OpenAIGPTLMHeadModel(
+        transformers.OpenAIGPTConfig(
+            n_embd=width,
+            n_layer=layers,
+            n_head=4,
+            afn="relu",
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            **_IDS,
+        )
+    )
+
+
 def opt(layers: int = 4, width: int = 64) -> Any:
     """Its positions are looked up with an offset."""
     return transformers.OPTForCausalLM(
@@ -103,6 +118,7 @@ def t5(layers: int = 3, width: int = 64) -> Any:
 MODELS = {
     "llama": llama,
     "gpt2": gpt2,
+    "openai_gpt": openai_gpt,
     "opt": opt,
     "bloom": bloom,
     "mixtral": mixtral,

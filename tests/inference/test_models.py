@@ -386,6 +386,67 @@ def test_layers_may_be_given(tmp_path: Path, stream: Make) -> None:
     assert net(x).equal(whole(x))
 
 
+class Table(nn.Module):
+    """As a rotary embedding: no weights, and a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.linspace(0.5, 1.5, 16, device="cpu")
+        self.register_buffer("scale", values, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Sharing(nn.Module):
+    """Its layers share an activation and a table, or a matrix."""
+
+    def __init__(self, matrix: bool = False) -> None:
+        super().__init__()
+        shared = [nn.ReLU(), nn.Linear(16, 16) if matrix else Table()]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), shared[0], nn.Linear(32, 16), shared[1])
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def saved_sharing(path: Path, matrix: bool) -> tuple[Sharing, Sharing]:
+    torch.manual_seed(0)
+    whole = Sharing(matrix)
+    save_safetensors({name: p.data for name, p in whole.named_parameters()}, path)
+    with torch.device("meta"):
+        return whole, Sharing(matrix)
+
+
+@torch.no_grad()
+def test_layers_may_share_modules_without_weights(tmp_path: Path, stream: Make) -> None:
+    """SGLang's rotary embedding is one object for all layers, and was refused."""
+    whole, empty = saved_sharing(tmp_path / "net.safetensors", matrix=False)
+    net = stream(empty, tmp_path / "net.safetensors", resident_bytes=20_000)
+    assert len(net.weight_stream.units) == 4
+    x = torch.randn(5, 16)
+    for _ in range(3):
+        assert net(x).equal(whole(x))
+
+
+def test_layers_that_share_weights_are_refused(tmp_path: Path, stream: Make) -> None:
+    _, empty = saved_sharing(tmp_path / "net.safetensors", matrix=True)
+    with pytest.raises(ValueError, match=r"'layers.1' shares 'layers.0.3' and its weights"):
+        stream(empty, tmp_path / "net.safetensors")
+
+
+@pytest.mark.parametrize("layers", [["layers.0", "layers.0.1"], ["layers.0.1", "layers.0"]])
+def test_layers_within_layers_are_refused(layers: list[str], tmp_path: Path, stream: Make) -> None:
+    _, empty = saved_sharing(tmp_path / "net.safetensors", matrix=False)
+    with pytest.raises(ValueError, match="lies within another layer, or around one"):
+        stream(empty, tmp_path / "net.safetensors", layers=layers)
+
+
 @torch.no_grad()
 def test_a_plain_sequential_is_streamed_by_its_members(tmp_path: Path, stream: Make) -> None:
     torch.manual_seed(0)

@@ -56,6 +56,18 @@ def test_spilled_layers_compute_the_same(resident: int | None, tmp_path: Path) -
             run(modules, x)
 
 
+def test_spilled_layers_may_share_modules_without_parameters(tmp_path: Path) -> None:
+    """SGLang caches its rotary embedding: one object for all layers, which has buffers only."""
+    modules, whole, shared = layers(), layers(), nn.BatchNorm1d(96, affine=False).eval()
+    shared.running_mean.uniform_(generator=torch.Generator().manual_seed(0))
+    for module in (*modules, *whole):
+        module.append(shared)
+    with nvmeio.AioHandle(engine="threads") as handle, spill(modules, tmp_path, handle=handle):
+        x = torch.randn(4, 96)
+        for _ in range(3):
+            assert run(modules, x).equal(run(whole, x))
+
+
 def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no modules"):
         spill([], tmp_path)
