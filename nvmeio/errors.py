@@ -1,4 +1,4 @@
-"""The error hierarchy: every failure says what, where and how to mend it.
+"""The error hierarchy: every failure says what, where and how to fix it.
 
 NvmeioError
 ├ ClosedError                            you closed it (or forked away from it)
@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-# How to mend what the kernel reported; looked up by errno when a TransferError is worded.
+# How to fix what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
     _errno.ENOENT: "check the path; a write creates a missing file, but no directory",
     _errno.EISDIR: "name a file inside the directory",
@@ -209,7 +209,7 @@ class BackendUnavailableError(NvmeioError, RuntimeError):
 
     Attributes:
         attempts: What was tried and why each failed: ``[(name, reason), …]``.
-        remedy: The command or change that mends it, or "".
+        remedy: The command or change that fixes it, or "".
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class BackendUnavailableError(NvmeioError, RuntimeError):
     ) -> None:
         lines = [message, *(f"  {name}: {reason}" for name, reason in attempts)]
         if remedy:
-            lines.append(f"  how to mend it: {remedy}")
+            lines.append(f"  how to fix it: {remedy}")
         super().__init__("\n".join(lines))
         self.attempts = list(attempts)
         self.remedy = remedy

@@ -53,7 +53,7 @@ class GdsHandle(AioHandle):
 
     Raises:
         BackendUnavailableError: cuFile cannot be used here, or would hang; says why, and how to
-            mend it. Nothing else is used in its place.
+            fix it. Nothing else is used in its place.
         AlignmentError: `block_size` or `task_bytes` is not a multiple of 4096.
         ValueError: Another parameter is out of range, or another handle has opened cuFile's
             driver, of which there is one a process, with other `allow_compat`, `cpu_tensors` or

@@ -1,6 +1,6 @@
 """`PinnedPool`: a fixed budget of nvmeio memory, leased out and taken back.
 
-First touch is dear (`empty_aligned` has the figures), so whoever moves many tensors through host
+First touch is expensive (`empty_aligned` has the figures), so whoever moves many tensors through host
 memory maps one arena and reuses it; whoever must stay within a budget waits here until enough of it
 is back.
 

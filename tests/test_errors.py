@@ -126,7 +126,7 @@ def test_a_detail_takes_the_place_of_the_usual_words() -> None:
 
 @pytest.mark.parametrize("kind", [TransferError, ShortTransferError])
 def test_a_failure_says_for_what_it_was(kind: type[TransferError]) -> None:
-    """It stays of its class, and keeps its fields and how to mend it."""
+    """It stays of its class, and keeps its fields and how to fix it."""
     error = errors.told_for(transfer_error(errno.EIO, kind), "read for weight 'a'")
     assert type(error) is kind
     assert (error.errno, error.file_offset, error.transferred) == (errno.EIO, 100, 10)
@@ -240,7 +240,7 @@ def test_backend_unavailable_error_lists_every_attempt() -> None:
         "nothing works",
         "  libaio: no file",
         "  kernel: no call",
-        "  how to mend it: make it",
+        "  how to fix it: make it",
     ]
     assert error.attempts == [("libaio", "no file"), ("kernel", "no call")]
     assert error.remedy == "make it"

@@ -24,7 +24,7 @@ OWN_BYTES = 8 << 20
 
 # What an arena of smaller spans grows to: the most that one small tensor can keep alive. An arena
 # is rounded up to whole huge pages: 1.5 GiB in tensors of 3 MiB took 1.6 GiB in arenas of 16 MiB,
-# and loaded at 2.1 GB/s instead of 2.8, where new memory is dear.
+# and loaded at 2.1 GB/s instead of 2.8, where new memory is expensive.
 ARENA_BYTES = 32 << 20
 
 # Bytes between two small spans that are read along rather than cut the run in two. A request costs

@@ -66,7 +66,7 @@ def show_report(
         bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
     ] = False,
 ) -> None:
-    """What of direct I/O works here, what does not, and the command that mends it.
+    """What of direct I/O works here, what does not, and the command that fixes it.
 
     Example: [bold]nvmeio report --dir /mnt/nvme0 --dir /scratch[/]
 

@@ -12,7 +12,7 @@ def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,)) -> None:
     """Makes sure that what was asked for is there.
 
     Raises:
-        BackendUnavailableError: It is not; says what was tried, and how to mend it.
+        BackendUnavailableError: It is not; says what was tried, and how to fix it.
     """
     if gds:
         _require_cufile()

@@ -105,7 +105,7 @@ class Engine:
         auto: The engine's name, None where starting it failed.
         attempts: Every engine there is.
         reason: Why starting it failed, or "".
-        remedy: How to mend that, or "".
+        remedy: How to fix that, or "".
     """
 
     auto: str | None

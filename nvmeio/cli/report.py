@@ -1,4 +1,4 @@
-"""`nvmeio report`: what of direct I/O works here, what does not, and the command that mends it.
+"""`nvmeio report`: what of direct I/O works here, what does not, and the command that fixes it.
 
 `run` gathers facts, `find_problems` judges them, `render` shows both to a person and `to_json` to a
 program.
@@ -48,7 +48,7 @@ class Problem:
         severity: "error" where direct I/O cannot be had (exit status 1), "warning" where it is
             slower or about to fail, "note" where it matters to some uses only.
         what: What is wrong.
-        fix: The command that mends it; advice beside it stands in a shell comment.
+        fix: The command that fixes it; advice beside it stands in a shell comment.
     """
 
     severity: Severity
@@ -287,7 +287,7 @@ def _problems(problems: Sequence[Problem]) -> RenderableType:
         table.add_row("", Text(problem.fix, "cyan"))
     return Group(
         _heading(
-            "what to mend" if any(p.severity != "note" for p in problems) else "worth knowing"
+            "what to fix" if any(p.severity != "note" for p in problems) else "worth knowing"
         ),
         table,
     )

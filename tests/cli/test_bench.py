@@ -261,7 +261,7 @@ def test_a_gpu_that_is_not_there_is_unavailable(
     done = invoke(tmp_path, "--io-size", "1M", *flags)
     assert done.exit_code == 3
     assert f"not available: {names}" in done.stderr
-    assert "how to mend it" in done.stderr
+    assert "how to fix it" in done.stderr
 
 
 @pytest.mark.gpu

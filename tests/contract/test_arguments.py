@@ -1,4 +1,4 @@
-"""Bad input: each kind raises one exact type, and says what, where and how to mend it."""
+"""Bad input: each kind raises one exact type, and says what, where and how to fix it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class _Driver:
         """The library with its driver open; `release` it once.
 
         Raises:
-            BackendUnavailableError: It cannot be opened; says why, and how to mend it.
+            BackendUnavailableError: It cannot be opened; says why, and how to fix it.
             ValueError: It is open with other settings.
         """
         with self._lock:

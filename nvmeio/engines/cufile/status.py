@@ -1,4 +1,4 @@
-"""cuFile's status codes: what they mean, which errno comes nearest, how to mend it.
+"""cuFile's status codes: what they mean, which errno comes nearest, how to fix it.
 
 Source: CUfileOpError in cufile.h (1.20). 5039 has another meaning before 1.15 and is not named.
 """
@@ -17,7 +17,7 @@ ALREADY_OPEN = 5026
 
 
 class Meaning(NamedTuple):
-    """A status in words, the nearest errno, and how to mend it (or "")."""
+    """A status in words, the nearest errno, and how to fix it (or "")."""
 
     text: str
     errno: int
