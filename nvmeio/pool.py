@@ -2,13 +2,14 @@
 
 First touch is expensive (`empty_aligned` has the figures), so whoever moves many tensors through
 host memory maps one arena and reuses it; whoever must stay within a budget waits here until enough
-of it is back. How it works: blocks of whole pages, best fit, the lowest address among equals,
-merged with their neighbours when they come back (`_FreeBlocks`). Those who wait form one queue,
-whether they wait in a thread or on an event loop, and are served strictly in the order they came: a
-small request never passes a big one, so a big one is served once enough earlier leases are back.
-Every change of state is a step in one `Serial`, so there is no moment at which a block belongs to
-nobody: a waiter that gives up either leaves the queue, or finds that it was served already and
-hands the block back.
+of it is back.
+
+How it works: blocks of whole pages, best fit, the lowest address among equals, merged with their
+neighbours when they come back (`_FreeBlocks`). Those who wait form one queue, whether they wait in
+a thread or on an event loop, and are served strictly in the order they came: a small request never
+passes a big one, so a big one is served once enough earlier leases are back. Every change of state
+is a step in one `Serial`, so there is no moment at which a block belongs to nobody: a waiter that
+gives up either leaves the queue, or finds that it was served already and hands the block back.
 """
 
 from __future__ import annotations

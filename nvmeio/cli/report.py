@@ -286,9 +286,7 @@ def _problems(problems: Sequence[Problem]) -> RenderableType:
         table.add_row(marks[problem.severity], Text(problem.what))
         table.add_row("", Text(problem.fix, "cyan"))
     return Group(
-        _heading(
-            "what to fix" if any(p.severity != "note" for p in problems) else "worth knowing"
-        ),
+        _heading("what to fix" if any(p.severity != "note" for p in problems) else "worth knowing"),
         table,
     )
 
