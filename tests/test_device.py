@@ -13,8 +13,8 @@ from fake_cuda import FakeCuda, Tensor, fake_cuda
 
 import nvmeio
 from nvmeio import _device
-from nvmeio._reading import _spans
-from nvmeio._reading._in_thread import in_thread
+from nvmeio._io import spans as span_reads
+from nvmeio._io.threads import in_thread
 from nvmeio.engines.cufile import driver
 
 GPU = torch.device("cuda:2")
@@ -147,7 +147,7 @@ def test_loads_work_on_their_own_device(
     copies: list[int] = []
     empty = torch.empty
 
-    class Copies(_spans._Copies):
+    class Copies(span_reads._Copies):
         def copy(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
             with torch.cuda.stream(self._stream):
                 copies.append(cuda.current_device())
@@ -156,12 +156,12 @@ def test_loads_work_on_their_own_device(
     def on_host(*size: int, device: object = None, **others: Any) -> torch.Tensor:
         return empty(*size, **others)
 
-    monkeypatch.setattr(_spans, "_Copies", Copies)
-    monkeypatch.setattr(_spans.torch, "empty", on_host)
+    monkeypatch.setattr(span_reads, "_Copies", Copies)
+    monkeypatch.setattr(span_reads.torch, "empty", on_host)
     found: list[torch.Tensor] = []
     with nvmeio.AioHandle(engine="threads") as handle:
-        spans = [_spans.Span(str(tmp_path / "file"), 5, 100_000)]
-        in_new_thread(lambda: found.extend(_spans.read(handle, spans, "cuda:2")))
+        spans = [span_reads.Span(str(tmp_path / "file"), 5, 100_000)]
+        in_new_thread(lambda: found.extend(span_reads.read(handle, spans, "cuda:2")))
     assert found[0].numpy().tobytes() == data[5:100_005]
     assert copies == [2]
     assert ("cudaHostRegister", 2) in cuda.calls

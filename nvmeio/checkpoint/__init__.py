@@ -1,9 +1,8 @@
 """Checkpoints: torch and safetensors files at the speed of the drive.
 
-Reading order for newcomers: `_zip` (what a torch checkpoint is, on the disk), `_layout` (from an
-object to that), `_writing` (a layout into a file), `_commit` (the file into its place), `_saving`;
-then `_pickles`, `_calls`, `nvmeio._reading` (many parts of files into memory), `_opening`,
-`_loading`.
+Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
+and written), `nvmeio._storage.replace` (a file into its place), `_saving`; then `nvmeio._io.spans`
+(many parts of files into memory), `_loading`.
 For saves in the background: `_generations` (the directory), `_snapshot`, `_ranks`, `_job`,
 `_job_files`, `_saver`, `checkpointer`.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format.

@@ -22,13 +22,13 @@ import stat
 import time
 from typing import NamedTuple
 
-from nvmeio.checkpoint._commit import (
+from nvmeio._storage.locks import lock_alone
+from nvmeio._storage.replace import (
     SUFFIX,
     remove_leftovers,
     sync_directory,
     temporary_name,
 )
-from nvmeio.checkpoint._locks import lock_alone
 from nvmeio.errors import TransferError
 
 logger = logging.getLogger("nvmeio")

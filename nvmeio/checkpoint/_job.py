@@ -2,11 +2,11 @@
 
     the caller's thread, or one that a coroutine awaits   the save's own thread
     ───────────────────────────────────────────────────   ─────────────────────────────────────────
-    plan the layout                  _layout
+    plan the layout                  torch_layout
     the ranks agree                  _ranks
     copy the storages                _snapshot ─────────▶ take the oldest file, or a new one
-    return: the state may change                          write it, with checksums       _writing
-                                                          make it durable, name it       _commit
+    return: the state may change                          write it, with checksums  torch_writing
+                                                          make it durable, name it        replace
                                                           then move `latest`          _generations
 
 Where the snapshot does not fit into its memory, the right side begins when the copying does.
@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._reading._flight import Cancelled, Flight
-from nvmeio.checkpoint._layout import Layout, Piece, plan_layout
+from nvmeio._formats.torch_layout import Layout, Piece, plan_layout
+from nvmeio._io.inflight import Cancelled, Flight
 from nvmeio.checkpoint._ranks import Ranks, explain, fingerprint
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory

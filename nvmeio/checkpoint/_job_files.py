@@ -19,19 +19,19 @@ import stat
 import struct
 
 from nvmeio import files
+from nvmeio._formats.torch_layout import Layout
+from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages, write_part
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._commit import (
+from nvmeio._storage.locks import lock_alone
+from nvmeio._storage.replace import (
     Replacement,
     allocate,
     exchange,
     sync_directory,
     temporary_name,
 )
+from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._job import Job
-from nvmeio.checkpoint._layout import Layout
-from nvmeio.checkpoint._locks import lock_alone
-from nvmeio.checkpoint._writing import Crc, finish, padded_nbytes, unfinished_pages, write_part
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 

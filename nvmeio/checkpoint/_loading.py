@@ -4,7 +4,7 @@ torch's own unpickler decides what is loaded. It asks its zip reader for one sto
 here it is given a reader whose storages have been read already, all at once, straight into the
 memory that the tensors then live in.
 
-    1. the zip's structure is checked, the pickle scanned           (_zip, _pickles)
+    1. the zip's structure is checked, the pickle scanned           (_zip, torch_pickle)
     2. what is not allowed, or cannot be, is refused                nothing is allocated before
     3. all storages that the pickle refers to are read              (_spans)
     4. torch unpickles, with them
@@ -25,13 +25,9 @@ from typing import Any
 
 import torch
 
-from nvmeio._reading._handles import CallHandle
-from nvmeio._reading._in_thread import in_thread
-from nvmeio._reading._spans import Load, Span
-from nvmeio.checkpoint import _pickles
-from nvmeio.checkpoint._kinds import check_older
-from nvmeio.checkpoint._locks import open_reading
-from nvmeio.checkpoint._opening import (
+from nvmeio._formats import torch_pickle
+from nvmeio._formats.sniff import check_older
+from nvmeio._formats.torch_file import (
     Checkpoint,
     check_calls,
     read_buffered,
@@ -41,7 +37,11 @@ from nvmeio.checkpoint._opening import (
     spans_of,
     unsafe_globals,
 )
-from nvmeio.checkpoint._zip import LOCAL_MAGIC
+from nvmeio._formats.torch_zip import LOCAL_MAGIC
+from nvmeio._io.handles import CallHandle
+from nvmeio._io.spans import Load, Span
+from nvmeio._io.threads import in_thread
+from nvmeio._storage.locks import open_reading
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -167,7 +167,7 @@ class _Loading:
                     with same_file(file) as same:
                         return self._through_torch(same)
                 spans = spans_of(checkpoint, file, scan)
-                if self._weights_only and not scan.globals <= _pickles.COMMON_GLOBALS:
+                if self._weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
                     self._check_globals(file)
                 devices = self._devices(scan, checkpoint)
                 found = self._read(handle.get(), spans, devices)
@@ -222,7 +222,7 @@ class _Loading:
     # Where the storages go
 
     def _devices(
-        self, scan: _pickles.Scan, checkpoint: Checkpoint
+        self, scan: torch_pickle.Scan, checkpoint: Checkpoint
     ) -> dict[torch.device, list[str]]:
         """The keys of the storages, by the device that they are read to.
 

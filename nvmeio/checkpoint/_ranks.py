@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
-from nvmeio._reading._flight import Cancelled
-from nvmeio.checkpoint import _zip
-from nvmeio.checkpoint._layout import Layout
+from nvmeio._formats import torch_zip
+from nvmeio._formats.torch_layout import Layout
+from nvmeio._io.inflight import Cancelled
 from nvmeio.errors import TransferError
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -321,7 +321,7 @@ def _pickle_of(layout: Layout) -> bytes:
     def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [read(offset, nbytes) for offset, nbytes in wanted]
 
-    archive = _zip.parse(read_many, layout.nbytes, "the skeleton of the checkpoint")
+    archive = torch_zip.parse(read_many, layout.nbytes, "the skeleton of the checkpoint")
     entry = archive.records()["data.pkl"]
     return read(entry.offset, entry.nbytes)
 

@@ -7,10 +7,10 @@ import json
 import os
 from typing import Any
 
+from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._generations import Generation
 from nvmeio.checkpoint._loading import MapLocation, _Loading
-from nvmeio.checkpoint._locks import leads_to, reading
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 

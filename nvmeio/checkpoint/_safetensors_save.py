@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from nvmeio import _tensor
-from nvmeio._reading import _safetensors_header as headers
-from nvmeio._reading import _safetensors_shards as shards
-from nvmeio._reading._flight import Cancelled, Flight
-from nvmeio.checkpoint._commit import Replacement, sync_directory
-from nvmeio.checkpoint._layout import Layout, Piece, Record
-from nvmeio.checkpoint._writing import padded_nbytes, write_part
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.torch_layout import Layout, Piece, Record
+from nvmeio._formats.torch_writing import padded_nbytes, write_part
+from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._storage.replace import Replacement, sync_directory
 from nvmeio.handle import AioHandle
 
 

@@ -14,11 +14,11 @@ import time
 import weakref
 from collections.abc import Callable
 
-from nvmeio._reading._flight import Cancelled
+from nvmeio._io.inflight import Cancelled
+from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._job import Job, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
-from nvmeio.checkpoint._locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint._ranks import Ranks
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory

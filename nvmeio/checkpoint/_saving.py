@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from nvmeio._reading._flight import Cancelled, Flight
-from nvmeio._reading._handles import CallHandle
-from nvmeio._reading._in_thread import in_thread
-from nvmeio.checkpoint._commit import Replacement
-from nvmeio.checkpoint._layout import DEFAULT_PROTOCOL, plan_layout
-from nvmeio.checkpoint._writing import padded_nbytes, write_part
+from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, plan_layout
+from nvmeio._formats.torch_writing import padded_nbytes, write_part
+from nvmeio._io.handles import CallHandle
+from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._io.threads import in_thread
+from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint.file_objects import FastFileWriter
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle

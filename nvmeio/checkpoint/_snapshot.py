@@ -28,11 +28,11 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import _memory, buffers
+from nvmeio._formats.torch_layout import Layout, Record
+from nvmeio._io.inflight import FLIGHT_BYTES, Cancelled
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading._flight import FLIGHT_BYTES, Cancelled
-from nvmeio.checkpoint._layout import Layout, Record
 
-# Two chunks in flight and two being copied (`_writing.CHUNK_BYTES`): below this it cannot go on.
+# Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
 LEAST_BYTES = 64 << 20
 
 # Wait for this much free memory before copying on: a smaller step costs more than it brings.

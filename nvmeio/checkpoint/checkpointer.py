@@ -11,7 +11,7 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nvmeio._reading._in_thread import in_thread
+from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._loading import MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, Ranks

@@ -9,20 +9,21 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._reading._handles import CallHandle
-from nvmeio._reading._spans import Load
-from nvmeio.checkpoint import _calls, _crc, _pickles
-from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
-from nvmeio.checkpoint._locks import open_reading
-from nvmeio.checkpoint._opening import (
+from nvmeio._formats import pickle_calls, torch_pickle
+from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
+from nvmeio._formats.torch_file import (
     Checkpoint,
     read_buffered,
     scan_pickle,
     spans_of,
     unsafe_globals,
 )
-from nvmeio.checkpoint._pickles import Call, Global, StorageRef
-from nvmeio.checkpoint._zip import Archive, Entry
+from nvmeio._formats.torch_pickle import Call, Global, StorageRef
+from nvmeio._formats.torch_zip import Archive, Entry
+from nvmeio._io.handles import CallHandle
+from nvmeio._io.spans import Load
+from nvmeio._storage import crc32
+from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.files import File
 
@@ -127,8 +128,8 @@ def describe(path: str | os.PathLike[str]) -> Description:
             _tensor(name, call, ref, f"{prefix}data/{ref.key}", offsets[ref.key])
             for name, call, ref in _tensors_in(scan.value)
         ]
-        forbidden = [] if scan.globals <= _pickles.COMMON_GLOBALS else unsafe_globals(file)
-        call = _calls.refused(scan)
+        forbidden = [] if scan.globals <= torch_pickle.COMMON_GLOBALS else unsafe_globals(file)
+        call = pickle_calls.refused(scan)
         if call is not None:
             forbidden.append(call)
         return Description(file.path, kind, file.size(), records, tensors, sorted(forbidden))
@@ -152,7 +153,7 @@ def _is_summed(archive: Archive, file: File) -> bool:
         return True
     if least.nbytes > _FEW_BYTES:
         return False
-    return _crc.of_bytes(read_buffered(file, least.offset, least.nbytes)) == 0
+    return crc32.of_bytes(read_buffered(file, least.offset, least.nbytes)) == 0
 
 
 def alignment_of(offset: int) -> int:
@@ -232,7 +233,7 @@ def _tensor(name: str, call: Call, ref: StorageRef, record: str, start: int) -> 
     if getattr(call.function, "name", "") == "_rebuild_tensor_v3" and len(args) > 6:
         dtype = str(getattr(args[6], "name", dtype))  # of storages that have no kind of their own
     offset = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-    sizes = _pickles.shape_of(args)
+    sizes = torch_pickle.shape_of(args)
     known = getattr(torch, dtype, None)
     nbytes = math.prod(sizes) * (known.itemsize if isinstance(known, torch.dtype) else itemsize)
     return TensorFacts(name, dtype, sizes, nbytes, record, start + offset * itemsize, ref.location)

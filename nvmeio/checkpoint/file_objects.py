@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
+from nvmeio._formats import torch_zip
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _zip
-from nvmeio.checkpoint._commit import Replacement
-from nvmeio.checkpoint._locks import open_reading
+from nvmeio._storage.locks import open_reading
+from nvmeio._storage.replace import Replacement
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -332,13 +332,13 @@ class _ArchiveWatch:
         """Whether it is torch.save that writes."""
         name_length = int.from_bytes(self._head[26:28], "little")
         name = self._head[30 : 30 + name_length]
-        return self._head.startswith(_zip.LOCAL_MAGIC) and name.endswith(b"/data.pkl")
+        return self._head.startswith(torch_zip.LOCAL_MAGIC) and name.endswith(b"/data.pkl")
 
     def _ends(self, nbytes: int) -> bool:
-        if len(self._tail) < self._TAIL_BYTES or self._tail[-22:-18] != _zip.END_MAGIC:
+        if len(self._tail) < self._TAIL_BYTES or self._tail[-22:-18] != torch_zip.END_MAGIC:
             return False
         magic, *_, size, offset = self._END64.unpack_from(self._tail)
-        return bool(magic == _zip.END64_MAGIC and offset + size + self._TAIL_BYTES == nbytes)
+        return bool(magic == torch_zip.END64_MAGIC and offset + size + self._TAIL_BYTES == nbytes)
 
 
 class FastFileReader:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 
 from nvmeio import files
-from nvmeio._reading import _safetensors_shards as shards
-from nvmeio._reading._handles import handle_for
-from nvmeio._reading._in_thread import in_thread
-from nvmeio._reading._safetensors_files import header_of, shards_of, tensor_on
-from nvmeio._reading._safetensors_header import Entry, Header
-from nvmeio._reading._spans import Load, Span
+from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
+from nvmeio._formats.safetensors_header import Entry, Header
+from nvmeio._io.handles import handle_for
+from nvmeio._io.spans import Load, Span
+from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint._safetensors_save import Saving
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle

@@ -17,14 +17,15 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import buffers
-from nvmeio._reading._flight import Flight
-from nvmeio._reading._handles import CallHandle
-from nvmeio._reading._spans import Load
-from nvmeio.checkpoint import _crc, _zip
-from nvmeio.checkpoint._kinds import Kind, NoCheckpointError, kind_of
-from nvmeio.checkpoint._locks import open_reading
-from nvmeio.checkpoint._opening import Checkpoint, read_buffered, scan_pickle, spans_of
-from nvmeio.checkpoint._zip import Entry
+from nvmeio._formats import torch_zip
+from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
+from nvmeio._formats.torch_file import Checkpoint, read_buffered, scan_pickle, spans_of
+from nvmeio._formats.torch_zip import Entry
+from nvmeio._io.handles import CallHandle
+from nvmeio._io.inflight import Flight
+from nvmeio._io.spans import Load
+from nvmeio._storage import crc32
+from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
@@ -203,7 +204,7 @@ class _Stretch(NamedTuple):
 class _Walk:
     """Looks at the bytes of an archive as they come by, from first to last."""
 
-    def __init__(self, archive: _zip.Archive, directory: bytes) -> None:
+    def __init__(self, archive: torch_zip.Archive, directory: bytes) -> None:
         self.problems: list[Problem] = []
         self.unchecked = 0
         self._archive = archive
@@ -234,7 +235,7 @@ class _Walk:
             low, high = max(stretch.start, begin), min(stretch.end, end)
             if low < high:
                 if stretch.what == "data":
-                    self._crc = _crc.of_memory(address + low - begin, high - low, self._crc)
+                    self._crc = crc32.of_memory(address + low - begin, high - low, self._crc)
                 else:
                     self._part += ctypes.string_at(address + low - begin, high - low)
             if stretch.end > end:
@@ -251,7 +252,7 @@ class _Walk:
             for wrong in self._wrong_in_header(entry, bytes(self._part)):
                 self.problems.append(Problem(entry.name, wrong))
         elif stretch.what == "descriptor":
-            if not _zip.descriptor_matches(bytes(self._part), entry):
+            if not torch_zip.descriptor_matches(bytes(self._part), entry):
                 told = "its data descriptor contradicts the central directory"
                 self.problems.append(Problem(entry.name, told))
         elif entry.crc == 0 and self._crc != 0 and not self._is_summed:
@@ -261,8 +262,8 @@ class _Walk:
             self.problems.append(Problem(entry.name, told))
 
     def _wrong_in_header(self, entry: Entry, header: bytes) -> Iterator[str]:
-        """What `_zip.parse` has not compared: it refuses what misleads, not every flipped bit."""
-        central_at = entry.crc_at - _zip.CENTRAL_CRC_OFFSET - self._archive.directory_offset
+        """What `parse` has not compared: it refuses what misleads, not every flipped bit."""
+        central_at = entry.crc_at - torch_zip.CENTRAL_CRC_OFFSET - self._archive.directory_offset
         # Version needed, flags, method, time and date are the same in both.
         mine = header[4:14]
         theirs = self._directory[central_at + 6 : central_at + 16]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nvmeio.checkpoint._kinds import NoCheckpointError, kind_of
+from nvmeio._formats.sniff import NoCheckpointError, kind_of
 from nvmeio.errors import TransferError
 
 # A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nvmeio.checkpoint._kinds import NoCheckpointError
+from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
 from nvmeio.cli._checkpoints import checkpoints_in
 from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses

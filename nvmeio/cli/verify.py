@@ -19,7 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from nvmeio.checkpoint._kinds import NoCheckpointError
+from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
 from nvmeio.cli._checkpoints import checkpoints_in
 from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses

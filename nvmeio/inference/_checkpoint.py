@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nvmeio import files
-from nvmeio._reading import _safetensors_header as headers
-from nvmeio._reading import _safetensors_shards as shards
-from nvmeio._reading._safetensors_files import bytes_at, header_of, shards_of
-from nvmeio._reading._safetensors_header import Entry
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_files import bytes_at, header_of, shards_of
+from nvmeio._formats.safetensors_header import Entry
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nvmeio._io.span_plan import HOLE_BYTES
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading._span_plan import HOLE_BYTES
 from nvmeio.inference._weights import Part, Piece
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._reading import _safetensors_header as headers
+from nvmeio._formats import safetensors_header as headers
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting

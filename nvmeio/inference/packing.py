@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import buffers, files
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_header import Entry
+from nvmeio._io.handles import handle_for
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading import _safetensors_header as headers
-from nvmeio._reading import _safetensors_shards as shards
-from nvmeio._reading._handles import handle_for
-from nvmeio._reading._safetensors_header import Entry
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _packed, _transformers

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from nvmeio import buffers, files
-from nvmeio._reading import _safetensors_header as headers
-from nvmeio._reading._handles import handle_for
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._io.handles import handle_for
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
 from nvmeio.inference._budget import check_numbers, share_out

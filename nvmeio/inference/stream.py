@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nvmeio._reading._in_thread import in_thread
-from nvmeio._reading._span_plan import Span
-from nvmeio._reading._spans import read as read_spans
+from nvmeio._io.span_plan import Span
+from nvmeio._io.spans import read as read_spans
+from nvmeio._io.threads import in_thread
 from nvmeio.errors import ClosedError, TransferError, told_for
 from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares

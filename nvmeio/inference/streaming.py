@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio._reading._handles import CallHandle
+from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks, _transformers, kv_cache

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import files
+from nvmeio._formats.safetensors_files import header_of
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading._safetensors_files import header_of
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from nvmeio._reading._handles import CallHandle
+from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names

@@ -26,8 +26,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from nvmeio import buffers
-from nvmeio._reading._handles import CallHandle
-from nvmeio.checkpoint._commit import Replacement, sync_directory
+from nvmeio._io.handles import CallHandle
+from nvmeio._storage.replace import Replacement, sync_directory
 from nvmeio.checkpoint.file_objects import FastFileReader, Stream
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle

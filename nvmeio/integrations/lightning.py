@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
+from nvmeio._formats.torch_layout import Layout, Record, plan_layout
+from nvmeio._formats.torch_writing import padded_nbytes, write_part
+from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint import load, save
-from nvmeio.checkpoint._commit import Replacement
-from nvmeio.checkpoint._layout import Layout, Record, plan_layout
-from nvmeio.checkpoint._writing import padded_nbytes, write_part
 from nvmeio.errors import BackendUnavailableError, ClosedError
 from nvmeio.handle import AioHandle
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from nvmeio._reading._handles import handle_for
-from nvmeio._reading._safetensors_files import tensor_on
-from nvmeio._reading._spans import Span
-from nvmeio._reading._spans import read as read_spans
+from nvmeio._formats.safetensors_files import tensor_on
+from nvmeio._io.handles import handle_for
+from nvmeio._io.spans import Span
+from nvmeio._io.spans import read as read_spans
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 from nvmeio.inference._checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._reading._in_thread import in_thread, off_loop
+from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks, _plan, _state
@@ -166,7 +166,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         _plan.hold(subgroups, self._ratio, bound)
         self._make_swapper(subgroups)
         engine.add(self._owners, subgroups)
-        manifest = off_loop(lambda: engine.begin(resume, self._saved_groups))
+        manifest = run_interruptible(lambda: engine.begin(resume, self._saved_groups))
         if manifest is not None:
             self.resumed = True
             _state.apply_groups(self.param_groups, manifest.groups)
@@ -235,7 +235,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 subgroups = self._subgroups(made)
                 if self._swapper is not None:
                     self._swapper.reserve(made, subgroups)
-                off_loop(lambda: engine.extend(made, subgroups, self._saved_groups))
+                run_interruptible(lambda: engine.extend(made, subgroups, self._saved_groups))
                 if self._swapper is not None:
                     self._swapper.extend(made, subgroups)
             except BaseException:
@@ -290,7 +290,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         if factor is False:
             return
         engine = self._opened()
-        self.last_step = off_loop(
+        self.last_step = run_interruptible(
             lambda: engine.step(self.param_groups, factor, self._saved_groups)
         )
         if self._swapper is not None:
@@ -431,7 +431,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         for hook in hooked._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         loaded = _state.prepared(self, state_dict)
-        off_loop(lambda: engine.load(loaded.states, lambda: loaded.groups))
+        run_interruptible(lambda: engine.load(loaded.states, lambda: loaded.groups))
         _state.apply_groups(self.param_groups, loaded.groups)
         for hook in hooked._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -446,7 +446,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         engine = self._opened()
-        off_loop(lambda: engine.store_weights(self._saved_groups))
+        run_interruptible(lambda: engine.store_weights(self._saved_groups))
 
     def snapshot(self, directory: str | os.PathLike[str]) -> None:
         """Copy the swap files of the last step, from which ``resume=True`` goes on.
@@ -464,7 +464,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         Both generations are copied: twice the state.
         """
         self._check_open()
-        off_loop(lambda: self._opened().snapshot(directory))
+        run_interruptible(lambda: self._opened().snapshot(directory))
 
     # Properties
 

@@ -15,7 +15,8 @@ from faults._support import MIB, finish, mounted, start_python
 from support import HeldEngine
 
 import nvmeio
-from nvmeio.checkpoint import _commit, _job_files
+from nvmeio._storage import replace
+from nvmeio.checkpoint import _job_files
 
 # One process forks writers, kills each at a random moment, and looks at all that is left. A writer
 # saves as fast as it can and tells through a pipe what is durable; it may go back to earlier steps,
@@ -142,16 +143,16 @@ def test_killed_at_many_more(seed: int, tmp_path: Path) -> None:
 def test_leftovers_are_removed(layout: str, directory: Path, new: Any) -> None:
     """Files, directories and pointers of dead writers, and nothing else."""
     directory.mkdir()
-    end = f"4194303-0123abcd{_commit.SUFFIX}"
+    end = f"4194303-0123abcd{replace.SUFFIX}"
     (directory / f".step-00000007.pt.{end}").write_bytes(b"half of a checkpoint")
     (directory / f".step-00000007.{end}").mkdir()
     (directory / f".step-00000007.{end}" / "rank-00000.pt").write_bytes(b"half")
     (directory / f".latest.{end}").symlink_to("step-00000007.pt")
-    (directory / f".latest.4194302-0123abcd{_commit.SUFFIX}").write_text("step-00000007.pt")
+    (directory / f".latest.4194302-0123abcd{replace.SUFFIX}").write_text("step-00000007.pt")
     foreign = [
-        f".step-mine{_commit.SUFFIX}",
+        f".step-mine{replace.SUFFIX}",
         ".latest",
-        f".latest.old{_commit.SUFFIX}",
+        f".latest.old{replace.SUFFIX}",
         "x.nvmeio-tmp",
     ]
     for name in foreign:
@@ -209,7 +210,7 @@ def allocate_nothing(fd: int, nbytes: int, path: str) -> None:
 @pytest.mark.parametrize("layout", ["one", "per_rank"])
 def test_disk_full(layout: str, reserves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not reserves:
-        monkeypatch.setattr(_commit.Replacement, "reserve", reserve_nothing)
+        monkeypatch.setattr(replace.Replacement, "reserve", reserve_nothing)
         monkeypatch.setattr(_job_files, "allocate", allocate_nothing)
     with (
         mounted("tmpfs", "none", "size=24m") as folder,

@@ -442,7 +442,8 @@ async def test_cancelled_at_random_moments(new: Any, directory: Path) -> None:
             cancelled += 1
         if moments.random() < 0.5:
             await checkpointer.wait()
-            assert not [name for name in names(directory) if "tmp" in name]
+            if directory.exists():  # else the first one was cancelled before it began
+                assert not [name for name in names(directory) if "tmp" in name]
             for found in checkpointer.steps():
                 check_file(file_of(directory, found), found, 200_000)
     assert cancelled > 5

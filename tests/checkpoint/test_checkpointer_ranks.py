@@ -22,8 +22,8 @@ from checkpoint._checkpointers import names
 from faults._support import environment
 
 import nvmeio
-from nvmeio.checkpoint._layout import plan_layout
-from nvmeio.checkpoint._writing import padded_nbytes
+from nvmeio._formats.torch_layout import plan_layout
+from nvmeio._formats.torch_writing import padded_nbytes
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)

@@ -18,7 +18,7 @@ from faults._support import MIB, mounted
 from support import run_python
 
 import nvmeio
-from nvmeio.checkpoint import _commit
+from nvmeio._storage import replace
 from nvmeio.testing import FakeEngine
 
 # One process forks writers, kills each at a random moment, and looks at what is left. The writer
@@ -103,7 +103,7 @@ def test_killed_at_200_random_moments(seed: int, tmp_path: Path) -> None:
 
 
 def leftover(folder: Path, name: str = "a.pt") -> Path:
-    path = folder / f".{name}.4194303-0123abcd{_commit.SUFFIX}"
+    path = folder / f".{name}.4194303-0123abcd{replace.SUFFIX}"
     path.write_bytes(b"half of a checkpoint")
     return path
 
@@ -119,25 +119,25 @@ def test_the_next_save_removes_what_dead_writers_left(tmp_path: Path) -> None:
 
 
 def test_a_live_writers_file_is_left_alone(tmp_path: Path) -> None:
-    with _commit.Replacement(tmp_path / "a.pt") as replacement:
+    with replace.Replacement(tmp_path / "a.pt") as replacement:
         (temporary,) = os.listdir(tmp_path)
         ran = run_python(
             f"import nvmeio, nvmeio.checkpoint; nvmeio.save({{}}, {str(tmp_path / 'b.pt')!r})"
         )
         assert ran.returncode == 0, ran.stderr
         assert sorted(os.listdir(tmp_path)) == [temporary, "b.pt"]
-        assert _commit.remove_leftovers(str(tmp_path)) == []
+        assert replace.remove_leftovers(str(tmp_path)) == []
         replacement.commit()
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 
 
 def test_a_leftover_that_is_no_file_is_left_alone(tmp_path: Path) -> None:
-    folder = tmp_path / f".x.1-0123abcd{_commit.SUFFIX}"
+    folder = tmp_path / f".x.1-0123abcd{replace.SUFFIX}"
     folder.mkdir()
-    link = tmp_path / f".y.1-0123abcd{_commit.SUFFIX}"
+    link = tmp_path / f".y.1-0123abcd{replace.SUFFIX}"
     link.symlink_to(folder)
-    os.mkfifo(tmp_path / f".z.1-0123abcd{_commit.SUFFIX}")
-    assert _commit.remove_leftovers(str(tmp_path)) == []
+    os.mkfifo(tmp_path / f".z.1-0123abcd{replace.SUFFIX}")
+    assert replace.remove_leftovers(str(tmp_path)) == []
     assert len(os.listdir(tmp_path)) == 3
 
 
@@ -145,15 +145,15 @@ def test_nobody_writes_into_a_file_that_was_taken_for_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its locking, another save may remove it: another one is made."""
-    locked = _commit._locked
+    locked = replace._locked
     stolen: list[str] = []
 
     def steal_first(fd: int) -> bool:
         if not stolen:
-            stolen.extend(_commit.remove_leftovers(str(tmp_path)))
+            stolen.extend(replace.remove_leftovers(str(tmp_path)))
         return locked(fd)
 
-    monkeypatch.setattr(_commit, "_locked", steal_first)
+    monkeypatch.setattr(replace, "_locked", steal_first)
     nvmeio.save({"a": 1}, tmp_path / "a.pt")
     assert len(stolen) == 1 and os.listdir(tmp_path) == ["a.pt"]
 
@@ -176,7 +176,7 @@ WAYS = {"save": save, "file object": save_through_file_object}
 @pytest.mark.parametrize("way", WAYS)
 def test_disk_full(way: str, reserves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not reserves:  # a file system that cannot allocate ahead
-        monkeypatch.setattr(_commit.Replacement, "reserve", lambda self, nbytes: None)
+        monkeypatch.setattr(replace.Replacement, "reserve", lambda self, nbytes: None)
     with mounted("tmpfs", "none", "size=24m") as folder:
         path = folder / "a.pt"
         old = {"old": noise(1000)}

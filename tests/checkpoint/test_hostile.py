@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 
 import nvmeio
 from nvmeio import _memory
-from nvmeio._reading._spans import Load
-from nvmeio.checkpoint import _loading, _pickles
+from nvmeio._formats import torch_pickle
+from nvmeio._io.spans import Load
+from nvmeio.checkpoint import _loading
 from nvmeio.checkpoint.describing import describe
 
 STATE = {"a": noise(1000), "b": noise(5)}
@@ -378,8 +379,8 @@ def test_scanning_runs_nothing(tmp_path: Path) -> None:
     proof = tmp_path / "it ran"
     command = f"touch '{proof}'".encode()
     harmful = b"cos\nsystem\nX" + struct.pack("<I", len(command)) + command + b"\x85R."
-    found = _pickles.scan(harmful)
-    assert found.globals == {_pickles.Global("os", "system")} and not proof.exists()
+    found = torch_pickle.scan(harmful)
+    assert found.globals == {torch_pickle.Global("os", "system")} and not proof.exists()
     pickle.loads(harmful)
     assert proof.exists()
 

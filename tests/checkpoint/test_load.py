@@ -30,9 +30,10 @@ from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
 from nvmeio import _memory
-from nvmeio._reading._spans import Load
-from nvmeio.checkpoint import _loading, _opening
-from nvmeio.checkpoint._kinds import kind_of
+from nvmeio._formats import torch_file
+from nvmeio._formats.sniff import kind_of
+from nvmeio._io.spans import Load
+from nvmeio.checkpoint import _loading
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -315,8 +316,8 @@ def test_the_legacy_format(path: Path) -> None:
 
 def test_a_pickle_of_any_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy arrays, texts, bytes: what is no tensor is in the pickle."""
-    monkeypatch.setattr(_opening, "_MAX_TEXT_BYTES", 1000)
-    monkeypatch.setattr(_opening, "_READ_BYTES", 1000)
+    monkeypatch.setattr(torch_file, "_MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr(torch_file, "_READ_BYTES", 1000)
     pread = os.pread  # man 2 pread: at most 2,147,479,552 bytes at once
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: pread(fd, min(nbytes, 700), at))
     wanted = {"text": "x" * 10_000 + "end", "a": noise(5)}

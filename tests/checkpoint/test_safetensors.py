@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from support import HeldEngine, on_every_loop, raw, until
 
 import nvmeio
-from nvmeio._reading import _safetensors_header as headers
-from nvmeio._reading import _safetensors_shards as shards
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats import safetensors_shards as shards
 from nvmeio.checkpoint.safetensors import (
     async_load_safetensors,
     async_save_safetensors,

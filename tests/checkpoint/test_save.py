@@ -30,7 +30,8 @@ from hypothesis import strategies as st
 from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
-from nvmeio.checkpoint import _layout, _saving
+from nvmeio._formats import torch_layout
+from nvmeio.checkpoint import _saving
 
 
 def names_in(directory: Path) -> list[str]:
@@ -198,7 +199,7 @@ def test_a_torch_without_the_interfaces(
     if name == "skip_data":
         monkeypatch.delattr(torch.serialization, "skip_data")
     else:
-        monkeypatch.setattr(_layout, "_settings", lambda: None)
+        monkeypatch.setattr(torch_layout, "_settings", lambda: None)
     wanted = {"sizes": SAFE["sizes"](), "tied": SAFE["tied"]()}
     nvmeio.save(wanted, path)
     found = torch_load(path)
@@ -211,9 +212,9 @@ def test_a_torch_without_the_interfaces(
 
 def test_torch_still_has_the_interfaces_that_save_rests_on(path: Path) -> None:
     """Were one gone, saving would fall back to torch.save, and only be slow."""
-    layout = _layout.plan_layout({"a": noise(1000)})
+    layout = torch_layout.plan_layout({"a": noise(1000)})
     assert [record.name for record in layout.records] == ["archive/data/0"]
-    assert _layout._settings() is not None
+    assert torch_layout._settings() is not None
     assert layout.records[0].offset % 4096 == 0
 
 

@@ -21,8 +21,8 @@ from support import run_python
 from typer.testing import CliRunner, Result
 
 import nvmeio
+from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint import verifying
-from nvmeio.checkpoint._kinds import NoCheckpointError
 from nvmeio.checkpoint.describing import TensorFacts, alignment_of, describe
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import _checkpoints, app

@@ -304,7 +304,7 @@ def test_a_buffer_that_nobody_knows_is_refused(tmp_path: Path, stream: Make) -> 
 
 def fails_once(tensor: str, directory: Path) -> tuple[FakeEngine, list[int]]:
     """An engine that meets EIO in one tensor's bytes as often as the list says."""
-    from nvmeio._reading._safetensors_files import header_of
+    from nvmeio._formats.safetensors_files import header_of
 
     path = directory / "model.safetensors"
     with nvmeio.AioHandle(engine="threads") as handle, nvmeio.open(path) as file:

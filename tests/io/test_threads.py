@@ -101,6 +101,30 @@ async def test_cancelled_task_waits_for_the_end_and_then_raises() -> None:
     assert ended.is_set()
 
 
+@pytest.mark.parametrize("failed", [None, ValueError("the drive is full")])
+async def test_cancelled_task_tells_what_failed(failed: BaseException | None) -> None:
+    entered, stop = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(entered.set)
+        stop.wait()
+        if failed is not None:
+            raise failed
+
+    task = asyncio.ensure_future(in_thread(work))
+    await entered.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    stop.set()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await task
+    # The awaiting task's own error may be a new one around that of the inner frame.
+    told = cancelled.value.__cause__ or cancelled.value.__context__
+    assert (told.__cause__ if isinstance(told, asyncio.CancelledError) else told) is failed
+
+
 async def test_awaited_work_returns_and_raises() -> None:
     assert await in_thread(lambda: 4) == 4
     with pytest.raises(ZeroDivisionError):

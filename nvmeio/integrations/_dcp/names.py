@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from nvmeio.checkpoint._commit import Replacement
+from nvmeio._storage.replace import Replacement
 from nvmeio.errors import TransferError
 
 METADATA = ".metadata"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio.checkpoint import _zip
+from nvmeio._formats import torch_zip
 from nvmeio.errors import IntegrityError
 
 ReadBytes = Callable[[int, int], bytes]
@@ -55,7 +55,7 @@ class Parser:
         def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
             return [read(offset, count) for offset, count in wanted]
 
-        archive = _zip.parse(read_many, nbytes, name)
+        archive = torch_zip.parse(read_many, nbytes, name)
         records = archive.records()
         pickled = records.get("data.pkl")
         if pickled is None:

@@ -1,7 +1,7 @@
 """What a load wants, read: many small pieces in a few reads, the large ones in place.
 
 Items come in rounds. In each, small items are read as a whole, and of large ones the pages with
-the headers before and behind the data, all with few large reads (`_spans`). Then the data of the
+the headers before and behind the data, all with few large reads (`_io.spans`). Then the data of the
 large items is read, straight into the tensors where that can be, and those reads are in flight
 while the next round begins.
 """
@@ -22,10 +22,10 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from nvmeio import files
-from nvmeio._reading import _spans
-from nvmeio._reading._flight import Flight
-from nvmeio._reading._spans import Span
-from nvmeio.checkpoint._opening import read_buffered
+from nvmeio._formats.torch_file import read_buffered
+from nvmeio._io.inflight import Flight
+from nvmeio._io.spans import Span
+from nvmeio._io.spans import read as read_spans
 from nvmeio.errors import IntegrityError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -203,7 +203,7 @@ class _Reader:
             else:
                 spans.append(Span(file, start, EDGE_BYTES, f"the head of {item.label}"))
                 spans.append(Span(file, end - EDGE_BYTES, EDGE_BYTES, f"the end of {item.label}"))
-        found = iter(_spans.read(self._handle, spans))
+        found = iter(read_spans(self._handle, spans))
         for item in items:
             if item.whole:
                 self._take_whole(item, next(found))
@@ -289,7 +289,7 @@ class _Reader:
         stored = self._parser.stored(read, item.nbytes, item.name)
         if stored is None:
             span = Span(item.file, item.offset, item.nbytes, item.label)
-            raw = _spans.read(self._handle, [span])[0]
+            raw = read_spans(self._handle, [span])[0]
             self._take_stream(item, io.BytesIO(_as_bytes(raw)))
             return
         at = item.offset + stored.offset

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import buffers
+from nvmeio._io.spans import new_chunk
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading._spans import new_chunk
 from nvmeio.integrations._dcp.parsing import extent
 
 # What is read through chunks is read so many bytes at a time.

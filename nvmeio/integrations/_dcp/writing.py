@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._formats.torch_layout import Layout, Piece, Record
+from nvmeio._formats.torch_writing import write_part
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint._commit import Replacement
-from nvmeio.checkpoint._layout import Layout, Piece, Record
-from nvmeio.checkpoint._writing import write_part
+from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.items import Skeletons, place
 

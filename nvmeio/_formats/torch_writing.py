@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import buffers
+from nvmeio._formats.torch_layout import Layout, Piece, Record
+from nvmeio._io.inflight import Flight
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading._flight import Flight
-from nvmeio.checkpoint import _crc
-from nvmeio.checkpoint._layout import Layout, Piece, Record
+from nvmeio._storage import crc32
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -162,7 +162,7 @@ def join_crcs(layout: Layout, crcs: Sequence[Crc]) -> list[int]:
     for piece in sorted(crcs):
         if piece.offset != done[piece.record]:
             break
-        joined[piece.record] = _crc.combine(joined[piece.record], piece.crc, piece.nbytes)
+        joined[piece.record] = crc32.combine(joined[piece.record], piece.crc, piece.nbytes)
         done[piece.record] += piece.nbytes
     for record, nbytes in zip(layout.records, done, strict=True):
         if nbytes != record.nbytes:
@@ -269,7 +269,7 @@ class _Writer:
             return
         at = start - record.offset
         before = self._crcs.get(index) or Crc(index, at, 0, 0)
-        crc = _crc.of_tensor(data, before.crc)
+        crc = crc32.of_tensor(data, before.crc)
         self._crcs[index] = before._replace(nbytes=before.nbytes + data.nbytes, crc=crc)
 
     # What lies between them

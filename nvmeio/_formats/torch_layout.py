@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._formats import torch_zip
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _crc, _zip
+from nvmeio._storage import crc32
 from nvmeio.errors import BackendUnavailableError
 
 DEFAULT_PROTOCOL = 2  # torch.save's
@@ -290,12 +291,12 @@ def _layout(sink: _Sink, storages: dict[str, torch.UntypedStorage]) -> Layout:
     def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [sink.read(offset, nbytes) for offset, nbytes in wanted]
 
-    archive = _zip.parse(read_many, sink.nbytes, "the skeleton of the checkpoint")
+    archive = torch_zip.parse(read_many, sink.nbytes, "the skeleton of the checkpoint")
     records: list[Record] = []
     for name, entry in archive.records().items():
         crc_at = [entry.crc_at]
         if entry.descriptor:
-            if sink.read(entry.offset + entry.nbytes, 4) != _zip.DESCRIPTOR_MAGIC:
+            if sink.read(entry.offset + entry.nbytes, 4) != torch_zip.DESCRIPTOR_MAGIC:
                 raise _unknown_torch(f"record {name!r} has no data descriptor")
             crc_at.insert(0, entry.offset + entry.nbytes + 4)
         storage = storages.pop(name.removeprefix("data/"), None) if name[:5] == "data/" else None
@@ -315,12 +316,12 @@ def _layout(sink: _Sink, storages: dict[str, torch.UntypedStorage]) -> Layout:
     return Layout(sink.nbytes, sink.pieces(), records)
 
 
-def _patch_own(sink: _Sink, entry: _zip.Entry, crc_at: list[int]) -> None:
+def _patch_own(sink: _Sink, entry: torch_zip.Entry, crc_at: list[int]) -> None:
     """The CRC of a record that torch wrote: it leaves them out where the user told it to."""
     data = sink.read(entry.offset, entry.nbytes)
     if len(data) != entry.nbytes:
         raise _unknown_torch(f"record {entry.name!r} was skipped, and is no storage")
-    crc = struct.pack("<I", _crc.of_bytes(data))
+    crc = struct.pack("<I", crc32.of_bytes(data))
     for at in crc_at:
         sink.patch(at, crc)
 

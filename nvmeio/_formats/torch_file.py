@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from nvmeio import _memory
-from nvmeio._reading._spans import Load, Span
-from nvmeio.checkpoint import _calls, _pickles, _zip
+from nvmeio._formats import pickle_calls, torch_pickle, torch_zip
+from nvmeio._io.spans import Load, Span
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -47,7 +47,7 @@ class Checkpoint:
         self._file = file
         self._get_handle = get_handle
         self._load = load
-        self.archive = _zip.parse(self._read_many, file.size(), file.path)
+        self.archive = torch_zip.parse(self._read_many, file.size(), file.path)
         self.records = self.archive.records()
 
     @property
@@ -91,15 +91,15 @@ class Checkpoint:
         return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
 
 
-def scan_pickle(checkpoint: Checkpoint) -> _pickles.Scan:
+def scan_pickle(checkpoint: Checkpoint) -> torch_pickle.Scan:
     """What the checkpoint's pickle refers to, found without running any of it.
 
     Raises:
         IntegrityError: There is none, or it is damaged.
     """
     try:
-        return _pickles.scan(checkpoint.read(_PICKLE))
-    except _pickles.PickleError as wrong:
+        return torch_pickle.scan(checkpoint.read(_PICKLE))
+    except torch_pickle.PickleError as wrong:
         raise IntegrityError(
             f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",
             expected="a pickle",
@@ -107,13 +107,13 @@ def scan_pickle(checkpoint: Checkpoint) -> _pickles.Scan:
         ) from wrong
 
 
-def check_calls(checkpoint: Checkpoint, scan: _pickles.Scan) -> None:
+def check_calls(checkpoint: Checkpoint, scan: torch_pickle.Scan) -> None:
     """Refuse a pickle whose calls make far more than it holds, which torch lets it do.
 
     Raises:
         pickle.UnpicklingError: It has such a call; names it and the file.
     """
-    why = _calls.refused(scan)
+    why = pickle_calls.refused(scan)
     if why is not None:
         raise pickle.UnpicklingError(
             f"{checkpoint.path}: record 'data.pkl' calls {why}; torch.save writes no such call. "
@@ -121,7 +121,7 @@ def check_calls(checkpoint: Checkpoint, scan: _pickles.Scan) -> None:
         )
 
 
-def spans_of(checkpoint: Checkpoint, file: File, scan: _pickles.Scan) -> dict[str, Span]:
+def spans_of(checkpoint: Checkpoint, file: File, scan: torch_pickle.Scan) -> dict[str, Span]:
     """Where each storage lies that the pickle refers to, by key.
 
     Raises:

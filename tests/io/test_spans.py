@@ -19,11 +19,12 @@ from support import HeldEngine, on_every_loop, random_bytes, spin_until, thread,
 
 import nvmeio
 from nvmeio import _memory
+from nvmeio._io import prefault, span_plan
+from nvmeio._io import spans as span_reads
+from nvmeio._io.prefault import Prefault
+from nvmeio._io.span_plan import Span, inside, plan
+from nvmeio._io.spans import async_read, read
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._reading import _span_plan, _spans, _touching
-from nvmeio._reading._span_plan import Span, inside, plan
-from nvmeio._reading._spans import async_read, read
-from nvmeio._reading._touching import Touching
 
 NewHandle = Callable[..., nvmeio.AioHandle]
 
@@ -35,9 +36,9 @@ GAPS = [0, 0, 1, 64, 300, 4096, 100_000]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits small enough for small files to meet all of them."""
-    monkeypatch.setattr(_span_plan, "OWN_BYTES", 256 << 10)
-    monkeypatch.setattr(_span_plan, "ARENA_BYTES", 128 << 10)
-    monkeypatch.setattr(_spans, "CHUNK_BYTES", 96 << 10)
+    monkeypatch.setattr(span_plan, "OWN_BYTES", 256 << 10)
+    monkeypatch.setattr(span_plan, "ARENA_BYTES", 128 << 10)
+    monkeypatch.setattr(span_reads, "CHUNK_BYTES", 96 << 10)
 
 
 def some_spans(path: Path, data: bytes, seed: int) -> list[Span]:
@@ -111,9 +112,9 @@ def test_a_plan_reads_every_span_once_to_its_place(
                 and at - run.at == span.offset - run.start
                 for run in region.runs
             )
-        own = [index for index, _ in region.places if spans[index].nbytes >= _span_plan.OWN_BYTES]
+        own = [index for index, _ in region.places if spans[index].nbytes >= span_plan.OWN_BYTES]
         assert not own or len(region.places) == 1
-        assert own or region.nbytes <= _span_plan.ARENA_BYTES
+        assert own or region.nbytes <= span_plan.ARENA_BYTES
     assert placed == {index for index, span in enumerate(spans) if span.nbytes}
 
 
@@ -269,7 +270,7 @@ def test_chunks_are_passed_on_to_a_device(
     seed: int,
 ) -> None:
     """The ring's arithmetic, with the CPU in the place of the device."""
-    monkeypatch.setattr(_spans.Load, "_on_host", property(lambda self: False))
+    monkeypatch.setattr(span_reads.Load, "_on_host", property(lambda self: False))
     data = random_bytes(1_500_000 + seed)
     path.write_bytes(data)
     spans = some_spans(path, data, seed)
@@ -425,7 +426,7 @@ async def test_results_are_not_kept(path: Path, new_handle: NewHandle) -> None:
     await until(lambda: not nvmeio.buffers.owns(address, 1))  # the thread may not have ended yet
 
 
-# Touching
+# Prefault
 
 
 def test_new_memory_is_touched_beside_the_reads(
@@ -441,17 +442,17 @@ def test_new_memory_is_touched_beside_the_reads(
     path.write_bytes(data)
     spans = some_spans(path, data, 11)
     handle = new_handle("threads")
-    monkeypatch.setattr(_touching, "LEAST_BYTES", 1)
-    monkeypatch.setattr(_touching, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefault, "_PIECE_BYTES", 64 << 10)
     assert_holds(spans, read(handle, spans), data)  # by the real one
-    monkeypatch.setattr(_touching, "_madvise", madvise)
-    with Touching([_memory.Mapping(1 << 20), _memory.Mapping(96 << 10)]):
+    monkeypatch.setattr(prefault, "_madvise", madvise)
+    with Prefault([_memory.Mapping(1 << 20), _memory.Mapping(96 << 10)]):
         spin_until(lambda: sum(touched) == (1 << 20) + (96 << 10))
 
 
 def test_it_begins_at_the_end() -> None:
     first, second = _memory.Mapping(40 << 20), _memory.Mapping(4096)
-    pieces = list(_touching._backwards([first, second]))
+    pieces = list(prefault._backwards([first, second]))
     assert [nbytes >> 12 for _, nbytes in pieces] == [1, 2048, 4096, 4096]
     assert [address - first.address for address, _ in pieces[1:]] == [32 << 20, 16 << 20, 0]
 
@@ -464,8 +465,8 @@ def test_memory_that_is_not_there_is_an_error(
         return -1
 
     path.write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(_touching, "LEAST_BYTES", 1)
-    monkeypatch.setattr(_touching, "_madvise", madvise)
+    monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefault, "_madvise", madvise)
     handle = new_handle(nvmeio.testing.FakeEngine(delay_s=0.01))
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
         read(handle, [Span(path, 0, 1 << 20)])

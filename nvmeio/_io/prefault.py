@@ -31,7 +31,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; linux/mman.h
 _madvise = _memory._libc.madvise  # lets go of the GIL
 
 
-class Touching:
+class Prefault:
     """Touches mappings in the background, for as long as a ``with`` block lasts.
 
     Args:
@@ -45,7 +45,7 @@ class Touching:
         self._refused = 0
         count = THREADS if sum(m.nbytes for m in mappings) >= LEAST_BYTES else 0
         self._threads = [
-            threading.Thread(target=self._run, name="nvmeio-touching", daemon=True)
+            threading.Thread(target=self._run, name="nvmeio-prefault", daemon=True)
             for _ in range(count)
         ]
 
@@ -70,7 +70,7 @@ class Touching:
                     self._refused = code
                 return
 
-    def __enter__(self) -> Touching:
+    def __enter__(self) -> Prefault:
         for thread in self._threads:
             thread.start()
         return self

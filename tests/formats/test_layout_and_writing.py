@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._reading._flight import Cancelled, Flight
-from nvmeio.checkpoint import _crc, _layout, _writing
-from nvmeio.checkpoint._writing import Crc, finish, join_crcs, padded_nbytes, write_part
+from nvmeio._formats import torch_layout, torch_writing
+from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
+from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._storage import crc32
 
 PAGE = 4096
 
@@ -34,7 +35,7 @@ def contents() -> dict[str, Any]:
 
 
 def test_pieces_and_records_make_up_the_file() -> None:
-    layout = _layout.plan_layout(contents())
+    layout = torch_layout.plan_layout(contents())
     spans = sorted(
         [(p.offset, p.end) for p in layout.pieces] + [(r.offset, r.end) for r in layout.records]
     )
@@ -49,7 +50,7 @@ def test_pieces_and_records_make_up_the_file() -> None:
 
 def test_storages_are_not_copied() -> None:
     wanted = contents()
-    layout = _layout.plan_layout(wanted)
+    layout = torch_layout.plan_layout(wanted)
     for record, tensor in zip(layout.records, wanted.values(), strict=True):
         assert isinstance(record.data, torch.Tensor)
         assert record.data.data_ptr() == tensor.data_ptr()
@@ -57,7 +58,7 @@ def test_storages_are_not_copied() -> None:
 
 def test_records_beyond_4_gib() -> None:
     """Sizes and places of 64 bits; the memory is never touched."""
-    layout = _layout.plan_layout([torch.empty(5 << 30, dtype=torch.uint8), torch.empty(4)])
+    layout = torch_layout.plan_layout([torch.empty(5 << 30, dtype=torch.uint8), torch.empty(4)])
     assert [record.nbytes for record in layout.records] == [5 << 30, 16]
     by_offset = {piece.offset: piece for piece in layout.pieces}
     for record in layout.records:
@@ -90,7 +91,7 @@ def test_the_layout_lets_go_of_the_object() -> None:
     try:
         tensor = noise(1000)
         alive = weakref.ref(tensor.untyped_storage())
-        layout = _layout.plan_layout([tensor])
+        layout = torch_layout.plan_layout([tensor])
         del tensor, layout
         assert alive() is None
     finally:
@@ -109,7 +110,7 @@ def test_parts_in_any_order_make_the_same_file(
     cuts: list[int], order: random.Random, tmp_path: Path
 ) -> None:
     wanted = contents()
-    layout = _layout.plan_layout(wanted)
+    layout = torch_layout.plan_layout(wanted)
     total = padded_nbytes(layout)
     bounds = sorted({0, total, *(min(cut * PAGE, total) for cut in cuts)})
     parts = list(itertools.pairwise(bounds))
@@ -128,7 +129,7 @@ def test_parts_in_any_order_make_the_same_file(
 
 def test_over_a_file_full_of_other_bytes(path: Path) -> None:
     """What is recycled: every byte is written."""
-    layout = _layout.plan_layout(contents())
+    layout = torch_layout.plan_layout(contents())
     path.write_bytes(b"\xff" * (padded_nbytes(layout) + 100_000))
     with nvmeio.AioHandle() as handle, nvmeio.open(path, "r+") as file:
         write_part(handle, file, layout)
@@ -140,10 +141,10 @@ def test_over_a_file_full_of_other_bytes(path: Path) -> None:
 def test_records_that_are_asked_for_bit_by_bit(path: Path, new_handle: Any) -> None:
     """What a snapshot in pieces is: a function of (offset, nbytes)."""
     wanted = contents()
-    layout = _layout.plan_layout(wanted)
+    layout = torch_layout.plan_layout(wanted)
     asked: list[int] = []
 
-    def lazily(record: _layout.Record) -> _layout.Record:
+    def lazily(record: torch_layout.Record) -> torch_layout.Record:
         whole = record.data
         assert isinstance(whole, torch.Tensor)
 
@@ -159,11 +160,11 @@ def test_records_that_are_asked_for_bit_by_bit(path: Path, new_handle: Any) -> N
     os.truncate(path, layout.nbytes)
     assert_same(torch.load(path), wanted)
     assert zipfile.ZipFile(path).testzip() is None
-    assert sum(asked) == layout.data_nbytes and max(asked) <= _writing.CHUNK_BYTES
+    assert sum(asked) == layout.data_nbytes and max(asked) <= torch_writing.CHUNK_BYTES
 
 
 def test_parts_that_are_none(path: Path, new_handle: Any) -> None:
-    layout = _layout.plan_layout(contents())
+    layout = torch_layout.plan_layout(contents())
     handle = new_handle("threads")
     with nvmeio.open(path, "rw") as file:
         for start, end in ((1, None), (0, 5000), (8192, 4096), (-4096, 0)):
@@ -178,15 +179,15 @@ def test_parts_that_are_none(path: Path, new_handle: Any) -> None:
 
 
 def test_crcs_of_pieces_join() -> None:
-    layout = _layout.plan_layout([noise(1000)])
+    layout = torch_layout.plan_layout([noise(1000)])
     data = layout.records[0].data
     assert isinstance(data, torch.Tensor)
     first, second = data[:1234], data[1234:]
     crcs = [
-        Crc(0, 1234, second.nbytes, _crc.of_tensor(second)),
-        Crc(0, 0, 1234, _crc.of_tensor(first)),
+        Crc(0, 1234, second.nbytes, crc32.of_tensor(second)),
+        Crc(0, 0, 1234, crc32.of_tensor(first)),
     ]
-    assert join_crcs(layout, crcs) == [_crc.of_tensor(data)]
+    assert join_crcs(layout, crcs) == [crc32.of_tensor(data)]
     assert join_crcs(layout, []) == []
     for broken in (crcs[:1], crcs[1:], [crcs[0]._replace(offset=1233), crcs[1]]):
         with pytest.raises(ValueError, match="archive/data/0"):
@@ -198,5 +199,5 @@ def test_a_cancelled_part_leaves_nothing_in_flight(path: Path, new_handle: Any) 
     flight: Flight[torch.Tensor | None] = Flight()
     flight.cancel()
     with nvmeio.open(path, "rw") as file, pytest.raises(Cancelled):
-        write_part(handle, file, _layout.plan_layout(SAFE["tied"]()), flight=flight)
+        write_part(handle, file, torch_layout.plan_layout(SAFE["tied"]()), flight=flight)
     assert handle.stats.in_flight == 0

@@ -9,8 +9,8 @@ import tarfile
 from typing import Literal
 
 from nvmeio import files
-from nvmeio.checkpoint._opening import read_buffered
-from nvmeio.checkpoint._zip import LOCAL_MAGIC
+from nvmeio._formats.torch_file import read_buffered
+from nvmeio._formats.torch_zip import LOCAL_MAGIC
 from nvmeio.errors import NvmeioError
 
 Kind = Literal["torch", "torch legacy", "safetensors"]

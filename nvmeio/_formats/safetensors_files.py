@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from nvmeio._reading import _safetensors_header as headers
-from nvmeio._reading import _safetensors_shards as shards
-from nvmeio._reading._safetensors_header import Entry, Header
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_header import Entry, Header
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 

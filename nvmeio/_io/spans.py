@@ -2,13 +2,13 @@
 
 The caller names spans (file, offset, length); back comes one byte tensor for each, whose storage
 has exactly the span's bytes, so that tensors of any dtype are laid over it without a copy.
-`_span_plan` decides what lies where.
+`span_plan` decides what lies where.
 
 The memory is not touched beforehand but beside the reads, which begin at once: by the kernel, as it
-pins the pages for the drive, and from the other end by `_touching`. Touched first, 2 GiB loaded at
+pins the pages for the drive, and from the other end by `prefault`. Touched first, 2 GiB loaded at
 2.6 GB/s; piece by piece ahead of the reads at 3.1; beside them at 3.2 (into memory that was there
 already, 3.3). On a virtual machine whose host had taken its free pages back, 1.1 without and 1.4
-with `_touching`.
+with `prefault`.
 
 For another device the same reads go through a ring of page-locked chunks, each copied on as it
 arrives, so that host memory stays bounded whatever the size.
@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from nvmeio import _device, _memory, buffers, files
-from nvmeio._reading._flight import Flight
-from nvmeio._reading._in_thread import in_thread
-from nvmeio._reading._span_plan import Region, Run, inside, named, plan
-from nvmeio._reading._span_plan import Span as Span
-from nvmeio._reading._touching import Touching
+from nvmeio._io.inflight import Flight
+from nvmeio._io.prefault import Prefault
+from nvmeio._io.span_plan import Region, Run, inside, named, plan
+from nvmeio._io.span_plan import Span as Span
+from nvmeio._io.threads import in_thread
 from nvmeio.errors import ShortTransferError, TransferError, told_for
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -173,7 +173,7 @@ class Load:
         )
         mappings = [_memory.Mapping(region.nbytes) for region in regions]
         found: dict[int, torch.Tensor] = {}
-        with Touching(mappings) as touching:
+        with Prefault(mappings) as prefault:
             for region, mapping in zip(regions, mappings, strict=True):
                 for run in region.runs:
                     memory = mapping.tensor(run.at, (run.end - run.start,), torch.uint8)
@@ -182,7 +182,7 @@ class Load:
                     found[index] = mapping.tensor(at, (self._spans[index].nbytes,), torch.uint8)
             while self._flight:
                 self._finish_first()
-                touching.check()
+                prefault.check()
         return [
             found[index] if span.nbytes else self._new(0) for index, span in enumerate(self._spans)
         ]
