@@ -10,7 +10,9 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 # distutils wants sources relative to the project's root, where setup.py runs.
-SOURCES = [f"native_shim/{name}.c" for name in ("kaio", "file_facts", "engine", "lane")]
+SOURCES = [
+    f"native_shim/{name}.c" for name in ("kaio", "file_facts", "engine", "lane", "copy", "hold")
+]
 
 ffibuilder = FFI()
 ffibuilder.cdef((HERE / "decl.h").read_text(encoding="utf-8"))

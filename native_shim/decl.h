@@ -57,11 +57,12 @@ void nv_port_wake(nv_port *);
 void nv_port_close(nv_port *); /* nothing arrives any more; still safe to reap and wake */
 void nv_port_free(nv_port *);
 
-/* kind: 0 read, 1 write, 2 fsync, 3 fdatasync. Nothing happens before nv_start. */
+/* kind: 0 read, 1 write, 2 fsync, 3 fdatasync. foreign: memory that may be read-only or not there,
+ * which only the kernel may touch. Nothing happens before nv_start. */
 nv_request *nv_prepare(nv_engine *, nv_port *, uint64_t token, int kind, int direct_fd,
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
-                       uint32_t memory_alignment, int bounce, int preallocate);
+                       uint32_t memory_alignment, int bounce, int preallocate, int foreign);
 void nv_start(nv_request *);
 int nv_is_started(nv_request *);
 void nv_cancel(nv_request *);
@@ -71,6 +72,14 @@ void nv_move(nv_request *, nv_port *);
 int64_t nv_moved(nv_request *); /* once done: bytes, or -errno */
 const nv_result *nv_request_result(nv_request *);
 void nv_request_free(nv_request *);
+
+/* A byte that is 0 while it is held, and 1 again afterwards; NULL if it was 0 before. */
+typedef struct nv_hold nv_hold;
+nv_hold *nv_hold_flag(uint64_t address);
+void nv_unhold(nv_hold *);
+
+/* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
+int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);
 
 /* What statx(2) tells about an open file. */
 typedef struct {

@@ -238,7 +238,7 @@ static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) 
 nv_request *nv_prepare(nv_engine *engine, nv_port *port, uint64_t token, int kind, int direct_fd,
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
-                       uint32_t memory_alignment, int bounce, int preallocate) {
+                       uint32_t memory_alignment, int bounce, int preallocate, int foreign) {
   if (nv_forked(engine)) return NULL;
   uint64_t step = 0;
   int sync = kind == NV_FSYNC || kind == NV_FDATASYNC;
@@ -253,6 +253,7 @@ nv_request *nv_prepare(nv_engine *engine, nv_port *port, uint64_t token, int kin
   request->buffered_fd = buffered_fd;
   request->bounce = bounce;
   request->preallocate = preallocate;
+  request->foreign = foreign;
   request->address = (char *)(uintptr_t)address;
   request->nbytes = nbytes;
   request->file_offset = file_offset;

@@ -52,7 +52,7 @@ struct nv_request {
   atomic_int done; /* written with the mutex held, looked at without */
 
   /* the transfer, constant after nv_prepare */
-  int kind, direct_fd, buffered_fd, bounce, preallocate;
+  int kind, direct_fd, buffered_fd, bounce, preallocate, foreign;
   char *address;
   uint64_t nbytes, file_offset, span_start, span_end;
   uint32_t offset_alignment, memory_alignment;

@@ -217,6 +217,18 @@ static void user_share(const nv_slot *slot, uint64_t *from, uint64_t *to) {
   if (*to > user_end(request)) *to = user_end(request);
 }
 
+/* Copies between a bounce block and the caller's memory, which may not be there: then 0. */
+static int copy(nv_request *request, char *block, char *theirs, uint64_t nbytes) {
+  int into = request->kind == NV_READ;
+  if (!request->foreign)
+    memcpy(into ? theirs : block, into ? block : theirs, nbytes);
+  else if (nv_copy_foreign(block, theirs, nbytes, into)) {
+    fail(request, EFAULT);
+    return 0;
+  }
+  return 1;
+}
+
 /* --- blocks ------------------------------------------------------------------------------ */
 
 static void enqueue(nv_lane *lane, nv_slot *slot) {
@@ -258,7 +270,10 @@ static int issue(nv_lane *lane, nv_part *part) {
     if (!lane->nfree_bounce) return 0;
     bounce = (int32_t)lane->free_bounce[--lane->nfree_bounce];
     char *block = lane->bounce_base + (uint64_t)bounce * lane->engine->options.block_size;
-    if (request->kind == NV_WRITE) memcpy(block, memory, nbytes);
+    if (request->kind == NV_WRITE && !copy(request, block, memory, nbytes)) {
+      lane->free_bounce[lane->nfree_bounce++] = (uint32_t)bounce;
+      return 1;
+    }
     memory = block;
   }
   nv_slot *slot = &lane->slots[lane->free_slots[--lane->nfree]];
@@ -313,8 +328,9 @@ static void account(nv_lane *lane, nv_slot *slot) {
   uint64_t useful = to - from;
   if (slot->bounce >= 0 && request->kind == NV_READ) {
     if (request->cancelled) return; /* the caller's memory is left alone */
-    memcpy(request->address + (from - request->file_offset),
-           slot->memory + (from - slot->offset), useful);
+    if (!copy(request, slot->memory + (from - slot->offset),
+              request->address + (from - request->file_offset), useful))
+      return;
   }
   request->transferred += useful;
   if (request->direct_fd < 0)

@@ -94,10 +94,13 @@ class Core:
         try:
             opened = files.acquire(file, kind is Kind.WRITE)
             planned, transfer = self._planner(kind, memory, opened, file_offset)
-        except TransferError as failed:
+        except BaseException as failed:
             if opened is not None:
                 opened.release()
-            return self._failed_at_once(kind, memory, failed, file_offset)
+            if isinstance(failed, TransferError):
+                return self._failed_at_once(kind, memory, failed, file_offset)
+            memory.end()
+            raise
         operation = Operation(
             self, next(self._tokens), kind, memory, opened.path, file_offset, memory.nbytes
         )
@@ -138,6 +141,8 @@ class Core:
             self._live.pop(operation._token, None)
         if operation._opened is not None:
             operation._opened.release()
+        if operation._memory is not None:
+            operation._memory.end()
 
     def _failed_at_once(
         self, kind: Kind, memory: Memory | None, failed: TransferError, file_offset: int
@@ -209,8 +214,8 @@ class Core:
         if code == errno.EINVAL and self._demoted(operation):
             return
         memory = operation._memory
-        if operation._kind is Kind.READ and memory is not None and memory.copy_back is None:
-            touch(memory.keep)  # however it ended: some bytes may have arrived
+        if memory is not None and memory.changed is not None:
+            touch(memory.changed)  # however it ended: some bytes may have arrived
         if code == errno.ECANCELED:
             operation._settle("cancelled", None)
         elif code == errno.EINVAL and operation._kind >= Kind.FSYNC:
@@ -279,7 +284,7 @@ class Core:
     def _last_steps(operation: Operation) -> None:
         memory = operation._memory
         if memory is not None and memory.copy_back is not None:
-            memory.copy_back()
+            operation._telling(memory.copy_back)
         if operation._check is not None:
             operation._check()
 

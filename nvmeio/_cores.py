@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nvmeio import _core, _holds
 from nvmeio._core import Core
 from nvmeio._ring import RingEngine
 from nvmeio.engines.base import Counters
+from nvmeio.operation import Operation
 
 
 class Cores:
@@ -142,3 +144,16 @@ class Cores:
             pairs = zip(counters, inside, strict=True)
             counters = Counters(*(both - once for both, once in pairs))
         return counters
+
+
+def _user_of(storage: int) -> Operation | None:
+    """What is in flight in a storage, given its `_cdata`."""
+    for core in list(_core._unreleased):
+        for operation in list(core._live.values()):
+            memory = operation._memory
+            if memory is not None and memory.keep._cdata == storage:
+                return operation
+    return None
+
+
+_holds.refuse_sharing(_user_of)

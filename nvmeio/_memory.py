@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 
-PAGE_BYTES = mmap.PAGESIZE
+from nvmeio._plan import PAGE_BYTES
 
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; linux/mman.h
+_MADV_POPULATE_READ = 22  # Linux 5.14; linux/mman.h
+_MADV_POPULATE_WRITE = 23
 _MLOCK_ONFAULT = 1  # Linux 4.4
 
 # The kernel holds the process's memory map for the whole of one populate call, and every other
@@ -192,6 +193,27 @@ def huge_page_bytes() -> int:
             return int(file.read())
     except (OSError, ValueError):
         return 2 << 20
+
+
+def accessible(address: int, nbytes: int, writing: bool) -> bool:
+    """Whether memory can be read (or written), found by having the kernel bring it in.
+
+    Before Linux 5.14, which has no such call, all memory is taken to be accessible.
+    """
+    advice = _MADV_POPULATE_WRITE if writing else _MADV_POPULATE_READ
+    start = address - address % PAGE_BYTES
+    if not nbytes or _libc.madvise(start, address + nbytes - start, advice) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:  # read-only, or an advice that this kernel does not know
+        return not _knows_populate()
+    return code not in (errno.EFAULT, errno.ENOMEM)
+
+
+@functools.cache
+def _knows_populate() -> bool:
+    page = mmap.mmap(-1, PAGE_BYTES)
+    return bool(_libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import os
 
 import torch
 
+from nvmeio._plan import PAGE_BYTES
+
 _CACHESTAT = 451  # the number of the system call on every architecture; Linux 6.5
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Range(ctypes.Structure):
@@ -44,7 +45,7 @@ def holds(fd: int, start: int, nbytes: int) -> bool:
     span, counts = _Range(start, nbytes), _Counts()
     if _syscall(_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
         return False
-    pages = (start + nbytes - 1) // _PAGE - start // _PAGE + 1
+    pages = (start + nbytes - 1) // PAGE_BYTES - start // PAGE_BYTES + 1
     return bool(counts.cached >= pages)
 
 

@@ -343,7 +343,7 @@ class _Pump:
     def _to_drive(self, piece: _Piece, buffered: bool = False) -> None:
         transfer = piece.turn.transfer
         part = piece.bytes
-        memory = Memory(part.data_ptr(), piece.nbytes, part, None)
+        memory = Memory(part.data_ptr(), piece.nbytes, part.untyped_storage(), None)
         plan = _transfer.plan_buffered if buffered else _transfer.plan
         try:
             piece.plan, planned = plan(

@@ -81,6 +81,24 @@ def load_libaio(path: str) -> Any:
     return table
 
 
+def copy_foreign(ours: Any, theirs: int, nbytes: int, into: bool) -> None:
+    """Copy between a buffer and an address that may be read-only, or not there at all.
+
+    Args:
+        ours: The buffer, `nbytes` long.
+        theirs: The address.
+        nbytes: How much.
+        into: Whether to copy to the address; else from it.
+
+    Raises:
+        OSError: EFAULT: the kernel may not touch it either.
+    """
+    here = ffi.from_buffer("char[]", ours, require_writable=not into)
+    failure = lib.nv_copy_foreign(here, ffi.cast("char *", theirs), nbytes, into)
+    if failure:
+        raise OSError(-failure, os.strerror(-failure))
+
+
 class FileFacts(NamedTuple):
     """What statx(2) tells of an open file; alignments are None where the kernel does not know."""
 

@@ -11,14 +11,18 @@ device, and whatever copy there must be is made there.
 from __future__ import annotations
 
 import ctypes
+import errno
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _holds, _memory, buffers
 from nvmeio._device import Copier, Mark
+from nvmeio._shim import copy_foreign
 
 _CPU = torch.device("cpu")
+_LOOKED_UP_BYTES = 64 << 10
 
 
 class Memory(NamedTuple):
@@ -27,23 +31,42 @@ class Memory(NamedTuple):
     Attributes:
         address: First byte.
         nbytes: Length in bytes.
-        keep: What must stay alive until the kernel is done.
+        keep: The storage behind it, to be kept until the kernel is done: the tensor may be given
+            another one meanwhile.
         copy_back: For a read through a copy: moves the bytes on into the tensor; else None.
         device: Device memory as a 1-D uint8 tensor of `nbytes`; None for host memory.
         ready: From when on device memory may be touched; None for at once.
+        changed: The tensor that a read changes without torch's knowledge; else None.
+        foreign: Neither torch nor nvmeio allocated it, so it may be read-only or end early.
+        held: The hold on the tensor's storage. Last, so that it goes before what it holds.
     """
 
     address: int
     nbytes: int
-    keep: Any
+    keep: torch.UntypedStorage
     copy_back: Callable[[], None] | None
     device: torch.Tensor | None = None
     ready: Mark | None = None
+    changed: torch.Tensor | None = None
+    foreign: bool = False
+    held: Any = None
+
+    def end(self) -> None:
+        """The kernel is done with it: the storage may be resized again."""
+        _holds.end(self.held)
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Some of the bytes as they are now; of device memory once the device is done with it."""
+        """Some of the bytes as they are now; of device memory once the device is done with it.
+
+        Raises:
+            OSError: EFAULT: the memory is not there any more.
+        """
         if self.device is None:
-            return (ctypes.c_char * nbytes).from_address(self.address + start).raw
+            if not self.foreign:
+                return (ctypes.c_char * nbytes).from_address(self.address + start).raw
+            copied = bytearray(nbytes)
+            copy_foreign(copied, self.address + start, nbytes, False)
+            return bytes(copied)
         host = self.device[start : start + nbytes].cpu()
         return ctypes.string_at(host.data_ptr(), nbytes)
 
@@ -56,8 +79,9 @@ def source(tensor: torch.Tensor) -> Memory:
     """
     if not _is_plain(tensor):
         _check(tensor)
+        _check_access(tensor, writing=False)
         tensor = _copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().cpu()
-    return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
+    return _in_place(tensor, None)
 
 
 def destination(tensor: torch.Tensor) -> Memory:
@@ -69,14 +93,37 @@ def destination(tensor: torch.Tensor) -> Memory:
             inference tensor outside `torch.inference_mode`.
     """
     if _is_plain(tensor) and not tensor.requires_grad and not tensor.is_inference():
-        return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
+        return _in_place(tensor, tensor)
     _check(tensor)
     _check_writable(tensor)
     grad = torch.is_grad_enabled()
     if _is_plain(tensor) and (tensor.is_inference() or not grad):
-        return Memory(tensor.data_ptr(), _nbytes(tensor), tensor, None)
+        return _in_place(tensor, tensor)
     staging, copy_back = _staged(tensor, _CPU)
-    return Memory(staging.data_ptr(), _nbytes(staging), (tensor, staging), copy_back)
+    return Memory(
+        staging.data_ptr(),
+        _nbytes(staging),
+        staging.untyped_storage(),
+        copy_back,
+        held=_holds.hold(tensor.untyped_storage()),
+    )
+
+
+def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
+    """A contiguous CPU tensor's own memory."""
+    storage = tensor.untyped_storage()
+    held = _holds.hold(storage)
+    address, nbytes = tensor.data_ptr(), _nbytes(tensor)
+    foreign = held is None and _is_foreign(storage, address, nbytes)
+    return Memory(address, nbytes, storage, None, None, None, changed, foreign, held)
+
+
+def _is_foreign(storage: torch.UntypedStorage, address: int, nbytes: int) -> bool:
+    """Whether neither torch nor nvmeio allocated the memory, for one that is not held."""
+    if storage.resizable():  # by torch's allocator, in a torch whose storages cannot be held
+        return False
+    # Short memory of nvmeio's is not looked up: the kernel copies that as fast.
+    return nbytes < _LOOKED_UP_BYTES or not buffers.owns(address, nbytes)
 
 
 def device_source(tensor: torch.Tensor, copier: Copier) -> Memory:
@@ -93,7 +140,7 @@ def device_source(tensor: torch.Tensor, copier: Copier) -> Memory:
     _check(tensor)
     if not _is_dense(tensor):
         tensor = _copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous()
-    return _on_device(tensor, tensor, None, copier)
+    return _on_device(tensor, copier, held=_holds.hold(tensor.untyped_storage()))
 
 
 def device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
@@ -107,14 +154,24 @@ def device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
     if _is_dense(tensor) and (
         not tensor.requires_grad or tensor.is_inference() or not torch.is_grad_enabled()
     ):
-        return _on_device(tensor, tensor, None, copier)
+        held = _holds.hold(tensor.untyped_storage())
+        return _on_device(tensor, copier, changed=tensor, held=held)
     staging, copy_back = _staged(tensor, tensor.device)
     device = tensor.device
-    return _on_device(staging, (tensor, staging), lambda: copier.finish(device, copy_back), copier)
+    return _on_device(
+        staging,
+        copier,
+        lambda: copier.finish(device, copy_back),
+        held=_holds.hold(tensor.untyped_storage()),
+    )
 
 
 def _on_device(
-    tensor: torch.Tensor, keep: Any, copy_back: Callable[[], None] | None, copier: Copier
+    tensor: torch.Tensor,
+    copier: Copier,
+    copy_back: Callable[[], None] | None = None,
+    changed: torch.Tensor | None = None,
+    held: Any = None,
 ) -> Memory:
     # Copied to and from in threads that know nothing of the caller's inference mode: there, an
     # alias made in that mode could not be written to.
@@ -123,27 +180,56 @@ def _on_device(
     return Memory(
         tensor.data_ptr(),
         as_bytes.numel(),
-        keep,
+        tensor.untyped_storage(),
         copy_back,
         as_bytes,
         copier.now(tensor.device),
+        changed,
+        held=held,
     )
 
 
 def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
     """Contiguous memory to read into in a tensor's place, and the step that copies it there."""
     inference, grad = tensor.is_inference(), torch.is_grad_enabled()
-    target = tensor if tensor.requires_grad else _copyable(tensor)
+    storage = tensor.untyped_storage()
+    # An alias keeps its storage, whatever the tensor is given meanwhile. Only where autograd is to
+    # record the copy it has to go into the tensor itself.
+    recorded = tensor.requires_grad and grad
+    target = tensor if recorded else _copyable(tensor.detach())
     staging = torch.empty_like(
         target.detach(), device=device, memory_format=torch.contiguous_format
     )
     staging = staging.resolve_conj().resolve_neg()
 
     def copy_back() -> None:
+        if recorded and tensor.untyped_storage()._cdata != storage._cdata:
+            raise RuntimeError(
+                "the tensor was given another storage while it was read into; what was read is "
+                "dropped"
+            )
+        _check_access(target, writing=True)
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             target.copy_(staging)
 
     return staging, copy_back
+
+
+def _check_access(tensor: torch.Tensor, writing: bool) -> None:
+    """Whether torch may touch a CPU tensor's memory, where torch did not allocate it.
+
+    Raises:
+        OSError: EFAULT: it is read-only, or the file behind it was cut short.
+    """
+    if tensor.device.type != "cpu":
+        return
+    storage = tensor.untyped_storage()
+    held = _holds.hold(storage)
+    known = _holds.is_torchs(storage, held)
+    _holds.end(held)
+    if not known and not _memory.accessible(*buffers.span(tensor), writing):
+        what = "written to" if writing else "read"
+        raise OSError(errno.EFAULT, f"the tensor's memory cannot be {what}")
 
 
 def _check_writable(tensor: torch.Tensor) -> None:

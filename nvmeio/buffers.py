@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nvmeio import _memory
+from nvmeio import _checks, _memory
 
 __all__ = [
     "empty_aligned",
@@ -118,11 +118,7 @@ def new_locked(num_elem: int, example_tensor_or_dtype: torch.Tensor | torch.dtyp
         ValueError: `num_elem` is negative.
         OSError, MemoryError: As for `empty_pinned`.
     """
-    if isinstance(num_elem, bool) or not hasattr(num_elem, "__index__"):
-        raise TypeError(f"num_elem must be an int, not {type(num_elem).__name__}: {num_elem!r}")
-    count = operator.index(num_elem)
-    if count < 0:
-        raise ValueError(f"num_elem must be 0 or more, not {count}")
+    count = _checks.integer("num_elem", num_elem, 0)
     dtype = example_tensor_or_dtype
     if isinstance(dtype, torch.Tensor):
         dtype = dtype.dtype
@@ -147,7 +143,7 @@ def free_pinned(tensor: torch.Tensor) -> None:
         TypeError: It is no tensor.
     """
     _check_tensor(tensor)
-    address = _span(tensor)[0]
+    address = span(tensor)[0]
     if not _memory.unpin(address):
         raise ValueError(_why_not_freeable(tensor, address))
 
@@ -172,7 +168,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     _check_tensor(tensor)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
-    if _memory.locked.covers(*_span(tensor)):
+    if _memory.locked.covers(*span(tensor)):
         return True
     # torch has pinned memory of its own only where CUDA is up; asking must not bring it up.
     cuda: Any = torch.cuda
@@ -232,7 +228,7 @@ def _check_tensor(tensor: object) -> None:
         raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Address and length of the bytes from the tensor's first element to its last."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return 0, 0

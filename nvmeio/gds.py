@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nvmeio import _device, _tensor, _transfer, buffers
+from nvmeio import _checks, _device, _tensor, _transfer, buffers
 from nvmeio._core import Core
 from nvmeio.engines.base import Engine, Kind
 from nvmeio.engines.cufile import engine as _cufile
@@ -98,7 +97,7 @@ class GdsHandle(AioHandle):
         self._host_too = cpu_tensors == "cufile"
         settings = Settings(
             needs_cuda=not self._host_too or torch.cuda.is_available(),
-            allow_compat=bool(allow_compat),
+            allow_compat=_checks.switch("allow_compat", allow_compat),
             max_direct_io_bytes=max_direct_io_bytes,
         )
         self._gds = _cufile.CuFileEngine(
@@ -152,11 +151,7 @@ class GdsHandle(AioHandle):
             CuFileError: cuFile refused the memory (the GPU's BAR1 may be full).
             torch.cuda.OutOfMemoryError: As `torch.empty` does.
         """
-        if isinstance(num_elem, bool) or not hasattr(num_elem, "__index__"):
-            raise TypeError(f"num_elem must be an int, not {num_elem!r}")
-        count = operator.index(num_elem)
-        if count < 0:
-            raise ValueError(f"num_elem must be 0 or more, not {count}")
+        count = _checks.integer("num_elem", num_elem, 0)
         example = example_tensor_or_dtype
         dtype = example.dtype if isinstance(example, torch.Tensor) else example
         if not isinstance(dtype, torch.dtype):
@@ -267,10 +262,7 @@ def _cufile_core(engine: _cufile.CuFileEngine, host: Core) -> Core:
 
 
 def _check_pages(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if not 4096 <= value <= TASK_BYTES_MOST:
-        raise ValueError(f"{name} must lie between 4096 and {TASK_BYTES_MOST}, not {value}")
+    _checks.integer(name, value, 4096, TASK_BYTES_MOST)
     if value % 4096:
         raise AlignmentError(
             f"{name} {value} is not a multiple of 4096; use {-(-value // 4096) * 4096}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import warnings
@@ -10,14 +11,14 @@ from types import TracebackType
 
 import torch
 
-from nvmeio import _device, _ring, _tensor, _transfer, _validate, buffers, files
+from nvmeio import _checks, _device, _ring, _tensor, _transfer, _validate, buffers, files
 from nvmeio import tuned as _tuned
 from nvmeio._core import Core
 from nvmeio._cores import Cores
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines import select
 from nvmeio.engines.base import Counters, Engine, Kind, Options
-from nvmeio.errors import AlignmentError
+from nvmeio.errors import AlignmentError, TransferError
 from nvmeio.files import File
 from nvmeio.operation import Operation
 
@@ -40,7 +41,8 @@ class AioHandle:
     Args:
         block_size: Bytes per kernel request; a positive multiple of 4096, at most 1 GiB.
         queue_depth: Blocks that a lane keeps in the kernel at most.
-        single_submit: Hand blocks to the kernel one system call each, instead of in batches.
+        single_submit: Hand blocks to the kernel one system call each, instead of in batches. Like
+            all switches a bool, or "true" or "false" as tuners print it.
         overlap_events: Refill the queue as blocks complete; False refills when it has run empty.
         intra_op_parallelism: Lanes: native threads with a queue each. Large transfers are split
             over them, small ones take turns.
@@ -76,16 +78,14 @@ class AioHandle:
         ring_bytes: int = _ring.DEFAULT_BYTES,
     ) -> None:
         _check_block_size(block_size)
-        _check_positive("queue_depth", queue_depth, 65536)
-        _check_positive("intra_op_parallelism", intra_op_parallelism, 1024)
-        _check_ring(ring_bytes)
         options = Options(
             block_size,
-            queue_depth,
-            bool(single_submit),
-            bool(overlap_events),
-            intra_op_parallelism,
+            _checks.integer("queue_depth", queue_depth, 1, 65536),
+            _checks.switch("single_submit", single_submit),
+            _checks.switch("overlap_events", overlap_events),
+            _checks.integer("intra_op_parallelism", intra_op_parallelism, 1, 1024),
         )
+        _checks.integer("ring_bytes", ring_bytes, _ring.LEAST_BYTES)
         self._options = options
         self._copier = _device.new_copier()
         started = select.start(engine, options)
@@ -222,9 +222,21 @@ class AioHandle:
         validate: bool = False,
     ) -> Operation:
         self._cores.check_open()
-        core, memory = self._memory(kind, tensor)
-        offset = _checked_offset(file_offset, memory.nbytes)
-        check = _validate.comparison(memory, file, offset) if validate else None
+        try:
+            core, memory = self._memory(kind, tensor)
+        except OSError as failed:  # what torch would copy from is not there
+            raise TransferError(
+                failed.errno or errno.EFAULT,
+                operation="pread" if kind is Kind.READ else "pwrite",
+                path=str(file),
+                detail=failed.strerror or "",
+            ) from failed
+        try:
+            offset = _checked_offset(file_offset, memory.nbytes)
+            check = _validate.comparison(memory, file, offset) if validate else None
+        except BaseException:
+            memory.end()
+            raise
         return core.start(kind, memory, file, offset, check)
 
     def _memory(self, kind: Kind, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
@@ -449,7 +461,7 @@ def _ring_core(copier: _device.Copier, ring_bytes: int, options: Options, host: 
 
 
 def _check_block_size(block_size: int) -> None:
-    _check_positive("block_size", block_size, MAX_BLOCK_BYTES)
+    _checks.integer("block_size", block_size, 1, MAX_BLOCK_BYTES)
     if block_size % 4096:
         raise AlignmentError(
             f"block_size {block_size} is not a multiple of 4096, as direct I/O needs it; "
@@ -459,27 +471,13 @@ def _check_block_size(block_size: int) -> None:
         )
 
 
-def _check_ring(ring_bytes: int) -> None:
-    if not isinstance(ring_bytes, int) or isinstance(ring_bytes, bool):
-        raise TypeError(f"ring_bytes must be an int, not {ring_bytes!r}")
-    if ring_bytes < _ring.LEAST_BYTES:
-        raise ValueError(f"ring_bytes must be {_ring.LEAST_BYTES} or more, not {ring_bytes}")
-
-
-def _check_positive(name: str, value: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if not 1 <= value <= most:
-        raise ValueError(f"{name} must lie between 1 and {most}, not {value}")
-
-
 def _sync_kind(data_only: bool) -> Kind:
     return Kind.FDATASYNC if data_only else Kind.FSYNC
 
 
 def _checked_offset(file_offset: int, nbytes: int) -> int:
-    if not isinstance(file_offset, int) or isinstance(file_offset, bool):
-        raise TypeError(f"file_offset must be an int, not {file_offset!r}")
+    if type(file_offset) is not int:
+        file_offset = _checks.integer("file_offset", file_offset)
     if not 0 <= file_offset <= _OFFSET_MAX - nbytes:
         raise ValueError(
             f"file_offset must lie between 0 and 2**63 - 1 - {nbytes} (the tensor's bytes), "

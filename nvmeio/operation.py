@@ -300,10 +300,27 @@ class Operation(Coroutine[Any, Any, int]):
         )
         return ShortTransferError(errno.ENODATA, detail=detail, **about)
 
+    def _telling(self, step: Callable[[], None]) -> None:
+        """Run a step, and say of its failure which file and span it concerned."""
+        try:
+            step()
+        except OSError as failed:
+            raise TransferError(
+                failed.errno or errno.EIO,
+                operation=_NAMES[self._kind],
+                path=self._path,
+                file_offset=self.file_offset,
+                nbytes=self.nbytes,
+                detail=failed.strerror or "",
+            ) from failed
+
     def _settle(self, state: str, error: BaseException | None) -> None:
         """Publish the end; called once, by whoever claimed the operation."""
         opened, self._opened = self._opened, None
-        self._memory = self._plan = self._check = None
+        memory, self._memory = self._memory, None
+        self._plan = self._check = None
+        if memory is not None:
+            memory.end()
         if opened is not None:
             try:
                 opened.release()

@@ -15,7 +15,6 @@ gives up either leaves the queue, or finds that it was served already and hands 
 from __future__ import annotations
 
 import asyncio
-import operator
 import os
 import threading
 import warnings
@@ -26,7 +25,9 @@ from types import TracebackType
 
 import torch
 
-from nvmeio._memory import PAGE_BYTES, Mapping, Serial, round_up
+from nvmeio import _checks
+from nvmeio._memory import Mapping, Serial, round_up
+from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError
 
 __all__ = ["Lease", "PinnedPool"]
@@ -57,9 +58,7 @@ class PinnedPool:
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        budget = _count("budget_bytes", budget_bytes)
-        if budget < 1:
-            raise ValueError(f"budget_bytes must be at least 1, not {budget}")
+        budget = _checks.integer("budget_bytes", budget_bytes, 1)
         self._budget = round_up(budget, PAGE_BYTES)
         arena = Mapping(self._budget)
         self._locked = _lock_if_allowed(arena)
@@ -102,9 +101,7 @@ class PinnedPool:
         Cost:
             10 us where the bytes are free.
         """
-        wanted = _count("nbytes", nbytes)
-        if wanted < 0:
-            raise ValueError(f"nbytes must be 0 or more, not {wanted}")
+        wanted = _checks.integer("nbytes", nbytes, 0)
         if wanted > self._budget:
             raise ValueError(f"{wanted} bytes can never be free: the budget is {self._budget}")
         if timeout is not None and not timeout >= 0:
@@ -436,9 +433,3 @@ def _lock_if_allowed(arena: Mapping) -> bool:
     except OSError:
         return False
     return True
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
-    return operator.index(value)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvmeio import _checks
 from nvmeio._mounts import find_mount
 from nvmeio.engines.base import Options
 
@@ -188,11 +189,15 @@ def _parse(entry: Any, file: Path) -> Tuned:
     aio = entry.get("aio") if isinstance(entry, dict) else None
     if not isinstance(aio, Mapping) or set(aio) != set(Options._fields):
         raise _damaged(file, f'an "aio" with exactly {", ".join(Options._fields)} is missing')
+    settings: dict[str, Any] = {}
     for name, default in Options()._asdict().items():
-        if type(aio[name]) is not type(default):
-            raise _damaged(file, f"{name} must be of type {type(default).__name__}")
+        check = _checks.switch if isinstance(default, bool) else _checks.integer
+        try:
+            settings[name] = check(name, aio[name])
+        except TypeError as wrong:
+            raise _damaged(file, str(wrong)) from wrong
     known = {field.name for field in dataclasses.fields(Tuned)} - {"aio"}
-    return Tuned(Options(**aio), **{name: entry[name] for name in known if name in entry})
+    return Tuned(Options(**settings), **{name: entry[name] for name in known if name in entry})
 
 
 def _as_json(tuned: Tuned) -> dict[str, Any]:

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from nvmeio import _memory, buffers
+from nvmeio._plan import PAGE_BYTES
 
 MIB = 1 << 20
-PAGE = _memory.PAGE_BYTES
+PAGE = PAGE_BYTES
 HUGE = _memory.huge_page_bytes()
 
 DTYPES = [
@@ -604,6 +605,7 @@ UNPRIVILEGED = """
 import ctypes, os, resource, sys
 import torch
 from nvmeio import _memory, buffers
+from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import TransferError
 from nvmeio.pool import PinnedPool
 
@@ -640,7 +642,7 @@ def test_a_lock_limit_hit_names_the_limit_and_how_to_raise_it() -> None:
     found = run_unprivileged(
         """
         limit_to(1 << 20, 2 << 20)
-        held = buffers.empty_pinned(_memory.PAGE_BYTES, dtype=torch.uint8)
+        held = buffers.empty_pinned(PAGE_BYTES, dtype=torch.uint8)
         rss = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
         before = rss()
         try:

@@ -25,7 +25,9 @@ ROOT = Path(nvmeio.__file__).parent
 LAYERS = {
     "errors": 0,
     "_plan": 0,
+    "_checks": 0,
     "_shim": 1,
+    "_holds": 2,
     "buffers": 2,
     "_memory": 2,
     "pool": 2,

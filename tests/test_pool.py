@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvmeio import _memory, buffers
+from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError
 from nvmeio.pool import PinnedPool, _FreeBlocks
 
-PAGE = _memory.PAGE_BYTES
+PAGE = PAGE_BYTES
 
 
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:

@@ -106,13 +106,24 @@ def test_a_damaged_file_is_an_error_and_is_left_alone(
     assert config.read_text() == text
 
 
+def test_a_switch_may_be_a_word(tmp_path: Path, config: Path) -> None:
+    """As DeepNVMe's tuner prints them; "false" is true to Python."""
+    config.parent.mkdir(parents=True)
+    key = tuned.file_system_key(tmp_path)
+    aio = {**Options()._asdict(), "single_submit": "True", "overlap_events": "false"}
+    config.write_text(json.dumps({"format": 1, "file_systems": {key: {"aio": aio}}}))
+    found = tuned.find(tmp_path)
+    assert found is not None
+    assert (found.aio.single_submit, found.aio.overlap_events) == (True, False)
+
+
 @pytest.mark.parametrize(
     "aio",
     [
         None,
         {"block_size": 4096},
         {**Options()._asdict(), "queue_depth": "32"},
-        {**Options()._asdict(), "single_submit": "false"},
+        {**Options()._asdict(), "single_submit": "no"},
         {**Options()._asdict(), "use_gds": False},
     ],
 )

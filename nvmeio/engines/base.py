@@ -54,6 +54,9 @@ class Transfer(NamedTuple):
     """Move every block through the engine's own huge-page memory."""
     preallocate: bool
     """Allocate the file's blocks before writing past its end."""
+    foreign: bool = False
+    """Memory that neither nvmeio nor torch allocated: it may be read-only, or end early, so that
+    only the kernel may touch it."""
 
 
 class Counters(NamedTuple):

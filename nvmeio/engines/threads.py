@@ -17,6 +17,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from nvmeio._shim import copy_foreign
 from nvmeio.engines._queued import EventPort
 from nvmeio.engines.base import Counters, Kind, Options, Outcome, Port, Ticket, Transfer
 
@@ -318,16 +319,28 @@ class ThreadsEngine:
         )
         memory = memoryview(bounce)[: block.nbytes] if bounced else mine
         if bounced and transfer.kind == Kind.WRITE:
-            memory[:] = mine
+            self._copy(transfer, memory, mine)
         done = self._move_all(block, memory, last - block.offset)
         useful = max(0, min(block.offset + done, last) - first)
         if bounced and transfer.kind == Kind.READ:
             if request.cancelled:
                 return  # the caller's memory is left alone
-            mine[:useful] = memory[first - block.offset :][:useful]
+            self._copy(transfer, memory[first - block.offset :][:useful], mine[:useful])
         way = "bounced" if bounced else "direct" if direct else "buffered"
         with self.condition:
             request.counted[way] += useful
+
+    @staticmethod
+    def _copy(transfer: Transfer, bounce: memoryview, mine: memoryview) -> None:
+        """Between a bounce block and the caller's memory; EFAULT where that is not there."""
+        into = transfer.kind == Kind.READ
+        if transfer.foreign:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mine)) if len(mine) else 0
+            copy_foreign(bounce, address, len(mine), into)
+        elif into:
+            mine[:] = bounce
+        else:
+            bounce[:] = mine
 
     def _move_all(self, block: Block, memory: memoryview, wanted: int) -> int:
         """Move a block, going on after short transfers; bytes moved."""

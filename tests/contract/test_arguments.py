@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import bytes_tensor, open_descriptors, random_bytes, raw, run_python
@@ -93,6 +94,22 @@ def test_parameters_out_of_range(parameter: str, value: int) -> None:
 @pytest.mark.parametrize("value", ["4096", 4096.0, True, None, [4096]], ids=repr)
 def test_parameters_of_the_wrong_type(parameter: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{parameter} must be an int, not "):
+        nvmeio.AioHandle(**{parameter: value})
+
+
+@pytest.mark.parametrize("parameter", ["single_submit", "overlap_events"])
+def test_a_switch_says_what_it_says(parameter: str) -> None:
+    """The string "false" was taken for True."""
+    meanings = [(True, True), (0, False), (np.True_, True), ("false", False), ("TRUE", True)]
+    for value, meant in meanings:
+        with nvmeio.AioHandle(queue_depth=1, engine="threads", **{parameter: value}) as handle:
+            assert getattr(handle, f"get_{parameter}")() is meant
+
+
+@pytest.mark.parametrize("parameter", ["single_submit", "overlap_events"])
+@pytest.mark.parametrize("value", ["no", "", "1", None, 2, []], ids=repr)
+def test_anything_else_is_no_switch(parameter: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{parameter} must be true or false, not"):
         nvmeio.AioHandle(**{parameter: value})
 
 

@@ -733,6 +733,31 @@ def test_device_memory_is_touched_when_the_stream_gets_there(
     assert path.read_bytes()[: 2 * TASK] == bytes([7]) * 2 * TASK
 
 
+@pytest.mark.parametrize("writing", [False, True], ids=["read", "write"])
+def test_a_tensor_that_gives_up_its_data_is_kept(
+    gds: nvmeio.GdsHandle, fake: FakeCuFile, path: Path, writing: bool
+) -> None:
+    """cuFile went on with memory that had been freed."""
+    data = random_bytes(65536)
+    path.write_bytes(bytes(65536) if writing else data)
+    tensor = torch.zeros(65536, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    if writing:
+        tensor.copy_(bytes_tensor(data))
+    fake.hold = 1
+    operation = (gds.async_pwrite if writing else gds.async_pread)(tensor, path)
+    with pytest.raises(RuntimeError, match="resizable"):
+        storage.resize_(0)
+    tensor.data = torch.empty(0, dtype=torch.uint8)
+    others = [torch.full((65536,), 7, dtype=torch.uint8) for _ in range(4)]
+    fake.hold = 0
+    assert operation.result() == 65536
+    assert path.read_bytes() == data
+    assert raw(tensor.set_(storage)) == data  # type: ignore[call-overload]
+    assert all(bool((other == 7).all()) for other in others)
+    assert storage.resizable()
+
+
 def test_waiting_for_one_stream_holds_up_no_other(
     on_device: nvmeio.GdsHandle, device: FakeDevice, path: Path
 ) -> None:
@@ -814,14 +839,17 @@ def test_one_thread_that_hangs_leaves_the_others_at_work(
     gds = new_gds(timeout_s=0.2, intra_op_parallelism=2)
     path.write_bytes(bytes(TASK))
     fake.hold = 1
-    stuck = gds.async_pread(room(TASK), path)
+    memory = room(TASK).untyped_storage()
+    stuck = gds.async_pread(torch.empty(0, dtype=torch.uint8).set_(memory), path)
     spin_until(lambda: fake.together == 1)
     assert isinstance(stuck.exception(), TimeoutError)
+    assert not memory.resizable()  # the call may still write to it
     # Whoever comes now would wait with it, were it not for the other thread.
     beside = gds.async_pread(room(TASK), path)
     spin_until(lambda: fake.together == 2)
     fake.hold = 0
     assert beside.result() == TASK
+    spin_until(memory.resizable)
 
 
 def test_call_given_up_that_returns_ends_its_transfer_once(

@@ -36,7 +36,7 @@ static nv_request *nv_submit(nv_engine *engine, nv_port *port, uint64_t token, i
                              int preallocate) {
   nv_request *request = nv_prepare(engine, port, token, kind, direct_fd, buffered_fd, address,
                                    nbytes, file_offset, span_start, span_end, offset_alignment,
-                                   memory_alignment, bounce, preallocate);
+                                   memory_alignment, bounce, preallocate, (int)(token % 2));
   if (request) nv_start(request);
   return request;
 }

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvmeio import buffers
+from nvmeio import _checks, buffers
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.compat.deepspeed import pins
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
@@ -334,8 +334,8 @@ class aio_handle(_Handle):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        single = _flag("single_submit", single_submit)
-        overlap = _flag("overlap_events", overlap_events)
+        single = _checks.switch("single_submit", single_submit)
+        overlap = _checks.switch("overlap_events", overlap_events)
         io = AioHandle(_whole_pages(block_size), queue_depth, single, overlap, intra_op_parallelism)
         super().__init__(io, block_size, single, overlap)
 
@@ -358,8 +358,8 @@ class gds_handle(_Handle):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        single = _flag("single_submit", single_submit)
-        overlap = _flag("overlap_events", overlap_events)
+        single = _checks.switch("single_submit", single_submit)
+        overlap = _checks.switch("overlap_events", overlap_events)
         try:
             self._gds = GdsHandle(
                 _whole_pages(block_size), queue_depth, single, overlap, intra_op_parallelism
@@ -475,13 +475,3 @@ def _whole_pages(block_size: int) -> int:
     if isinstance(block_size, int) and block_size > 0:
         return -(-block_size // PAGE_BYTES) * PAGE_BYTES
     return block_size
-
-
-def _flag(name: str, value: Any) -> bool:
-    """A switch; ds_nvme_tune prints its own as the strings "true" and "false"."""
-    if isinstance(value, str):
-        known = {"true": True, "false": False}
-        if value.lower() not in known:
-            raise TypeError(f"{name} must be true or false, not {value!r}")
-        return known[value.lower()]
-    return bool(value)

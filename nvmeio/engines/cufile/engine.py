@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from nvmeio import _holds
 from nvmeio._device import Copier
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines._queued import DeviceTransfer, EventPort, QueuedEngine, QueuedTicket
@@ -70,6 +71,7 @@ class _Request(QueuedTicket):
         ]
         self.region: Region | None = None
         self.lost = False  # given up with a call under way, which keeps memory and file
+        self.held: Any = None  # then, on the memory's storage
 
     @property
     def exhausted(self) -> bool:
@@ -306,6 +308,7 @@ class CuFileEngine(QueuedEngine):
         # It was told long ago; now nobody touches memory and file any more.
         self._release_region(request)
         opened = request.transfer.opened
+        _holds.end(request.held)
         request.let_go()
         opened.release()
 
@@ -461,6 +464,8 @@ class CuFileEngine(QueuedEngine):
         request.fail(errno.ETIMEDOUT, _hanging("the call", self._call_limit_s))
         if not request.lost:
             request.lost = True
+            # The operation ends its hold on the memory, which the call may still change.
+            request.held = _holds.hold(request.transfer.memory.keep)
             request.transfer.opened.retain()  # until the last of its calls is back, if ever
             if request in self._turns:
                 self._turns.remove(request)

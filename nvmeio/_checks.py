@@ -1,0 +1,46 @@
+"""Checks of arguments, for all of the package: one rule and one message each."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+_SWITCHES = {"true": True, "false": False}
+
+
+def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """An integer within bounds; whatever has ``__index__`` counts as one, a bool does not.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is out of bounds.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
+    number = operator.index(value)
+    if least is not None and most is not None and not least <= number <= most:
+        raise ValueError(f"{name} must lie between {least} and {most}, not {number}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be {least} or more, not {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be {most} or less, not {number}")
+    return number
+
+
+def switch(name: str, value: Any) -> bool:
+    """A setting that is on or off: a bool, 0 or 1, or one of the strings "true" and "false".
+
+    Configuration files and DeepSpeed's tuner give strings, of which "false" is true to Python.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if value is True or value is False:
+        return bool(value)
+    if isinstance(value, str):
+        known = _SWITCHES.get(value.lower())
+        if known is not None:
+            return known
+    elif value is not None and (value == 0 or value == 1):  # of numpy, for one
+        return bool(value)
+    raise TypeError(f"{name} must be true or false, not {value!r:.80}")
