@@ -18,10 +18,11 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.nvmeio-installed
 BENCH_STAMP := $(VENV)/.nvmeio-bench-installed
+DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients stress native-check lint type format bench bench-checkpoint bench-offload bench-inference clients wheel-check clean
+.PHONY: help demo test test-clients stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -56,6 +57,10 @@ format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# In an environment of its own: it reads the sources and imports nothing.
+docs: $(DOCS_STAMP) ## the documentation site, in site/; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict && echo "== site/index.html"
+
 bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
 	@$(BIN)/python benchmarks/compare_peers.py $(BENCH_ARGS)
 
@@ -72,7 +77,7 @@ wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
 
 clean: ## remove .venv and whatever was built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f nvmeio/_native*.so nvmeio/_native.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -97,6 +102,11 @@ $(CLIENTS_STAMP): $(STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import \
 	    AsyncIOBuilder, PinMemoryBuilder; AsyncIOBuilder().load(); PinMemoryBuilder().load()" >/dev/null 2>&1 || \
 	    echo "== they cannot be compiled here: the tests that need them say why" >&2
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml
+	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocstrings[python]>=0.27"
 	@touch $@
 
 # What cannot be installed is skipped: the benchmarks name the peers that are missing. fio comes from the system.
