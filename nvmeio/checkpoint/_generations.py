@@ -217,7 +217,7 @@ def set_latest(directory: str, name: str) -> None:
         except OSError as refused:
             if refused.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            _write_pointer(temporary, name)  # a file system without symbolic links
+            write_text(temporary, name)  # a file system without symbolic links
         os.rename(temporary, pointer)
         sync_directory(directory)
     except OSError as failed:
@@ -226,11 +226,28 @@ def set_latest(directory: str, name: str) -> None:
         raise TransferError(failed.errno or errno.EIO, operation="rename", path=pointer) from failed
 
 
-def _write_pointer(path: str, name: str) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(name)
-        file.flush()
-        os.fsync(file.fileno())
+def write_text(path: str, text: str, stamp_after: str | None = None) -> None:
+    """Write a small file that is not there yet, durably but for its name.
+
+    Args:
+        path: Of the file.
+        text: What is in it.
+        stamp_after: A directory whose checkpoints are all to be older; see `stamp`.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o666)
+    try:
+        view = memoryview(text.encode())
+        while view:
+            view = view[os.write(fd, view) :]
+        if stamp_after is not None:
+            stamp(fd, stamp_after)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _pointer(directory: str) -> str:

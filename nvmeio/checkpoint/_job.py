@@ -31,8 +31,10 @@ import torch
 
 from nvmeio._formats.torch_layout import Layout, Piece, plan_layout
 from nvmeio._io.inflight import Cancelled, Flight
-from nvmeio.checkpoint._ranks import Ranks, explain, fingerprint
+from nvmeio._io.rank_store import RankStore
+from nvmeio.checkpoint._ranks import Round
 from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint._same_state import explain, fingerprint
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
 from nvmeio.errors import BackendUnavailableError, TransferError
 from nvmeio.handle import AioHandle
@@ -56,7 +58,8 @@ class Setup(NamedTuple):
         recycle: Whether the oldest one beyond those may be overwritten.
         checksum: Whether CRC-32s are computed.
         memory: Of the snapshots.
-        ranks: Who saves together.
+        store: What the ranks that save together share.
+        timeout_s: How long one of them may make no progress, in seconds.
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
     """
@@ -66,9 +69,14 @@ class Setup(NamedTuple):
     recycle: bool
     checksum: bool
     memory: SnapshotMemory
-    ranks: Ranks
+    store: RankStore
+    timeout_s: float
     get_handle: Callable[[], AioHandle]
     claim: Callable[[], None]
+
+    def messages(self, number: int) -> Round:
+        """Those of one save; `number`: the same on all ranks."""
+        return Round(self.store, number, self.timeout_s, self.directory)
 
 
 class _Disagreement(ValueError):
@@ -89,7 +97,7 @@ class Job(ABC):
     def __init__(self, setup: Setup, step: int, number: int) -> None:
         self.setup = setup
         self.step = step
-        self.round = setup.ranks.new_round(number)
+        self.round = setup.messages(number)
         self.snapshot: Snapshot | None = None
         self.flight: Flight[torch.Tensor | None] = Flight()
         self.number = number
@@ -177,7 +185,7 @@ class Job(ABC):
         self.round.put("plan", json.dumps(plan | fingerprint(layout)).encode())
         plans = [json.loads(told) for told in self.round.gather("plan")]
         self.round.check()  # one may have told its plan, and then given up
-        self.setup.ranks.new_round(self.number - 1).forget(_MESSAGES)  # all have left it
+        self.setup.messages(self.number - 1).forget(_MESSAGES)  # all have left it
         wrong = explain(plans)
         if wrong is not None:
             raise _Disagreement(f"{self.path}: {wrong}")

@@ -214,11 +214,9 @@ class FileOfEachRank(Job):
             for name in set(os.listdir(temporary)) - set(sizes):
                 os.unlink(os.path.join(temporary, name))  # of more ranks, once
             index = {"format": 1, "step": self.step, "files": sizes}
-            with open(os.path.join(temporary, _generations.INDEX), "w", encoding="utf-8") as file:
-                json.dump(index, file, indent=1)
-                file.flush()
-                _generations.stamp(file.fileno(), self.setup.directory)
-                os.fsync(file.fileno())
+            path = os.path.join(temporary, _generations.INDEX)
+            text = json.dumps(index, indent=1)
+            _generations.write_text(path, text, stamp_after=self.setup.directory)
             sync_directory(temporary)
             if os.path.isdir(self.path):
                 self._exchange(temporary)

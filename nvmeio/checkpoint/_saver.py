@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable
 
 from nvmeio._io.inflight import Cancelled
+from nvmeio._io.rank_store import RankStore
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._job import Job, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
-from nvmeio.checkpoint._ranks import Ranks
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
 from nvmeio.errors import ClosedError
@@ -41,7 +41,8 @@ class Saver:
         directory: str,
         keep: int,
         handle: AioHandle | None,
-        ranks: Ranks,
+        store: RankStore,
+        timeout_s: float,
         memory_bytes: int | None,
         checksum: bool,
         layout: str,
@@ -54,7 +55,8 @@ class Saver:
             recycle,
             checksum,
             SnapshotMemory(memory_bytes),
-            ranks,
+            store,
+            timeout_s,
             self.get_handle,
             self._claim,
         )
@@ -78,7 +80,7 @@ class Saver:
         began = time.perf_counter()
         self.check_open()
         while not self._turn.acquire(timeout=_LOOK_S):
-            if self.setup.ranks.size == 1:
+            if self.setup.store.size == 1:
                 call.check()
         try:
             self.check_open()

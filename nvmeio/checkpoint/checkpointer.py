@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._loading import MapLocation
-from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, Ranks
+from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Restoring
 from nvmeio.checkpoint._saver import JOBS, Call, Saver
@@ -108,13 +108,14 @@ class Checkpointer:
             raise ValueError(f"timeout_s must be more than 0 seconds, not {timeout_s!r}")
         if handle is not None and not isinstance(handle, AioHandle):
             raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
-        self._ranks = Ranks(process_group, path, timeout_s)
+        self._store = store_of(process_group, path)
         self._keep = keep
         self._saver = Saver(
             path,
             keep,
             handle,
-            self._ranks,
+            self._store,
+            timeout_s,
             memory_bytes,
             bool(checksum),
             layout,
@@ -263,8 +264,8 @@ class Checkpointer:
             map_location,
             weights_only,
             rank,
-            self._ranks.size,
-            self._ranks.rank,
+            self._store.size,
+            self._store.rank,
             self._saver.open_handle,
         )
 

@@ -18,6 +18,7 @@ from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._owners import Owner
 from nvmeio.offload._pipeline import Job, Move, Pipeline, Times, move_all
 from nvmeio.offload._plan import MemoryPlan, plan_of
+from nvmeio.offload._ranks import DurableSteps
 from nvmeio.offload._stepping import Stepper, Work
 from nvmeio.offload._store import Store
 from nvmeio.offload._swap_dir import SwapDir
@@ -60,7 +61,8 @@ class Engine:
         self.directory = directory
         self._own_handle = handle is None
         self.handle = AioHandle() if handle is None else handle
-        self.store = Store(directory, self.handle, durable)
+        ranks = DurableSteps.of_default_group(directory.path) if durable else None
+        self.store = Store(directory, self.handle, durable, ranks)
         self.swapper: GradientSwapper | None = None
         self.broken = ""
         self.closed = False
@@ -206,7 +208,7 @@ class Engine:
 
             jobs.append(Job(self._step_reads(subgroup, pieces), compute))
             moved.update({piece.number: True for piece in pieces})
-        if not jobs and not later:
+        if not jobs and not later and not self.store.lockstep:
             return Times()
         self.store.prepare()
         in_memory = False

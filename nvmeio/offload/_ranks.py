@@ -1,19 +1,131 @@
-"""Several ranks: whose directory is whose, and from which step all of them go on."""
+"""Several ranks: whose directory is whose, and from which step all of them go on.
+
+After a loss of power a rank has what it had made durable, and no drive is as fast as the other. So
+that all of them have a generation in common, no rank gives up generation N - 1 before every rank
+has made N durable (`DurableSteps`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
+import json
+import time
 from typing import Any
 
 import torch.distributed as dist
 
-from nvmeio.errors import IntegrityError
+from nvmeio._io.rank_store import RankStore, pauses, several
+from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
 
+# Optimizers that were made with several ranks: all ranks make them in the same order.
+_made = itertools.count()
 
-def several() -> bool:
-    """Whether the default process group has more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+class DurableSteps:
+    """What the ranks tell each other of their generations: which are durable, on how many.
+
+    Each rank counts up a key of each generation that is durable, so that a wait asks for one
+    number, however many ranks there are. Ranks without such an optimizer are not waited for, nor
+    are those that closed theirs.
+
+    Args:
+        store: What the ranks share.
+        timeout_s: How long to wait for the others, in seconds.
+    """
+
+    def __init__(self, store: RankStore, timeout_s: float) -> None:
+        self._store = store
+        self._timeout_s = timeout_s
+        self._joined = False
+        self._told = -1  # the last generation that this rank has made durable
+
+    @classmethod
+    def of_default_group(cls, directory: str) -> DurableSteps | None:
+        """Those of the default process group; None for a process alone."""
+        if not several():
+            return None
+        name = f"steps/{next(_made)}"
+        store = RankStore.of_group(dist.group.WORLD, name, directory, "step")
+        return cls(store, store.timeout_s)
+
+    def join(self) -> None:
+        """Count this rank among those that are waited for."""
+        if not self._joined:
+            self._store.add("joined", 1)
+            self._joined = True
+
+    def tell(self, generation: int) -> None:
+        """This rank has made a generation durable."""
+        if self._joined and generation > self._told:
+            self._store.add(f"durable/{generation}", 1)
+            self._told = generation
+
+    def lose(self, generation: int, why: str) -> None:
+        """This rank could not make a generation durable: who waits for it is told. Never raises."""
+        told = {"rank": self._store.rank, "generation": generation, "why": why[:1000]}
+        with contextlib.suppress(TransferError):
+            self._store.set("lost", json.dumps(told).encode())
+
+    def leave(self) -> None:
+        """This rank takes no further steps; never raises."""
+        if not self._joined:
+            return
+        self._joined = False
+        with contextlib.suppress(TransferError):
+            self._store.set(f"left/{self._store.rank}", str(self._told).encode())
+            self._store.add("left", 1)
+
+    def wait(self, generation: int) -> None:
+        """Until every rank has made a generation durable.
+
+        Raises:
+            TransferError: A rank could not (EIO), or has not in time (ETIMEDOUT).
+        """
+        if generation <= 0:
+            return
+        until = time.monotonic() + self._timeout_s
+        for _ in pauses():
+            joined = self._store.add("joined", 0)
+            done = self._store.add(f"durable/{generation}", 0)
+            if done >= joined or done + self._left_before(generation) >= joined:
+                break
+            if self._store.check(["lost"]):
+                raise self._lost(json.loads(self._store.get("lost")))
+            if time.monotonic() > until:
+                raise TransferError(
+                    errno.ETIMEDOUT,
+                    operation="step",
+                    path=self._store.path,
+                    detail=f"{joined - done} of {joined} ranks have not made generation "
+                    f"{generation} durable within {self._timeout_s:g} s, so this one cannot give "
+                    "up the one before: they died, hang, or took fewer steps; durable=False has "
+                    "no rank wait for another",
+                )
+        if self._store.rank == 0:
+            self._store.delete(f"durable/{generation - 2}")
+
+    def _left_before(self, generation: int) -> int:
+        """How many ranks took their leave without having made a generation durable."""
+        if not self._store.add("left", 0):
+            return 0
+        keys = [f"left/{rank}" for rank in range(self._store.size)]
+        return sum(
+            int(self._store.get(key)) < generation for key in keys if self._store.check([key])
+        )
+
+    def _lost(self, told: dict[str, Any]) -> TransferError:
+        return TransferError(
+            errno.EIO,
+            operation="step",
+            path=self._store.path,
+            detail=f"rank {told['rank']} of {self._store.size} could not make generation "
+            f"{told['generation']} durable ({told['why']}): load a checkpoint, or make the "
+            "optimizer anew with resume=True, which goes on from the last step that all ranks have",
+        )
 
 
 def directory_name(what: str) -> str:

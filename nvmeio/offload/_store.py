@@ -19,7 +19,7 @@ from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, runs
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._pipeline import Move
-from nvmeio.offload._ranks import agreed
+from nvmeio.offload._ranks import DurableSteps, agreed
 from nvmeio.offload._swap_dir import SwapDir
 
 NAMES = ("state.0", "state.1")
@@ -32,6 +32,7 @@ class Store:
         directory: Locked by this process.
         handle: For fsync.
         durable: Make each generation survive a power cut, beside what comes next.
+        ranks: What several ranks tell each other of that.
 
     Attributes:
         pieces: All of them, by number.
@@ -39,8 +40,15 @@ class Store:
         generation: Of the last complete step.
     """
 
-    def __init__(self, directory: SwapDir, handle: AioHandle, durable: bool) -> None:
+    def __init__(
+        self,
+        directory: SwapDir,
+        handle: AioHandle,
+        durable: bool,
+        ranks: DurableSteps | None = None,
+    ) -> None:
         self._directory = directory
+        self._ranks = ranks if durable else None
         self._handle = handle
         self._durable = durable
         self._files: list[File] = []
@@ -53,6 +61,7 @@ class Store:
         self._lost: BaseException | None = None  # why what was written cannot be trusted
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
+        self._resumed: Manifest | None = None  # may have to be made durable
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
         """Give further subgroups their places; `open` makes the files that long."""
@@ -92,6 +101,9 @@ class Store:
         before, self._files = self._files, opened
         for file in before:
             file.close()
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self._start_syncing(resumed)
 
     # What moves
 
@@ -178,14 +190,18 @@ class Store:
     def prepare(self) -> None:
         """To be called before anything is written: the place that is not current loses its value.
 
-        Its manifest goes first. So whatever comes of what is about to be written, no manifest says
+        Not before every rank has made what is current durable. Then its manifest goes, durably. So
+        whatever comes of what is about to be written, also after a loss of power, no manifest says
         that it is there; that includes one of a commit that was interrupted.
 
         Raises:
-            TransferError: The drive lost the last generation, or refuses; nothing has changed.
+            TransferError: The drive of this or of another rank lost the last generation, or
+                refuses; nothing has changed.
         """
         self.settle()
-        _manifest.drop(self._directory.path, self.generation + 1)
+        if self._ranks is not None:
+            self._ranks.wait(self.generation)
+        _manifest.drop(self._directory.path, self.generation + 1, durable=self._durable)
 
     def commit(
         self,
@@ -216,15 +232,27 @@ class Store:
         self.small = values
         for piece, which, has in zip(self.pieces, current, started, strict=True):
             piece.current, piece.begun = which, bool(has)
-        if self._durable:
-            thread = threading.Thread(
-                target=self._sync, args=(manifest,), name="nvmeio-offload-sync", daemon=True
-            )
-            try:
-                thread.start()
-                self._syncing = thread
-            except RuntimeError:  # no room for another thread: here, then
-                self._sync(manifest)
+        self._start_syncing(manifest)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether several ranks count the same generations."""
+        return self._ranks is not None
+
+    def _start_syncing(self, manifest: Manifest) -> None:
+        """Make a generation durable, beside what comes next."""
+        if not self._durable:
+            return
+        if self._ranks is not None:
+            self._ranks.join()
+        thread = threading.Thread(
+            target=self._sync, args=(manifest,), name="nvmeio-offload-sync", daemon=True
+        )
+        try:
+            thread.start()
+            self._syncing = thread
+        except RuntimeError:  # no room for another thread: here, then
+            self._sync(manifest)
 
     def _sync(self, manifest: Manifest) -> None:
         """Data first, then the manifest: it must not promise what a power cut could take."""
@@ -236,13 +264,21 @@ class Store:
                 self._names_to_sync -= 1
         except BaseException as failed:
             self._lost = failed
+            if self._ranks is not None:
+                self._ranks.lose(manifest.generation, str(failed))
             with contextlib.suppress(TransferError):  # who resumes must not rely on it
                 _manifest.drop(self._directory.path, manifest.generation)
             return
         try:
-            _manifest.mark_durable(self._directory.path, manifest)
+            if not manifest.durable:
+                _manifest.mark_durable(self._directory.path, manifest)
+            self._tell(manifest)
         except BaseException:
             self._unmarked = manifest  # `settle` tries again, and tells
+
+    def _tell(self, manifest: Manifest) -> None:
+        if self._ranks is not None:
+            self._ranks.tell(manifest.generation)
 
     def settle(self) -> None:
         """Wait until the last generation is durable: the next overwrites the one before it.
@@ -266,6 +302,7 @@ class Store:
         if self._unmarked is not None:
             _manifest.store(self._directory.path, self._unmarked)
             _manifest.mark_durable(self._directory.path, self._unmarked)
+            self._tell(self._unmarked)
             self._unmarked = None
 
     def snapshot(self, directory: str | os.PathLike[str]) -> None:
@@ -299,6 +336,7 @@ class Store:
         self._check_fits(manifest)
         for each in later:
             _manifest.drop(path, each.generation, durable=True)
+        self._resumed = manifest
         self.generation = manifest.generation
         self.small = manifest.small
         for piece, which, has in zip(self.pieces, manifest.current, manifest.begun, strict=True):
@@ -348,5 +386,7 @@ class Store:
         try:
             self.settle()
         finally:
+            if self._ranks is not None:
+                self._ranks.leave()
             for file in self._files:
                 file.close()

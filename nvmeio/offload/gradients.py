@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvmeio._io.rank_store import several
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._layout import Piece, Subgroup, runs
 from nvmeio.offload._owners import Owner
 from nvmeio.offload._pipeline import Move
-from nvmeio.offload._ranks import several
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded, local, part, view
 from nvmeio.offload._witness import Witness

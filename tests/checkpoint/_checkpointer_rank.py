@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 import nvmeio
 import nvmeio.checkpoint
-from nvmeio.checkpoint import _ranks, _snapshot
+from nvmeio._io import rank_store
+from nvmeio.checkpoint import _snapshot
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
@@ -468,7 +469,7 @@ def resume(me: Rank) -> None:
 def leave(me: Rank) -> bool:
     """Rank 0, which serves the store, ends its process right after it has closed."""
     if me.rank:
-        _ranks._FIRST_PAUSE_S = _ranks._MOST_PAUSE_S = 0.5  # who asks late learns late
+        rank_store.FIRST_PAUSE_S = rank_store.MOST_PAUSE_S = 0.5  # who asks late learns late
     with me.new() as checkpointer:
         checkpointer.save_sync(me.state(1), 1)
     assert checkpointer.steps() == [1]

@@ -1,0 +1,124 @@
+"""What ranks tell each other: keys and values in the store of torch.distributed, no collectives.
+
+Collectives are the training's. Those of two threads on one group meet in a different order on every
+rank, which hangs or mixes their data; a group of our own would do, but one rank that fails in the
+middle leaves it in no known state. The store that torch.distributed itself was set up with (a
+TCPStore as a rule) has neither fault.
+
+Nothing waits in the store: a blocking read would hold the connection that training shares. Who
+waits asks again and again, at intervals that grow (`pauses`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from nvmeio.errors import TransferError
+
+FIRST_PAUSE_S = 0.0005
+MOST_PAUSE_S = 0.02
+
+
+def several() -> bool:
+    """Whether the default process group has more than one rank."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class RankStore:
+    """Keys and values that the ranks of a group share, under a name of their own.
+
+    Args:
+        store: Of torch.distributed; None for a process alone, which tells nobody anything.
+        rank: This process's number.
+        size: How many there are.
+        path: What errors name.
+        operation: What errors say was done.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, path: str, operation: str) -> None:
+        self.rank, self.size = rank, size
+        self._store = store
+        self.path = path
+        self._operation = operation
+
+    @classmethod
+    def of_group(cls, group: Any, name: str, path: str, operation: str) -> RankStore:
+        """The store of a process group, on a connection of its own where torch has that.
+
+        Args:
+            group: A `torch.distributed.ProcessGroup` that this process is a member of.
+            name: The same on all ranks, and used once.
+            path: What errors name.
+            operation: What errors say was done.
+        """
+        import torch.distributed as dist
+
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        shared: Any = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            shared = shared.clone()  # from torch 2.9 on
+        prefixed = dist.distributed_c10d.PrefixStore(f"nvmeio/{name}", shared)
+        return cls(prefixed, rank, size, path, operation)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to tell anything."""
+        return self._store is None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long the store's own waits may take: what the process group was set up with."""
+        return float(self._store.timeout.total_seconds())
+
+    def set(self, key: str, value: bytes) -> None:
+        """Give a key its value.
+
+        Raises, as all of these do:
+            TransferError: The store cannot be reached.
+        """
+        self._ask(self._store.set, key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these keys are there."""
+        return bool(self._ask(self._store.check, list(keys)))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        value: bytes = self._ask(self._store.get, key)
+        return value
+
+    def add(self, key: str, number: int) -> int:
+        """Count a key up, from 0; what it is then."""
+        return int(self._ask(self._store.add, key, number))
+
+    def delete(self, key: str) -> None:
+        """Delete a key; a store that cannot keeps a few bytes. Never raises."""
+        with contextlib.suppress(Exception):
+            self._store.delete_key(key)
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as failed:
+            raise TransferError(
+                errno.ECONNRESET,
+                operation=self._operation,
+                path=self.path,
+                detail=f"the store of torch.distributed cannot be reached ({failed}): the rank "
+                "that serves it is gone, or the process group was destroyed before this was closed",
+            ) from failed
+
+
+def pauses() -> Iterator[None]:
+    """Pauses between two looks, longer and longer."""
+    pause = FIRST_PAUSE_S
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(pause * 1.5, MOST_PAUSE_S)

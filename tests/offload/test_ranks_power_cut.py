@@ -1,0 +1,263 @@
+"""A loss of power while several ranks train: all of them go on from the same step, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from disk_log import DiskLog
+
+from nvmeio import AioHandle, TransferError
+from nvmeio._io.rank_store import RankStore
+from nvmeio.buffers import empty_aligned
+from nvmeio.offload import _manifest, _ranks
+from nvmeio.offload._layout import Piece, Subgroup, pack, place
+from nvmeio.offload._ranks import DurableSteps
+from nvmeio.offload._store import NAMES, Store
+from nvmeio.offload._swap_dir import SwapDir
+
+if not dist.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+
+NUMEL = 3000
+STEPS = 6
+
+
+class Rank:
+    """The store of one rank's optimizer, and steps that write what tells rank and step."""
+
+    def __init__(self, number: int, folder: Path, steps: DurableSteps | None) -> None:
+        self.number = number
+        self.handle = AioHandle(engine="threads")
+        self.directory = SwapDir(folder, f"rank{number}")
+        self.store = Store(self.directory, self.handle, True, steps)
+        pieces = [
+            Piece(n, 0, NUMEL, (NUMEL,), torch.float32, torch.float32, (), True, True)
+            for n in range(3)
+        ]
+        self.subgroups = pack(pieces, NUMEL * 4 * 2)
+        for subgroup in self.subgroups:
+            place(subgroup)
+        self.store.place(self.subgroups)
+
+    def slot(self, subgroup: Subgroup) -> torch.Tensor:
+        return empty_aligned(subgroup.nbytes, dtype=torch.uint8)
+
+    def step(self, generation: int) -> None:
+        self.store.prepare()
+        moved: set[int] = set()
+        for subgroup in self.subgroups:
+            slot = self.slot(subgroup)
+            slot.view(torch.float32).fill_(self.value(generation))
+            for move in self.store.writes(subgroup, subgroup.pieces):
+                part = slot[move.slot_offset : move.slot_offset + move.nbytes]
+                self.handle.sync_pwrite(part, move.file, move.file_offset)
+            moved |= {piece.number for piece in subgroup.pieces}
+        small = {number: {"step": torch.tensor(float(generation))} for number in moved}
+        self.store.commit(moved, dict.fromkeys(moved, True), small, [{"lr": 0.5}])
+
+    def value(self, generation: int) -> float:
+        return 100.0 * self.number + generation
+
+    def check(self) -> None:
+        """What the files hold is of the generation that was resumed."""
+        generation = self.store.generation
+        assert [each["step"] for each in self.store.small] == [generation] * 3
+        for subgroup in self.subgroups:
+            slot = self.slot(subgroup)
+            for move in self.store.weights(subgroup, subgroup.pieces):
+                part = slot[move.slot_offset : move.slot_offset + move.nbytes]
+                self.handle.sync_pread(part, move.file, move.file_offset)
+            for piece in subgroup.pieces:
+                span = piece.spans["weights"]
+                found = slot[span.offset : span.offset + span.nbytes].view(torch.float32)
+                assert bool((found == self.value(generation)).all()), (self.number, generation)
+
+    def close(self) -> None:
+        self.store.close()
+        self.handle.close()
+        self.directory.release()
+
+
+def steps_of(store: Any, world: int, timeout_s: float = 60) -> list[DurableSteps]:
+    return [
+        DurableSteps(RankStore(store, rank, world, "swap", "step"), timeout_s)
+        for rank in range(world)
+    ]
+
+
+def on_all(ranks: list[Any], work: Callable[[Any], object]) -> None:
+    """In a thread each; the first failure is raised."""
+    failed: list[BaseException] = []
+
+    def run(rank: Any) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("backward_waits", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_go_on_from_the_newest_step_that_all_had_durable(
+    world: int, backward_waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One drive was slower to flush: rank 0 had given up the step before, that rank 1 had alone.
+
+    Its manifest, and the data of a newer step under it: wrong bytes without an error.
+    """
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    slow = f"rank{world - 1}"
+    log = DiskLog(folder, lambda path: time.sleep(0.03) if slow in path else None)
+    barrier = threading.Barrier(world)
+    tell = DurableSteps.tell
+
+    def told(self: DurableSteps, generation: int) -> None:
+        log.note("durable", None, self._store.rank, generation)
+        tell(self, generation)
+
+    def train(rank: Rank) -> None:
+        rank.store.open()
+        for generation in range(1, STEPS + 1):
+            if backward_waits:
+                barrier.wait(60)  # an all-reduce of gradients
+            rank.step(generation)
+        rank.close()
+
+    with log.recording(monkeypatch):
+        monkeypatch.setattr(DurableSteps, "tell", told)
+        lockstep = steps_of(dist.HashStore(), world)
+        ranks = [Rank(number, folder, steps) for number, steps in enumerate(lockstep)]
+        on_all(ranks, train)
+
+    monkeypatch.setattr(_manifest, "boot_id", lambda: "after the power came back")
+    monkeypatch.setattr(_ranks, "several", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    chance = random.Random(world)
+    resumed = set()
+    for number in range(40):
+        at = chance.randrange(len(log) // 4, len(log) + 1)
+        image = tmp_path / f"image{number}"
+        log.image(at, image, chance)
+        durable = [0] * world
+        for event in log.events[:at]:
+            if event.kind == "durable":
+                durable[event.what[0]] = max(durable[event.what[0]], event.what[1])
+        if not min(durable):
+            continue  # their very first state may be lost
+        told_by_all = [
+            [[m.generation for m in _manifest.complete(str(image / f"rank{n}"))], ""]
+            for n in range(world)
+        ]
+
+        def gather(into: list[Any], mine: object, told: list[Any] = told_by_all) -> None:
+            into[:] = told
+
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        again = [Rank(n, image, None) for n in range(world)]
+        generations = set()
+        for rank in again:
+            assert rank.store.resume() is not None
+            rank.store.open()
+            rank.check()
+            generations.add(rank.store.generation)
+            rank.close()
+        assert len(generations) == 1
+        assert generations.pop() >= min(durable)
+        resumed.add(rank.store.generation)
+    assert len(resumed) > 2
+
+
+def test_rank_waits_until_all_have_made_the_step_durable() -> None:
+    first, second = steps_of(dist.HashStore(), 2)
+    for each in (first, second):
+        each.join()
+    first.tell(1)
+    waited = threading.Event()
+
+    def wait() -> None:
+        first.wait(1)
+        waited.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not waited.wait(0.1)
+    second.tell(1)
+    thread.join(60)
+    assert waited.is_set()
+
+
+def test_rank_that_lost_a_step_is_told_to_those_that_wait() -> None:
+    first, second = steps_of(dist.HashStore(), 2)
+    for each in (first, second):
+        each.join()
+        each.tell(4)
+    first.tell(5)
+    second.lose(5, "the drive failed")
+    with pytest.raises(TransferError, match=r"rank 1 of 2 could not .* 5 durable \(the drive"):
+        first.wait(5)
+
+
+def test_rank_that_makes_no_further_step_is_given_up_and_said() -> None:
+    first, second = steps_of(dist.HashStore(), 2, timeout_s=0.05)
+    for each in (first, second):
+        each.join()
+        each.tell(4)
+    first.tell(5)
+    with pytest.raises(TransferError, match="1 of 2 ranks have not made generation 5 durable"):
+        first.wait(5)
+    second.leave()
+    first.wait(5)
+
+
+def test_ranks_without_such_an_optimizer_are_not_waited_for() -> None:
+    first, _ = steps_of(dist.HashStore(), 2)
+    first.join()
+    first.tell(1)
+    first.wait(1)
+
+
+def test_state_of_a_killed_process_is_made_durable_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step after it overwrote the only generation that was."""
+    killed = Rank(0, tmp_path, None)
+    killed.store.open()
+    killed.step(1)
+    killed.store.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_sync", lambda *_: None)  # killed before
+        killed.step(2)
+        killed.close()
+    resumed = Rank(0, tmp_path, None)
+    found = resumed.store.resume()
+    assert found is not None and (found.generation, found.durable) == (2, False)
+    resumed.store.open()
+    resumed.store.settle()
+    newest = _manifest.newest(resumed.directory.path)
+    assert newest is not None and (newest.generation, newest.durable) == (2, True)
+    resumed.close()
+    assert set(NAMES) <= {path.name for path in (tmp_path / "rank0").iterdir()}
+
+
+def test_store_timeout_is_that_of_the_process_group() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=77))
+    assert RankStore(store, 0, 1, "", "").timeout_s == 77
