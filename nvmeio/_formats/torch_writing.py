@@ -22,13 +22,14 @@ import ctypes
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from nvmeio import buffers
 from nvmeio._formats.torch_layout import Layout, Piece, Record
-from nvmeio._io.inflight import Flight
+from nvmeio._io.inflight import InFlight
+from nvmeio._io.staging import Stagings
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.files import File
@@ -75,7 +76,7 @@ def write_part(
     end: int | None = None,
     *,
     checksum: bool = True,
-    flight: Flight[torch.Tensor | None] | None = None,
+    flight: InFlight | None = None,
 ) -> list[Crc]:
     """Write [start, end) of a file; blocks.
 
@@ -104,13 +105,9 @@ def write_part(
     end = padded_nbytes(layout) if end is None else end
     if start % PAGE_BYTES or end % PAGE_BYTES or not 0 <= start <= end:
         raise ValueError(f"[{start}, {end}) is not a part of whole pages of {PAGE_BYTES} bytes")
-    flight = Flight() if flight is None else flight
-    writer = _Writer(handle, file, layout, flight, checksum)
-    try:
-        return writer.write(start, end)
-    except BaseException:
-        flight.stop()
-        raise
+    flight = InFlight() if flight is None else flight
+    with flight:
+        return _Writer(handle, file, layout, flight, checksum).write(start, end)
 
 
 def finish(
@@ -137,16 +134,11 @@ def finish(
     joined = join_crcs(layout, crcs)
     if not joined:
         return
-    flight: Flight[torch.Tensor | None] = Flight()
-    writer = _Writer(handle, file, layout, flight, True)
-    writer.know(joined)
-    try:
+    with InFlight() as flight:
+        writer = _Writer(handle, file, layout, flight, True)
+        writer.know(joined)
         for page in unfinished_pages(layout, parts):
             writer.write_gathered(page, page + PAGE_BYTES)
-        writer.drain()
-    except BaseException:
-        flight.stop()
-        raise
 
 
 def join_crcs(layout: Layout, crcs: Sequence[Crc]) -> list[int]:
@@ -201,7 +193,7 @@ class _Writer:
         handle: AioHandle,
         file: File,
         layout: Layout,
-        flight: Flight[torch.Tensor | None],
+        flight: InFlight,
         checksum: bool,
     ) -> None:
         self._handle = handle
@@ -219,7 +211,7 @@ class _Writer:
         )
         self._crcs: dict[int, Crc] = {}  # by record: of the piece from this part's start on
         self._known: list[int] = []
-        self._free: dict[int, list[torch.Tensor]] = {}  # stagings that nobody uses, by size
+        self._stagings: dict[int, Stagings] = {}  # by size
 
     def know(self, crcs: list[int]) -> None:
         """The CRCs of all records are known; none is computed."""
@@ -243,12 +235,8 @@ class _Writer:
             self._write_body(index, record, low, high)
             position = high
         self.write_gathered(position, end)
-        self.drain()
+        self._flight.drain()
         return [self._crcs[index] for index in sorted(self._crcs)]
-
-    def drain(self) -> None:
-        while len(self._flight):
-            self._finish_first()
 
     # Bodies
 
@@ -325,23 +313,16 @@ class _Writer:
     # What is in flight
 
     def _start(self, data: torch.Tensor, offset: int, staging: torch.Tensor | None) -> None:
-        while self._flight.is_full(data.nbytes):
-            self._finish_first()
-        self._flight.start(lambda: self._handle.async_pwrite(data, self._file, offset), staging)
-
-    def _finish_first(self) -> None:
-        staging = self._flight.first()
-        self._flight.finish_first()
+        begin = partial(self._handle.async_pwrite, data, self._file, offset)
+        done = None
         if staging is not None:
-            self._free[staging.nbytes].append(staging)
+            done = partial(self._stagings[staging.nbytes].give_back, staging)
+        self._flight.start(begin, data.nbytes, done)
 
     def _staging(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if nbytes not in self._free:
-            self._free[nbytes] = [_new_staging(nbytes, device) for _ in range(STAGINGS)]
-        free = self._free[nbytes]
-        while not free:
-            self._finish_first()
-        return free.pop()
+        if nbytes not in self._stagings:
+            self._stagings[nbytes] = Stagings(nbytes, STAGINGS, device)
+        return self._stagings[nbytes].take(self._flight)
 
 
 def _start_of(content: Piece | tuple[int, Record]) -> int:
@@ -352,12 +333,3 @@ def _part_of(record: Record, offset: int, nbytes: int) -> torch.Tensor:
     if isinstance(record.data, torch.Tensor):
         return record.data[offset : offset + nbytes]
     return record.data(offset, nbytes)
-
-
-def _new_staging(nbytes: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        try:
-            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
-        except OSError:
-            pass  # no right to page-lock so much: the copies are slower, nothing else
-    return buffers.empty_aligned(nbytes, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 To be read in this order: `threads` (blocking work that an interrupt can neither cut in half nor
 lose), `owner` (the thread that alone changes some state), `handles` (what ``handle=None`` means),
-`inflight` (a bounded number of operations, first in first out), `span_plan` and `spans` (many parts
-of files into memory, as few large reads), `prefault` (new memory found beside those reads),
-`rank_store` (what ranks tell each other).
+`inflight` (a bounded number of operations, first in first out) and `staging` (the memory that they
+go through), `span_plan` and `spans` (many parts of files into memory, as few large reads),
+`prefault` (new memory found beside those reads), `rank_store` (what ranks tell each other).
 """

@@ -18,25 +18,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from nvmeio import _device, _memory, buffers, files
-from nvmeio._io.inflight import Flight
+from nvmeio import _device, _memory, files
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.prefault import Prefault
 from nvmeio._io.span_plan import Region, Run, inside, named, plan
 from nvmeio._io.span_plan import Span as Span
+from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import in_thread
-from nvmeio.errors import ShortTransferError, TransferError, told_for
+from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-
-logger = logging.getLogger("nvmeio")
 
 # The ring for other devices: 4 chunks keep both the drive and the copies busy.
 CHUNK_BYTES = 32 << 20
@@ -97,7 +95,7 @@ class Load:
         self._spans: Sequence[Span] = ()
         self._device = torch.device("cpu")
         self._files: list[File] = []
-        self._flight: Flight[tuple[Run, Region]] = Flight()
+        self._flight = InFlight()
 
     def cancel(self) -> None:
         """Stop soon; `run` raises once nothing is in flight. From any thread."""
@@ -120,14 +118,11 @@ class Load:
         with contextlib.ExitStack() as opened:
             keys = self._open(opened)
             regions = plan(self._spans, keys, [file.size() for file in self._files])
-            try:
+            with self._flight:
                 if self._on_host:
                     return self._to_host(regions)
                 with _device.on(self._device):
                     return self._through(regions)
-            except BaseException:
-                self._flight.stop()
-                raise
 
     @property
     def _on_host(self) -> bool:
@@ -181,7 +176,7 @@ class Load:
                 for index, at in region.places:
                     found[index] = mapping.tensor(at, (self._spans[index].nbytes,), torch.uint8)
             while self._flight:
-                self._finish_first()
+                self._flight.finish_first()
                 prefault.check()
         return [
             found[index] if span.nbytes else self._new(0) for index, span in enumerate(self._spans)
@@ -192,54 +187,45 @@ class Load:
     def _through(self, regions: list[Region]) -> list[torch.Tensor]:
         found = [self._new(span.nbytes) for span in self._spans]
         copies = _Copies(self._device)
-        pieces = list(_pieces(regions))
-        ring = [new_chunk(CHUNK_BYTES, self._device) for _ in range(min(CHUNKS, len(pieces)))]
-        filling: deque[torch.Tensor] = deque()
+        stagings = Stagings(CHUNK_BYTES, CHUNKS, self._device)
 
-        def pass_on() -> None:
-            run, region = self._flight.first()
-            chunk = filling.popleft()
-            self._finish_first()
+        def pass_on(chunk: torch.Tensor, run: Run, region: Region) -> None:
             first, last = run.at, run.at + run.end - run.start
             for index, at in inside(run, region, self._spans):
                 start, end = max(at, first), min(at + self._spans[index].nbytes, last)
                 target = found[index][start - at : end - at]
                 copies.copy(target, chunk[start - first : end - first])
             copies.mark(chunk)
+            stagings.give_back(chunk)
 
         try:
-            for number, (run, region) in enumerate(pieces):
-                if number >= len(ring):
-                    pass_on()
-                chunk = ring[number % len(ring)]
+            for run, region in _pieces(regions):
+                chunk = stagings.take(self._flight)
                 copies.wait_for(chunk)
-                self._start(chunk[: run.end - run.start], run, region)
-                filling.append(chunk)
-            while self._flight:
-                pass_on()
+                memory = chunk[: run.end - run.start]
+                self._start(memory, run, region, partial(pass_on, chunk, run, region))
+            self._flight.drain()
         finally:
             copies.finish()
         return found
 
     # What is in flight
 
-    def _start(self, tensor: torch.Tensor, run: Run, region: Region) -> None:
-        while self._flight.is_full(tensor.nbytes):
-            self._finish_first()
-        file = self._files[run.file]
-        self._flight.start(lambda: self._handle.async_pread(tensor, file, run.start), (run, region))
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        run: Run,
+        region: Region,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        begin = partial(self._handle.async_pread, tensor, self._files[run.file], run.start)
+        self._flight.start(begin, tensor.nbytes, done, partial(self._label, run, region))
 
-    def _finish_first(self) -> None:
-        try:
-            self._flight.finish_first()
-        except TransferError as failed:
-            raise self._told(failed, *self._flight.first()) from failed
-
-    def _told(self, failed: TransferError, run: Run, region: Region) -> TransferError:
-        """The error, with the names of what was to be read."""
+    def _label(self, run: Run, region: Region) -> str:
+        """What was to be read."""
         names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]
         wanted = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return told_for(failed, f"read for {wanted}")
+        return f"read for {wanted}"
 
 
 def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
@@ -249,16 +235,6 @@ def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
             for start in range(run.start, run.end, CHUNK_BYTES):
                 end = min(start + CHUNK_BYTES, run.end)
                 yield run._replace(start=start, end=end, at=run.at + start - run.start), region
-
-
-def new_chunk(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Aligned bytes for copies to or from a device; page-locked for CUDA where allowed."""
-    if device.type == "cuda":
-        try:
-            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
-        except OSError as refused:
-            logger.info("copying through memory that is not page-locked: %s", refused)
-    return buffers.empty_aligned(nbytes, dtype=torch.uint8)
 
 
 class _Copies:

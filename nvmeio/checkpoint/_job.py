@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio._formats.torch_layout import Layout, Piece, plan_layout
-from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.rank_store import RankStore
 from nvmeio.checkpoint._ranks import Round
 from nvmeio.checkpoint._report import SaveReport
@@ -99,7 +99,7 @@ class Job(ABC):
         self.step = step
         self.round = setup.messages(number)
         self.snapshot: Snapshot | None = None
-        self.flight: Flight[torch.Tensor | None] = Flight()
+        self.flight = InFlight()
         self.number = number
         self.going_on = False  # in the background
         self._cancelled = False
@@ -211,7 +211,7 @@ class Job(ABC):
         beside = self.pages_beside(source)
         snapshot = Snapshot(self.setup.memory, source, start, end, beside)
         self.snapshot = snapshot
-        self.flight = Flight(snapshot.most_in_flight_bytes, self._finished)
+        self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
 
@@ -305,7 +305,7 @@ class Job(ABC):
     def _forget(self) -> None:
         """Let go of the snapshot's memory."""
         self.snapshot = None
-        self.flight = Flight()
+        self.flight = InFlight()
 
     # What became of it
 

@@ -16,7 +16,7 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.torch_layout import Layout, Piece, Record
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
-from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._storage.replace import Replacement, sync_directory
 from nvmeio.handle import AioHandle
 
@@ -44,7 +44,7 @@ class Saving:
                 "or be a directory"
             )
         self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        self._flight: Flight[torch.Tensor | None] = Flight()
+        self._flight = InFlight()
         self._cancelled = False
 
     def cancel(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint.file_objects import FastFileWriter
@@ -96,7 +96,7 @@ class _Save:
         self._pickle = (pickle_module, pickle_protocol)
         self._checksum = checksum
         self._handle = handle
-        self._flight: Flight[torch.Tensor | None] = Flight()
+        self._flight = InFlight()
         self._cancelled = False
 
     def cancel(self) -> None:

@@ -29,7 +29,7 @@ import torch
 
 from nvmeio import _memory, buffers
 from nvmeio._formats.torch_layout import Layout, Record
-from nvmeio._io.inflight import FLIGHT_BYTES, Cancelled
+from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._plan import PAGE_BYTES
 
 # Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
@@ -231,7 +231,7 @@ class Snapshot:
     @property
     def most_in_flight_bytes(self) -> int:
         """What may be in flight at once, so that there is memory to copy into beside it."""
-        return FLIGHT_BYTES if self.fits else min(self._arena.nbytes // 2, FLIGHT_BYTES)
+        return MOST_BYTES if self.fits else min(self._arena.nbytes // 2, MOST_BYTES)
 
     def _reader(self, index: int, record: Record) -> Callable[[int, int], torch.Tensor]:
         offset = record.offset

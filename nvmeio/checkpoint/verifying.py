@@ -12,18 +12,19 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from nvmeio import buffers
 from nvmeio._formats import torch_zip
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import Checkpoint, read_buffered, scan_pickle, spans_of
 from nvmeio._formats.torch_zip import Entry
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.inflight import Flight
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load
+from nvmeio._io.staging import Stagings
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint.safetensors import read_header
@@ -164,32 +165,19 @@ class _Verification:
     def _stream(self, walk: _Walk) -> None:
         """Read the file from its first byte to its last."""
         size = self._file.size()
-        starts = range(0, size, _CHUNK_BYTES)
-        ring = [
-            buffers.empty_aligned(min(_CHUNK_BYTES, size), dtype=torch.uint8)
-            for _ in range(min(_CHUNKS, len(starts)))
-        ]
-        flight: Flight[torch.Tensor] = Flight()
+        stagings = Stagings(min(_CHUNK_BYTES, size), _CHUNKS, torch.device("cpu"))
         handle = self._handle.get()
 
-        def take_first() -> None:
-            chunk = flight.first()
-            flight.finish_first()
-            walk.feed(chunk.data_ptr(), chunk.nbytes)
-            self._progress(chunk.nbytes)
+        def take(chunk: torch.Tensor, nbytes: int) -> None:
+            walk.feed(chunk.data_ptr(), nbytes)
+            self._progress(nbytes)
+            stagings.give_back(chunk)
 
-        def start(chunk: torch.Tensor, offset: int) -> None:
-            flight.start(lambda: handle.async_pread(chunk, self._file, offset), chunk)
-
-        try:
-            for number, offset in enumerate(starts):
-                if number >= len(ring):
-                    take_first()
-                start(ring[number % len(ring)][: min(_CHUNK_BYTES, size - offset)], offset)
-            while len(flight):
-                take_first()
-        finally:
-            flight.stop()
+        with InFlight() as flight:
+            for offset in range(0, size, _CHUNK_BYTES):
+                chunk, nbytes = stagings.take(flight), min(_CHUNK_BYTES, size - offset)
+                begin = partial(handle.async_pread, chunk[:nbytes], self._file, offset)
+                flight.start(begin, nbytes, partial(take, chunk, nbytes))
 
 
 class _Stretch(NamedTuple):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import nvmeio
 from nvmeio._formats import torch_layout, torch_writing
 from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
-from nvmeio._io.inflight import Cancelled, Flight
+from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._storage import crc32
 
 PAGE = 4096
@@ -196,7 +196,7 @@ def test_crcs_of_pieces_join() -> None:
 
 def test_a_cancelled_part_leaves_nothing_in_flight(path: Path, new_handle: Any) -> None:
     handle = new_handle("threads")
-    flight: Flight[torch.Tensor | None] = Flight()
+    flight = InFlight()
     flight.cancel()
     with nvmeio.open(path, "rw") as file, pytest.raises(Cancelled):
         write_part(handle, file, torch_layout.plan_layout(SAFE["tied"]()), flight=flight)

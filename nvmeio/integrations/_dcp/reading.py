@@ -13,6 +13,7 @@ import ctypes
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +24,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from nvmeio import files
 from nvmeio._formats.torch_file import read_buffered
-from nvmeio._io.inflight import Flight
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
-from nvmeio.errors import IntegrityError, TransferError, told_for
+from nvmeio._io.staging import Stagings
+from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.parsing import Parser, Stored, extent
-from nvmeio.integrations._dcp.slices import Part, Stagings, parts
+from nvmeio.integrations._dcp.slices import CHUNK_BYTES, CHUNKS, Part, parts
 
 # Up to here an item is read as a whole: one read less than for its headers and its data.
 WHOLE_BYTES = 1 << 20
@@ -104,18 +106,14 @@ def read_items(
     paths = sorted(by_path)
     for start in range(0, len(paths), MOST_FILES):
         with contextlib.ExitStack() as opened:
-            reader = _Reader(handle, planner, extension_registry)
-            try:
-                items: list[Item] = []
-                for path in paths[start : start + MOST_FILES]:
-                    file = opened.enter_context(files.open(os.path.join(folder, path)))
-                    items += _items(file, by_path[path])
+            items: list[Item] = []
+            for path in paths[start : start + MOST_FILES]:
+                file = opened.enter_context(files.open(os.path.join(folder, path)))
+                items += _items(file, by_path[path])
+            with InFlight() as flight:
+                reader = _Reader(handle, planner, extension_registry, flight)
                 for these in _rounds(items):
                     reader.read(these)
-                reader.drain()
-            except BaseException:
-                reader.stop()
-                raise
 
 
 def _items(file: File, wanted: Sequence[tuple[ReadItem, Any]]) -> list[Item]:
@@ -177,21 +175,16 @@ class _Request:
             self._planner.commit_tensor(self._request, self._target)
 
 
-class _Flying(NamedTuple):
-    """One read in flight."""
-
-    item: Item
-    finish: Callable[[], None]
-
-
 class _Reader:
-    def __init__(self, handle: AioHandle, planner: LoadPlanner, extension_registry: Any) -> None:
+    def __init__(
+        self, handle: AioHandle, planner: LoadPlanner, extension_registry: Any, flight: InFlight
+    ) -> None:
         self._handle = handle
         self._planner = planner
         self._extension_registry = extension_registry
         self._parser = Parser()
-        self._flight: Flight[_Flying] = Flight()
-        self._stagings = Stagings()
+        self._flight = flight
+        self._stagings: dict[torch.device, Stagings] = {}
 
     def read(self, items: Sequence[Item]) -> None:
         """Read one round; of large items, begin to."""
@@ -209,15 +202,6 @@ class _Reader:
                 self._take_whole(item, next(found))
             else:
                 self._begin(item, next(found), next(found))
-
-    def drain(self) -> None:
-        """Finish everything that is in flight."""
-        while len(self._flight):
-            self._finish_first()
-
-    def stop(self) -> None:
-        """Cancel what is in flight, and wait for its end."""
-        self._flight.stop()
 
     # Items read as a whole
 
@@ -316,36 +300,30 @@ class _Reader:
         # From page to page, so that the staging memory is read into without a bounce.
         low = start // EDGE_BYTES * EDGE_BYTES
         high = min(-(-end // EDGE_BYTES) * EDGE_BYTES, item.file.size())
-        while (staging := self._stagings.take(high - low, part.target.device)) is None:
-            self._finish_first()
-        memory = staging
+        stagings = self._stagings_for(high - low, part.target.device)
+        memory = stagings.take(self._flight)
 
         def finish() -> None:
             view = _view(memory[start - low : end - low], part.source)
             part.target.copy_(view)
-            self._stagings.give_back(memory)
+            stagings.give_back(memory)
             request.end()
 
         self._start(item, memory[: high - low], low, finish)
 
-    # What is in flight
+    def _stagings_for(self, nbytes: int, device: torch.device) -> Stagings:
+        size = CHUNK_BYTES + 2 * EDGE_BYTES
+        if nbytes > size:  # one element of its largest stride is that large
+            return Stagings(nbytes, 1, torch.device("cpu"))
+        if device not in self._stagings:
+            self._stagings[device] = Stagings(size, CHUNKS, device)
+        return self._stagings[device]
 
     def _start(
-        self, item: Item, memory: torch.Tensor, offset: int, finish: Callable[[], None]
+        self, item: Item, memory: torch.Tensor, offset: int, done: Callable[[], None]
     ) -> None:
-        while self._flight.is_full(memory.nbytes):
-            self._finish_first()
-        self._flight.start(
-            lambda: self._handle.async_pread(memory, item.file, offset), _Flying(item, finish)
-        )
-
-    def _finish_first(self) -> None:
-        flying = self._flight.first()
-        try:
-            self._flight.finish_first()
-        except TransferError as failed:
-            raise told_for(failed, f"read for {flying.item.label}") from failed
-        flying.finish()
+        begin = partial(self._handle.async_pread, memory, item.file, offset)
+        self._flight.start(begin, memory.nbytes, done, lambda: f"read for {item.label}")
 
 
 def _narrowed(tensor: torch.Tensor, request: ReadItem, item: Item) -> torch.Tensor:

@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import buffers
-from nvmeio._io.spans import new_chunk
-from nvmeio._plan import PAGE_BYTES
 from nvmeio.integrations._dcp.parsing import extent
 
 # What is read through chunks is read so many bytes at a time.
@@ -89,28 +86,3 @@ def _widest(source: torch.Tensor) -> int | None:
 def _has_rows(source: torch.Tensor, dim: int) -> bool:
     """Whether what lies at one index of a dimension is worth a read of its own."""
     return source.nbytes // source.shape[dim] >= ROW_BYTES
-
-
-class Stagings:
-    """Chunks that are read into and copied from, a few at a time."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._made = 0
-
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        """Aligned bytes, at least so many; None if something must be given back first."""
-        size = CHUNK_BYTES + 2 * PAGE_BYTES
-        if nbytes > size:  # one element of its largest stride is that large
-            return buffers.empty_aligned(nbytes, dtype=torch.uint8)
-        if self._free:
-            return self._free.pop()
-        if self._made == CHUNKS:
-            return None
-        self._made += 1
-        return new_chunk(size, device)
-
-    def give_back(self, memory: torch.Tensor) -> None:
-        """Nobody reads or writes it any more."""
-        if memory.nbytes == CHUNK_BYTES + 2 * PAGE_BYTES:
-            self._free.append(memory)
