@@ -10,7 +10,7 @@ const char *nv_kaio_path(nv_kaio *);            /* file that libaio was loaded f
 
 /* An engine: lanes, each with an AIO context, and the requests given to them. */
 typedef struct nv_engine nv_engine;
-typedef struct nv_port nv_port;
+typedef struct nv_cq nv_cq;
 typedef struct nv_request nv_request;
 
 typedef struct {
@@ -50,16 +50,16 @@ void nv_engine_close(nv_engine *); /* after the lanes have returned */
 void nv_engine_free(nv_engine *);
 void nv_engine_counters(nv_engine *, nv_counters *);
 
-nv_port *nv_port_new(nv_engine *);
-int nv_port_fd(nv_port *);
-int nv_port_reap(nv_port *, uint64_t *tokens, int max);
-void nv_port_wake(nv_port *);
-void nv_port_close(nv_port *); /* nothing arrives any more; still safe to reap and wake */
-void nv_port_free(nv_port *);
+nv_cq *nv_cq_new(nv_engine *);
+int nv_cq_fd(nv_cq *);
+int nv_cq_reap(nv_cq *, uint64_t *tokens, int max);
+void nv_cq_wake(nv_cq *);
+void nv_cq_close(nv_cq *); /* nothing arrives any more; still safe to reap and wake */
+void nv_cq_free(nv_cq *);
 
-/* kind: 0 read, 1 write, 2 fsync, 3 fdatasync. foreign: memory that may be read-only or not there,
+/* opcode: 0 read, 1 write, 2 fsync, 3 fdatasync. foreign: memory that may be read-only or not there,
  * which only the kernel may touch. Nothing happens before nv_start. */
-nv_request *nv_prepare(nv_engine *, nv_port *, uint64_t token, int kind, int direct_fd,
+nv_request *nv_prepare(nv_engine *, nv_cq *, uint64_t token, int opcode, int direct_fd,
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
                        uint32_t memory_alignment, int bounce, int preallocate, int foreign);
@@ -68,7 +68,7 @@ int nv_is_started(nv_request *);
 void nv_cancel(nv_request *);
 int nv_is_done(nv_request *);
 int nv_wait(nv_request *, double timeout_s);
-void nv_move(nv_request *, nv_port *);
+void nv_move(nv_request *, nv_cq *);
 int64_t nv_moved(nv_request *); /* once done: bytes, or -errno */
 const nv_result *nv_request_result(nv_request *);
 void nv_request_free(nv_request *);

@@ -1,11 +1,11 @@
-/* Requests from submission to release, and the ports where their completions are collected.
+/* Requests from submission to release, and the completion queues where they are collected.
  *
  * Who keeps what alive:
  *   - A request belongs to its maker until nv_request_free. Freed early (interpreter exit)
  *     it becomes an orphan, and the lane frees it once the kernel has let go of its memory.
  *   - The caller keeps tensor memory and descriptors alive until nv_is_done says 1.
- *   - Engines and ports count references; the last one out frees. Every request holds one of
- *     its engine and one of its port.
+ *   - Engines and completion queues count references; the last one out frees. Every request holds
+ *     one of its engine and one of its completion queue.
  *
  * Any function here may be called from any thread. After fork() the lanes do not exist in the
  * child, and a mutex may have been copied locked: nv_forked() turns every call there into a
@@ -79,7 +79,7 @@ void nv_engine_stop(nv_engine *engine) {
   for (uint32_t i = 0; i < engine->options.lanes; i++) nv_lane_wake(&engine->lanes[i]);
 }
 
-/* Gives back what the kernel gave; requests and ports that are still held stay valid. */
+/* Gives back what the kernel gave; requests and queues that are still held stay valid. */
 void nv_engine_close(nv_engine *engine) {
   if (nv_forked(engine)) return;
   for (uint32_t i = 0; i < engine->options.lanes; i++) nv_lane_destroy(&engine->lanes[i]);
@@ -103,123 +103,123 @@ void nv_engine_counters(nv_engine *engine, nv_counters *out) {
   out->in_flight = engine->in_flight;
 }
 
-/* --- ports ------------------------------------------------------------------------------- */
+/* --- completion queues ------------------------------------------------------------------- */
 
-nv_port *nv_port_new(nv_engine *engine) {
+nv_cq *nv_cq_new(nv_engine *engine) {
   if (nv_forked(engine)) return NULL;
-  nv_port *port = calloc(1, sizeof *port);
-  if (!port) return NULL;
-  port->efd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (port->efd < 0) {
-    free(port);
+  nv_cq *cq = calloc(1, sizeof *cq);
+  if (!cq) return NULL;
+  cq->efd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (cq->efd < 0) {
+    free(cq);
     return NULL;
   }
-  port->engine = engine;
-  atomic_init(&port->refs, 1);
+  cq->engine = engine;
+  atomic_init(&cq->refs, 1);
   atomic_fetch_add(&engine->refs, 1);
-  return port;
+  return cq;
 }
 
-int nv_port_fd(nv_port *port) { return port->efd; }
+int nv_cq_fd(nv_cq *cq) { return cq->efd; }
 
-static void signal_port(nv_port *port) {
+static void signal_cq(nv_cq *cq) {
   uint64_t one = 1;
-  ssize_t ignored = write(port->efd, &one, sizeof one); /* full means awake already */
+  ssize_t ignored = write(cq->efd, &one, sizeof one); /* full means awake already */
   (void)ignored;
 }
 
-void nv_port_wake(nv_port *port) {
-  nv_engine *engine = port->engine;
+void nv_cq_wake(nv_cq *cq) {
+  nv_engine *engine = cq->engine;
   if (nv_forked(engine)) return;
   pthread_mutex_lock(&engine->mutex);
-  if (!port->closed) signal_port(port);
+  if (!cq->closed) signal_cq(cq);
   pthread_mutex_unlock(&engine->mutex);
 }
 
-static void port_unref(nv_port *port) {
-  if (atomic_fetch_sub(&port->refs, 1) == 1) free(port);
+static void cq_unref(nv_cq *cq) {
+  if (atomic_fetch_sub(&cq->refs, 1) == 1) free(cq);
 }
 
-/* With engine->mutex held: a request that was taken, or will never be, names no port. */
-static void leave_port(nv_request *request) {
-  nv_port *port = request->port;
-  request->port = NULL;
-  if (port) port_unref(port);
+/* With engine->mutex held: a request that was taken, or will never be, names no queue. */
+static void leave_cq(nv_request *request) {
+  nv_cq *cq = request->cq;
+  request->cq = NULL;
+  if (cq) cq_unref(cq);
 }
 
-/* With engine->mutex held; whether the port's eventfd has to be signalled. */
-static int link_done(nv_port *port, nv_request *request) {
+/* With engine->mutex held; whether the completion queue's eventfd has to be signalled. */
+static int link_done(nv_cq *cq, nv_request *request) {
   request->linked = 1;
-  request->done_prev = port->tail;
+  request->done_prev = cq->tail;
   request->done_next = NULL;
-  if (port->tail)
-    port->tail->done_next = request;
+  if (cq->tail)
+    cq->tail->done_next = request;
   else
-    port->head = request;
-  port->tail = request;
-  int signal = !port->signalled;
-  port->signalled = 1;
+    cq->head = request;
+  cq->tail = request;
+  int signal = !cq->signalled;
+  cq->signalled = 1;
   return signal;
 }
 
-static void unlink_done(nv_port *port, nv_request *request) {
+static void unlink_done(nv_cq *cq, nv_request *request) {
   if (request->done_prev)
     request->done_prev->done_next = request->done_next;
   else
-    port->head = request->done_next;
+    cq->head = request->done_next;
   if (request->done_next)
     request->done_next->done_prev = request->done_prev;
   else
-    port->tail = request->done_prev;
+    cq->tail = request->done_prev;
   request->linked = 0;
 }
 
 /* Takes up to max tokens of finished requests. All under the mutex: the descriptor's number may be
- * somebody else's once the port is closed. */
-int nv_port_reap(nv_port *port, uint64_t *tokens, int max) {
-  nv_engine *engine = port->engine;
+ * somebody else's once the completion queue is closed. */
+int nv_cq_reap(nv_cq *cq, uint64_t *tokens, int max) {
+  nv_engine *engine = cq->engine;
   if (nv_forked(engine)) return 0;
   uint64_t count;
   int n = 0;
   pthread_mutex_lock(&engine->mutex);
-  if (!port->closed) {
-    ssize_t ignored = read(port->efd, &count, sizeof count);
+  if (!cq->closed) {
+    ssize_t ignored = read(cq->efd, &count, sizeof count);
     (void)ignored;
-    while (port->head && n < max) {
-      nv_request *request = port->head;
+    while (cq->head && n < max) {
+      nv_request *request = cq->head;
       tokens[n++] = request->token;
-      unlink_done(port, request);
-      leave_port(request);
+      unlink_done(cq, request);
+      leave_cq(request);
     }
-    port->signalled = port->head != NULL;
-    if (port->signalled) signal_port(port);
+    cq->signalled = cq->head != NULL;
+    if (cq->signalled) signal_cq(cq);
   }
   pthread_mutex_unlock(&engine->mutex);
   return n;
 }
 
-void nv_port_close(nv_port *port) {
-  nv_engine *engine = port->engine;
+void nv_cq_close(nv_cq *cq) {
+  nv_engine *engine = cq->engine;
   if (nv_forked(engine)) return;
   pthread_mutex_lock(&engine->mutex);
-  int closed = port->closed;
-  port->closed = 1;
-  while (port->head) {
-    nv_request *request = port->head;
-    unlink_done(port, request);
-    leave_port(request);
+  int closed = cq->closed;
+  cq->closed = 1;
+  while (cq->head) {
+    nv_request *request = cq->head;
+    unlink_done(cq, request);
+    leave_cq(request);
   }
   pthread_mutex_unlock(&engine->mutex);
   if (closed) return;
-  while (atomic_load(&port->signalling)) sched_yield();
-  close(port->efd);
+  while (atomic_load(&cq->signalling)) sched_yield();
+  close(cq->efd);
 }
 
-void nv_port_free(nv_port *port) {
-  nv_engine *engine = port->engine;
+void nv_cq_free(nv_cq *cq) {
+  nv_engine *engine = cq->engine;
   if (nv_forked(engine)) return;
-  nv_port_close(port);
-  port_unref(port);
+  nv_cq_close(cq);
+  cq_unref(cq);
   engine_unref(engine);
 }
 
@@ -235,20 +235,20 @@ static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) 
   return (uint32_t)parts;
 }
 
-nv_request *nv_prepare(nv_engine *engine, nv_port *port, uint64_t token, int kind, int direct_fd,
+nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode, int direct_fd,
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
                        uint32_t memory_alignment, int bounce, int preallocate, int foreign) {
   if (nv_forked(engine)) return NULL;
   uint64_t step = 0;
-  int sync = kind == NV_FSYNC || kind == NV_FDATASYNC;
+  int sync = opcode == NV_FSYNC || opcode == NV_FDATASYNC;
   uint32_t nparts = sync ? 1 : share(&engine->options, span_end - span_start, &step);
   nv_request *request = calloc(1, sizeof *request + nparts * sizeof(nv_part));
   if (!request) return NULL;
   request->engine = engine;
   request->token = token;
-  request->port = port;
-  request->kind = kind;
+  request->cq = cq;
+  request->opcode = opcode;
   request->direct_fd = direct_fd;
   request->buffered_fd = buffered_fd;
   request->bounce = bounce;
@@ -275,7 +275,7 @@ nv_request *nv_prepare(nv_engine *engine, nv_port *port, uint64_t token, int kin
   request->parts[0].starts = 1;
 
   atomic_fetch_add(&engine->refs, 1);
-  atomic_fetch_add(&port->refs, 1);
+  atomic_fetch_add(&cq->refs, 1);
   return request;
 }
 
@@ -310,7 +310,7 @@ void nv_complete(nv_request *request) {
   else if (request->cancelled && !whole)
     result->error = ECANCELED;
 
-  atomic_fetch_add(request->kind == NV_READ ? &engine->bytes_read : &engine->bytes_written,
+  atomic_fetch_add(request->opcode == NV_READ ? &engine->bytes_read : &engine->bytes_written,
                    result->transferred);
   atomic_fetch_add(&engine->direct_bytes, result->direct_bytes);
   atomic_fetch_add(&engine->bounced_bytes, result->bounced_bytes);
@@ -324,14 +324,14 @@ void nv_complete(nv_request *request) {
 
   pthread_mutex_lock(&engine->mutex);
   int orphan = request->orphan;
-  nv_port *port = request->port, *signal = NULL;
-  if (port && !orphan && !port->closed) {
-    if (link_done(port, request)) {
-      signal = port;
-      atomic_fetch_add(&port->signalling, 1); /* nv_port_close waits for us */
+  nv_cq *cq = request->cq, *signal = NULL;
+  if (cq && !orphan && !cq->closed) {
+    if (link_done(cq, request)) {
+      signal = cq;
+      atomic_fetch_add(&cq->signalling, 1); /* nv_cq_close waits for us */
     }
   } else {
-    leave_port(request);
+    leave_cq(request);
   }
   request->done = 1; /* from the unlock on, the request is its owner's to free */
   if (engine->waiters) pthread_cond_broadcast(&engine->done_cond);
@@ -339,7 +339,7 @@ void nv_complete(nv_request *request) {
   if (orphan) request_release(request);
   if (signal) {
     /* Outside of the mutex: whoever wakes up wants it at once. */
-    signal_port(signal);
+    signal_cq(signal);
     atomic_fetch_sub(&signal->signalling, 1);
   }
 }
@@ -376,18 +376,18 @@ int nv_wait(nv_request *request, double timeout_s) {
   return done;
 }
 
-/* From now on (or, if it is done and not yet reaped, at once) the request completes at `port`. */
-void nv_move(nv_request *request, nv_port *port) {
+/* From now on (or, if it is done and not yet reaped, at once) the request completes at `cq`. */
+void nv_move(nv_request *request, nv_cq *cq) {
   nv_engine *engine = request->engine;
   if (nv_forked(engine)) return;
   pthread_mutex_lock(&engine->mutex);
-  nv_port *old = request->port;
-  if (old != port && (!request->done || request->linked)) {
+  nv_cq *old = request->cq;
+  if (old != cq && (!request->done || request->linked)) {
     if (request->linked) unlink_done(old, request);
-    leave_port(request);
-    request->port = port;
-    atomic_fetch_add(&port->refs, 1);
-    if (request->done && !port->closed && link_done(port, request)) signal_port(port);
+    leave_cq(request);
+    request->cq = cq;
+    atomic_fetch_add(&cq->refs, 1);
+    if (request->done && !cq->closed && link_done(cq, request)) signal_cq(cq);
   }
   pthread_mutex_unlock(&engine->mutex);
 }
@@ -405,8 +405,8 @@ void nv_request_free(nv_request *request) {
   pthread_mutex_lock(&engine->mutex);
   int done = request->done || !request->started;
   if (done) {
-    if (request->linked) unlink_done(request->port, request);
-    leave_port(request);
+    if (request->linked) unlink_done(request->cq, request);
+    leave_cq(request);
   } else {
     request->orphan = 1;
   }

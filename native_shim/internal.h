@@ -44,15 +44,15 @@ struct nv_request {
   uint64_t token;
 
   /* guarded by engine->mutex */
-  nv_port *port;
+  nv_cq *cq;
   nv_request *done_prev, *done_next;
-  int linked; /* in port's done list */
+  int linked; /* in completion queue's done list */
   int orphan; /* freed by its owner before it was done: the lane frees it */
   int started;
   atomic_int done; /* written with the mutex held, looked at without */
 
   /* the transfer, constant after nv_prepare */
-  int kind, direct_fd, buffered_fd, bounce, preallocate, foreign;
+  int opcode, direct_fd, buffered_fd, bounce, preallocate, foreign;
   char *address;
   uint64_t nbytes, file_offset, span_start, span_end;
   uint32_t offset_alignment, memory_alignment;
@@ -69,10 +69,10 @@ struct nv_request {
 };
 
 /* Where finished requests wait to be reaped by one consumer, who sleeps on an eventfd. */
-struct nv_port {
+struct nv_cq {
   nv_engine *engine;
   int efd;
-  atomic_uint refs;       /* the owner, and every request that names this port */
+  atomic_uint refs;       /* the owner, and every request that names this queue */
   atomic_uint signalling; /* lanes that are about to write to efd */
   /* guarded by engine->mutex */
   nv_request *head, *tail;
@@ -122,7 +122,7 @@ struct nv_engine {
   nv_options options;
   nv_lane *lanes;
   unsigned generation; /* of forks: another one means that our threads do not exist here */
-  atomic_uint refs;    /* the owner, every request, every port */
+  atomic_uint refs;    /* the owner, every request, every completion queue */
   atomic_uint next_lane;
   atomic_int stopping;
   pthread_mutex_t mutex;

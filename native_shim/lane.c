@@ -165,7 +165,7 @@ static void write_buffered(nv_request *request, uint64_t from, uint64_t to) {
 static void finish_part(nv_part *part) {
   nv_request *request = part->request;
   if (atomic_fetch_sub(&request->parts_left, 1) != 1) return;
-  if (request->kind == NV_WRITE) {
+  if (request->opcode == NV_WRITE) {
     /* Behind the direct blocks, not before: a dirty page beside their span would make the
      * kernel write it back first. */
     write_buffered(request, request->file_offset, request->span_start);
@@ -219,7 +219,7 @@ static void user_share(const nv_slot *slot, uint64_t *from, uint64_t *to) {
 
 /* Copies between a bounce block and the caller's memory, which may not be there: then 0. */
 static int copy(nv_request *request, char *block, char *theirs, uint64_t nbytes) {
-  int into = request->kind == NV_READ;
+  int into = request->opcode == NV_READ;
   if (!request->foreign)
     memcpy(into ? theirs : block, into ? block : theirs, nbytes);
   else if (nv_copy_foreign(block, theirs, nbytes, into)) {
@@ -240,11 +240,11 @@ static void enqueue(nv_lane *lane, nv_slot *slot) {
   cb->aio_resfd = (uint32_t)lane->efd;
   cb->aio_fildes = (uint32_t)(request->direct_fd >= 0 ? request->direct_fd
                                                       : request->buffered_fd);
-  switch (request->kind) {
+  switch (request->opcode) {
     case NV_FSYNC: cb->aio_lio_opcode = IOCB_CMD_FSYNC; break;
     case NV_FDATASYNC: cb->aio_lio_opcode = IOCB_CMD_FDSYNC; break;
     default:
-      cb->aio_lio_opcode = request->kind == NV_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE;
+      cb->aio_lio_opcode = request->opcode == NV_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE;
       cb->aio_buf = (uint64_t)(uintptr_t)(slot->memory + slot->done);
       cb->aio_nbytes = slot->nbytes - slot->done;
       cb->aio_offset = (int64_t)(slot->offset + slot->done);
@@ -259,7 +259,7 @@ static int issue(nv_lane *lane, nv_part *part) {
   if (nbytes > part->end - part->next) nbytes = part->end - part->next;
   char *memory = request->address + (int64_t)(part->next - request->file_offset);
   int32_t bounce = -1;
-  if (request->kind <= NV_WRITE && request->direct_fd >= 0 &&
+  if (request->opcode <= NV_WRITE && request->direct_fd >= 0 &&
       (request->bounce || part->next < request->file_offset ||
        part->next + nbytes > user_end(request) ||
        (uintptr_t)memory % request->memory_alignment)) {
@@ -270,7 +270,7 @@ static int issue(nv_lane *lane, nv_part *part) {
     if (!lane->nfree_bounce) return 0;
     bounce = (int32_t)lane->free_bounce[--lane->nfree_bounce];
     char *block = lane->bounce_base + (uint64_t)bounce * lane->engine->options.block_size;
-    if (request->kind == NV_WRITE && !copy(request, block, memory, nbytes)) {
+    if (request->opcode == NV_WRITE && !copy(request, block, memory, nbytes)) {
       lane->free_bounce[lane->nfree_bounce++] = (uint32_t)bounce;
       return 1;
     }
@@ -320,13 +320,13 @@ static void fill(nv_lane *lane) {
 /* The bytes [slot->offset, + slot->done) have been moved. */
 static void account(nv_lane *lane, nv_slot *slot) {
   nv_request *request = slot->part->request;
-  if (request->kind > NV_WRITE) return;
+  if (request->opcode > NV_WRITE) return;
   uint64_t from, to, moved = slot->offset + slot->done;
   user_share(slot, &from, &to);
   if (to > moved) to = moved;
   if (to <= from) return;
   uint64_t useful = to - from;
-  if (slot->bounce >= 0 && request->kind == NV_READ) {
+  if (slot->bounce >= 0 && request->opcode == NV_READ) {
     if (request->cancelled) return; /* the caller's memory is left alone */
     if (!copy(request, slot->memory + (from - slot->offset),
               request->address + (from - request->file_offset), useful))
@@ -354,7 +354,7 @@ static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
   }
   if (res < 0) {
     fail(request, (int)-res);
-  } else if (request->kind <= NV_WRITE) {
+  } else if (request->opcode <= NV_WRITE) {
     uint64_t from, to;
     user_share(slot, &from, &to);
     int short_of_user = slot->offset + slot->done + (uint64_t)res < to;
@@ -369,7 +369,7 @@ static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
         enqueue(lane, slot);
         return;
       }
-      if (request->kind == NV_WRITE && !request->stop)
+      if (request->opcode == NV_WRITE && !request->stop)
         fail(request, EIO);
       else if (!whole)
         part->end = part->next; /* end of file: nothing lies behind */

@@ -1,10 +1,10 @@
 """The life of operations: started, in flight, claimed, settled; and who notices.
 
-A completion is noticed by whoever watches the port at which it arrives (`_ports`). An operation
-started on a running event loop reports at that loop's port. One started with no loop reports at
-the default port, where nobody watches: `result`, `done` and `wait` look at the operation itself.
-Only when somebody asks to be told does it move to a loop's port (an await), or does a thread begin
-to watch the default port (a callback).
+A completion is noticed by whoever watches the completion queue at which it arrives
+(`_completions`). An operation started on a running event loop reports at that loop's queue. One
+started with no loop reports at the default queue, where nobody watches: `result`, `done` and `wait`
+look at the operation itself. Only when somebody asks to be told does it move to a loop's queue (an
+await), or does a thread begin to watch the default queue (a callback).
 
 Whoever notices first claims the operation, and only the claimer concludes it, so every operation
 is settled exactly once.
@@ -26,17 +26,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nvmeio import _transfer, files
+from nvmeio._completions import CompletionQueues
 from nvmeio._plan import Plan
-from nvmeio._ports import Ports
 from nvmeio._tensor import Memory, touch
-from nvmeio.engines.base import Counters, Engine, Kind, Port, Transfer
+from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
 
-Planner = Callable[[Kind, Memory, Descriptors, int], tuple[Plan, Transfer]]
+Planner = Callable[[Opcode, Memory, Descriptors, int], tuple[Plan, Transfer]]
 
 # A blocked thread looks up this often, so that Ctrl-C is served.
 _SLICE_S = 0.1
@@ -72,7 +72,7 @@ class Core:
         self._finished = 0
         self._unissued = Counters()  # what the engine's counters lack, or have too much
         self._tokens = itertools.count(1)
-        self._ports = Ports(engine, self.reap, self._adopt)
+        self._completions = CompletionQueues(engine, self.reap, self._adopt)
         self._finisher: concurrent.futures.ThreadPoolExecutor | None = None
         _unreleased.add(self)
 
@@ -80,7 +80,7 @@ class Core:
 
     def start(
         self,
-        kind: Kind,
+        opcode: Opcode,
         memory: Memory,
         file: str | os.PathLike[str] | int | File,
         file_offset: int,
@@ -92,25 +92,25 @@ class Core:
         """
         opened: Descriptors | None = None
         try:
-            opened = files.acquire(file, kind is Kind.WRITE)
-            planned, transfer = self._planner(kind, memory, opened, file_offset)
+            opened = files.acquire(file, opcode is Opcode.WRITE)
+            planned, transfer = self._planner(opcode, memory, opened, file_offset)
         except BaseException as failed:
             if opened is not None:
                 opened.release()
             if isinstance(failed, TransferError):
-                return self._failed_at_once(kind, memory, failed, file_offset)
+                return self._failed_at_once(opcode, memory, failed, file_offset)
             memory.end()
             raise
         operation = Operation(
-            self, next(self._tokens), kind, memory, opened.path, file_offset, memory.nbytes
+            self, next(self._tokens), opcode, memory, opened.path, file_offset, memory.nbytes
         )
         operation._check = check
         return self._submit(operation, opened, planned, transfer)
 
-    def start_sync(self, kind: Kind, opened: Descriptors) -> Operation:
+    def start_sync(self, opcode: Opcode, opened: Descriptors) -> Operation:
         """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
-        operation = Operation(self, next(self._tokens), kind, None, opened.path, 0, 0)
-        return self._submit(operation, opened, *_transfer.plan_sync(kind, opened))
+        operation = Operation(self, next(self._tokens), opcode, None, opened.path, 0, 0)
+        return self._submit(operation, opened, *_transfer.plan_sync(opcode, opened))
 
     def _submit(
         self, operation: Operation, opened: Descriptors, plan: Plan, transfer: Transfer
@@ -119,23 +119,23 @@ class Core:
         operation._plan = plan
         token = operation._token
         try:
-            operation._home = port = self._ports.here()
-            operation._ticket = ticket = self.engine.prepare(port, token, transfer)
+            operation._home = cq = self._completions.here()
+            operation._request = request = self.engine.prepare(cq, token, transfer)
             with self._lock:
                 self.check_open()
                 self._live[token] = operation
-            ticket.start()
+            request.start()
         except BaseException:
             self._withdraw(operation)
             raise
-        if port is self._ports.default and not token % _REAP_EVERY:
-            self.reap(port, True)
+        if cq is self._completions.default and not token % _REAP_EVERY:
+            self.reap(cq, True)
         return operation
 
     def _withdraw(self, operation: Operation) -> None:
         """The start failed or was interrupted; one that has begun after all goes on."""
-        ticket = operation._ticket
-        if ticket is not None and ticket.started():
+        request = operation._request
+        if request is not None and request.started():
             return
         with self._lock:
             self._live.pop(operation._token, None)
@@ -145,11 +145,11 @@ class Core:
             operation._memory.end()
 
     def _failed_at_once(
-        self, kind: Kind, memory: Memory | None, failed: TransferError, file_offset: int
+        self, opcode: Opcode, memory: Memory | None, failed: TransferError, file_offset: int
     ) -> Operation:
         nbytes = memory.nbytes if memory else 0
         operation = Operation(
-            self, next(self._tokens), kind, memory, failed.path, file_offset, nbytes
+            self, next(self._tokens), opcode, memory, failed.path, file_offset, nbytes
         )
         operation._claimed = threading.get_ident()
         with self._lock:
@@ -164,9 +164,9 @@ class Core:
 
     # --- noticing and concluding --------------------------------------------------------------
 
-    def reap(self, port: Port, may_block: bool) -> None:
-        """Conclude what has arrived at a port; without `may_block`, long work is handed on."""
-        tokens = port.reap()
+    def reap(self, cq: CompletionQueue, may_block: bool) -> None:
+        """Conclude what has arrived at a queue; without `may_block`, long work is handed on."""
+        tokens = cq.reap()
         if not tokens:
             return
         claimed = []
@@ -193,8 +193,8 @@ class Core:
         """Conclude an operation here and now if the kernel is done with it."""
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
-        ticket = operation._ticket
-        if ticket is not None and ticket.wait(0.0) and self._claim(operation):
+        request = operation._request
+        if request is not None and request.wait(0.0) and self._claim(operation):
             self._conclude(operation, asyncio._get_running_loop() is None)
 
     def _claim(self, operation: Operation) -> bool:
@@ -207,9 +207,9 @@ class Core:
 
     def _conclude(self, operation: Operation, may_block: bool) -> None:
         """What follows when the kernel is done with an operation; its claimer's to call."""
-        ticket = operation._ticket
-        assert ticket is not None
-        moved = ticket.moved()
+        request = operation._request
+        assert request is not None
+        moved = request.moved()
         code = -moved if moved < 0 else 0
         if code == errno.EINVAL and self._demoted(operation):
             return
@@ -218,7 +218,7 @@ class Core:
             touch(memory.changed)  # however it ended: some bytes may have arrived
         if code == errno.ECANCELED:
             operation._settle("cancelled", None)
-        elif code == errno.EINVAL and operation._kind >= Kind.FSYNC:
+        elif code == errno.EINVAL and operation._opcode >= Opcode.FSYNC:
             # IOCB_CMD_FSYNC came with Linux 4.18.
             self._off_loop(operation, may_block, self._fsync_here)
         elif moved != operation.nbytes:
@@ -235,14 +235,14 @@ class Core:
             return False
         try:
             operation._plan, transfer = _transfer.plan_buffered(
-                operation._kind, memory, opened, operation.file_offset
+                operation._opcode, memory, opened, operation.file_offset
             )
         except TransferError:
             return False
         logger.warning("%s refused direct I/O (EINVAL): buffered instead", operation.path)
-        assert operation._ticket is not None
-        refused = operation._ticket.outcome()
-        moved = "bytes_read" if operation._kind is Kind.READ else "bytes_written"
+        assert operation._request is not None
+        refused = operation._request.outcome()
+        moved = "bytes_read" if operation._opcode is Opcode.READ else "bytes_written"
         with self._lock:
             self._count(
                 operations=-1,
@@ -254,8 +254,8 @@ class Core:
             )
             operation._claimed = 0
             assert operation._home is not None
-            operation._ticket = self.engine.prepare(operation._home, operation._token, transfer)
-            operation._ticket.start()
+            operation._request = self.engine.prepare(operation._home, operation._token, transfer)
+            operation._request.start()
         return True
 
     def _off_loop(
@@ -293,7 +293,7 @@ class Core:
         assert operation._opened is not None
         fd = operation._opened.any_fd()
         try:
-            (os.fsync if operation._kind is Kind.FSYNC else os.fdatasync)(fd)
+            (os.fsync if operation._opcode is Opcode.FSYNC else os.fdatasync)(fd)
         except OSError as failed:
             raise TransferError(
                 failed.errno or errno.EIO, operation="fsync", path=operation.path
@@ -327,7 +327,7 @@ class Core:
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
         waiter = loop.create_future()
-        port = self._ports.of(loop)
+        cq = self._completions.of(loop)
         with self._lock:
             if operation._state != "pending":
                 waiter.set_result(None)
@@ -337,13 +337,13 @@ class Core:
                 operation._waiters = [(loop, waiter)]
             else:
                 operation._waiters.append((loop, waiter))
-            if operation._home is port:
+            if operation._home is cq:
                 return waiter
-            default = self._ports.default
-            target = port if lonely and operation._home is default else default
+            default = self._completions.default
+            target = cq if lonely and operation._home is default else default
             self._move(operation, target)
         if target is default:
-            self._ports.dispatch()
+            self._completions.dispatch()
         return waiter
 
     def on_settled(
@@ -364,11 +364,11 @@ class Core:
             if operation._callbacks is None:
                 operation._callbacks = []
             operation._callbacks.append(callback)
-            if anywhere and operation._home is not self._ports.default:
-                self._move(operation, self._ports.default)
-            nobody_watches = operation._home is self._ports.default
+            if anywhere and operation._home is not self._completions.default:
+                self._move(operation, self._completions.default)
+            nobody_watches = operation._home is self._completions.default
         if nobody_watches:
-            self._ports.dispatch()
+            self._completions.dispatch()
         return True
 
     def wait_settled(self, operation: Operation, deadline: float | None) -> bool:
@@ -382,9 +382,9 @@ class Core:
                 patience = min(patience, deadline - time.monotonic())
                 if patience <= 0:
                     return False
-            ticket = operation._ticket
+            request = operation._request
             if operation._claimed in (0, threading.get_ident()):
-                if ticket is not None and ticket.wait(patience) and self._claim(operation):
+                if request is not None and request.wait(patience) and self._claim(operation):
                     self._conclude(operation, True)
             else:
                 with self._condition:
@@ -394,18 +394,18 @@ class Core:
                     self._sleepers -= 1
         return True
 
-    def _move(self, operation: Operation, port: Port) -> None:
-        """With the lock held: report an unsettled operation at this port."""
-        operation._home = port
-        if operation._ticket is not None:
-            operation._ticket.move(port)
+    def _move(self, operation: Operation, cq: CompletionQueue) -> None:
+        """With the lock held: report an unsettled operation at this completion queue."""
+        operation._home = cq
+        if operation._request is not None:
+            operation._request.move(cq)
 
-    def _adopt(self, port: Port) -> None:
-        """A loop was closed with its port: what was to report there reports at the default."""
+    def _adopt(self, cq: CompletionQueue) -> None:
+        """A loop was closed with its queue: what was to report there reports at the default."""
         with self._lock:
-            orphans = [o for o in self._live.values() if o._home is port]
+            orphans = [o for o in self._live.values() if o._home is cq]
             for operation in orphans:
-                self._move(operation, self._ports.default)
+                self._move(operation, self._completions.default)
         if orphans:
             warnings.warn(
                 f"an event loop was closed with {len(orphans)} operations in flight, e.g. "
@@ -413,7 +413,7 @@ class Core:
                 ResourceWarning,
                 stacklevel=6,
             )
-        self.reap(self._ports.default, False)
+        self.reap(self._completions.default, False)
 
     # --- waiting for all ------------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class Core:
             return [
                 operation
                 for operation in self._live.values()
-                if operation._kind is Kind.WRITE
+                if operation._opcode is Opcode.WRITE
                 and (opened := operation._opened) is not None
                 and opened.inode == inode
             ]
@@ -536,7 +536,7 @@ class Core:
         if finisher is not None:
             finisher.shutdown(wait=False)
         self.engine.stop()
-        self._ports.release()
+        self._completions.release()
         _unreleased.discard(self)
 
     @property
@@ -559,7 +559,7 @@ class Core:
         # Locks may have been copied while held, lanes do not exist here: only refuse.
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._condition = threading.Condition(self._lock)
-        self._ports.after_fork()
+        self._completions.after_fork()
         self._refusal = _FORKED
 
     def _at_exit(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from nvmeio import _core, _holds
 from nvmeio._core import Core
-from nvmeio._ring import RingEngine
 from nvmeio.engines.base import Counters
+from nvmeio.engines.ring import RingEngine
 from nvmeio.operation import Operation
 
 

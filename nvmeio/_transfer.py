@@ -6,7 +6,7 @@ from nvmeio import buffers
 from nvmeio._plan import Plan, plan_read, plan_write
 from nvmeio._tensor import Memory
 from nvmeio.engines._queued import DeviceTransfer
-from nvmeio.engines.base import Kind, Transfer
+from nvmeio.engines.base import Opcode, Transfer
 from nvmeio.files import Descriptors
 
 # Aligned memory on 4 KiB pages was read at 1.4 to 2.8 GB/s and written at 2.7 to 5.1, as its pages
@@ -16,18 +16,18 @@ BOUNCE_FROM_BYTES = 1 << 20
 
 
 def plan(
-    kind: Kind, memory: Memory, opened: Descriptors, file_offset: int
+    opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
 ) -> tuple[Plan, Transfer]:
     """A read or write, as direct as the file and the memory allow.
 
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
-    writing = kind is Kind.WRITE
+    writing = opcode is Opcode.WRITE
     alignment = opened.alignment
     planned = (plan_write if writing else plan_read)(file_offset, memory.nbytes, alignment.offset)
     return planned, Transfer(
-        kind,
+        opcode,
         opened.direct_fd if planned.direct else -1,
         opened.buffered_fd() if planned.buffered else -1,
         memory.address,
@@ -48,7 +48,7 @@ def plan(
 
 
 def plan_device(
-    kind: Kind, memory: Memory, opened: Descriptors, file_offset: int
+    opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
 ) -> tuple[Plan, Transfer]:
     """The same for device memory, as the ring and cuFile take it.
 
@@ -59,12 +59,12 @@ def plan_device(
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
-    planned, transfer = plan(kind, memory, opened, file_offset)
+    planned, transfer = plan(opcode, memory, opened, file_offset)
     return planned._replace(direct=False), DeviceTransfer.make(transfer, memory, opened)
 
 
 def plan_buffered(
-    kind: Kind, memory: Memory, opened: Descriptors, file_offset: int
+    opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
 ) -> tuple[Plan, Transfer]:
     """The same transfer through the page cache, for a file that refused direct I/O after all.
 
@@ -74,7 +74,7 @@ def plan_buffered(
     opened.demote()
     end = file_offset + memory.nbytes
     return Plan(file_offset, end, False, True), Transfer(
-        kind,
+        opcode,
         -1,
         opened.buffered_fd(),
         memory.address,
@@ -90,8 +90,8 @@ def plan_buffered(
     )
 
 
-def plan_sync(kind: Kind, opened: Descriptors) -> tuple[Plan, Transfer]:
+def plan_sync(opcode: Opcode, opened: Descriptors) -> tuple[Plan, Transfer]:
     """An fsync or fdatasync."""
     return Plan(0, 0, False, True), Transfer(
-        kind, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False
+        opcode, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False
     )

@@ -237,7 +237,7 @@ class IntegrityError(NvmeioError):
         self.found = found
 
 
-def told_for(failed: TransferError, what: str) -> TransferError:
+def with_context(failed: TransferError, what: str) -> TransferError:
     """The same failure, saying also for what the bytes were, such as "read for weight 'a'"."""
     arguments = {name: getattr(failed, name) for name in failed._FIELDS}
     code = failed.errno or _errno.EIO

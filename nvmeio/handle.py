@@ -11,13 +11,13 @@ from types import TracebackType
 
 import torch
 
-from nvmeio import _checks, _device, _ring, _tensor, _transfer, _validate, buffers, files
+from nvmeio import _checks, _device, _tensor, _transfer, _validate, buffers, files
 from nvmeio import tuned as _tuned
 from nvmeio._core import Core
 from nvmeio._cores import Cores
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.engines import select
-from nvmeio.engines.base import Counters, Engine, Kind, Options
+from nvmeio.engines import ring, select
+from nvmeio.engines.base import Counters, Engine, Opcode, Options
 from nvmeio.errors import AlignmentError, TransferError
 from nvmeio.files import File
 from nvmeio.operation import Operation
@@ -75,7 +75,7 @@ class AioHandle:
         intra_op_parallelism: int = 1,
         *,
         engine: str | Engine = "auto",
-        ring_bytes: int = _ring.DEFAULT_BYTES,
+        ring_bytes: int = ring.DEFAULT_BYTES,
     ) -> None:
         _check_block_size(block_size)
         options = Options(
@@ -85,7 +85,7 @@ class AioHandle:
             _checks.switch("overlap_events", overlap_events),
             _checks.integer("intra_op_parallelism", intra_op_parallelism, 1, 1024),
         )
-        _checks.integer("ring_bytes", ring_bytes, _ring.LEAST_BYTES)
+        _checks.integer("ring_bytes", ring_bytes, ring.LEAST_BYTES)
         self._options = options
         self._copier = _device.new_copier()
         started = select.start(engine, options)
@@ -146,7 +146,7 @@ class AioHandle:
 
         Cost: none in the common case; see `Operation.bounced_bytes`. Source: io_submit(2).
         """
-        return self._start(Kind.READ, tensor, file, file_offset)
+        return self._start(Opcode.READ, tensor, file, file_offset)
 
     def async_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
         """Start writing a tensor into a file.
@@ -168,7 +168,7 @@ class AioHandle:
         how many bytes got through. The span's contents in the file are then unknown, and a file
         that was to grow may already have its new size.
         """
-        return self._start(Kind.WRITE, tensor, file, file_offset)
+        return self._start(Opcode.WRITE, tensor, file, file_offset)
 
     def sync_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
         """`async_pread`, blocking; the number of bytes read."""
@@ -198,7 +198,7 @@ class AioHandle:
 
         Cost: `validate` reads everything twice.
         """
-        operation = self._start(Kind.READ, tensor, file, file_offset, validate)
+        operation = self._start(Opcode.READ, tensor, file, file_offset, validate)
         return operation if async_op else operation.result()
 
     def pwrite(
@@ -210,12 +210,12 @@ class AioHandle:
         file_offset: int = 0,
     ) -> Operation | int:
         """Write, with all choices; see `pread`."""
-        operation = self._start(Kind.WRITE, tensor, file, file_offset, validate)
+        operation = self._start(Opcode.WRITE, tensor, file, file_offset, validate)
         return operation if async_op else operation.result()
 
     def _start(
         self,
-        kind: Kind,
+        opcode: Opcode,
         tensor: torch.Tensor,
         file: FileLike,
         file_offset: int,
@@ -223,11 +223,11 @@ class AioHandle:
     ) -> Operation:
         self._cores.check_open()
         try:
-            core, memory = self._memory(kind, tensor)
+            core, memory = self._memory(opcode, tensor)
         except OSError as failed:  # what torch would copy from is not there
             raise TransferError(
                 failed.errno or errno.EFAULT,
-                operation="pread" if kind is Kind.READ else "pwrite",
+                operation="pread" if opcode is Opcode.READ else "pwrite",
                 path=str(file),
                 detail=failed.strerror or "",
             ) from failed
@@ -237,16 +237,16 @@ class AioHandle:
         except BaseException:
             memory.end()
             raise
-        return core.start(kind, memory, file, offset, check)
+        return core.start(opcode, memory, file, offset, check)
 
-    def _memory(self, kind: Kind, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
+    def _memory(self, opcode: Opcode, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
         """A tensor's memory, and the core that moves it."""
         if _device.is_device(tensor):
             core = self._cores.device
-            if kind is Kind.READ:
+            if opcode is Opcode.READ:
                 return core, _tensor.device_destination(tensor, self._copier)
             return core, _tensor.device_source(tensor, self._copier)
-        if kind is Kind.READ:
+        if opcode is Opcode.READ:
             return self._cores.host, _tensor.destination(tensor)
         return self._cores.host, _tensor.source(tensor)
 
@@ -290,7 +290,7 @@ class AioHandle:
         except BaseException:
             opened.release()
             raise
-        await self._cores.host.start_sync(_sync_kind(data_only), opened)
+        await self._cores.host.start_sync(_sync_opcode(data_only), opened)
 
     def sync_fsync(self, file: FileLike, data_only: bool = False) -> None:
         """`fsync`, blocking."""
@@ -300,7 +300,7 @@ class AioHandle:
         except BaseException:
             opened.release()
             raise
-        self._cores.host.start_sync(_sync_kind(data_only), opened).result()
+        self._cores.host.start_sync(_sync_opcode(data_only), opened).result()
 
     def _opened_for_sync(self, file: FileLike) -> files.Descriptors:
         self._cores.check_open()
@@ -455,7 +455,7 @@ class AioHandle:
 
 def _ring_core(copier: _device.Copier, ring_bytes: int, options: Options, host: Core) -> Core:
     """The core of CUDA tensors that go through host memory."""
-    engine = _ring.RingEngine(host.engine, copier, ring_bytes)
+    engine = ring.RingEngine(host.engine, copier, ring_bytes)
     engine.start(options)
     return Core(engine, _transfer.plan_device, below=host)
 
@@ -471,8 +471,8 @@ def _check_block_size(block_size: int) -> None:
         )
 
 
-def _sync_kind(data_only: bool) -> Kind:
-    return Kind.FDATASYNC if data_only else Kind.FSYNC
+def _sync_opcode(data_only: bool) -> Opcode:
+    return Opcode.FDATASYNC if data_only else Opcode.FSYNC
 
 
 def _checked_offset(file_offset: int, nbytes: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvmeio._plan import Plan
 from nvmeio._tensor import Memory
-from nvmeio.engines.base import EngineError, Kind, Outcome, Port, Ticket
+from nvmeio.engines.base import CompletionQueue, EngineError, Opcode, Outcome, Request
 from nvmeio.errors import ShortTransferError, TransferError
 from nvmeio.files import Descriptors
 
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nvmeio")
 
-_NAMES = {Kind.READ: "pread", Kind.WRITE: "pwrite", Kind.FSYNC: "fsync", Kind.FDATASYNC: "fsync"}
+_NAMES = {
+    Opcode.READ: "pread",
+    Opcode.WRITE: "pwrite",
+    Opcode.FSYNC: "fsync",
+    Opcode.FDATASYNC: "fsync",
+}
 _NOTHING = Outcome(0, 0, 0, 0, 0)
 
 
@@ -55,13 +60,13 @@ class Operation(Coroutine[Any, Any, int]):
         "_driven",
         "_error",
         "_home",
-        "_kind",
         "_memory",
+        "_opcode",
         "_opened",
         "_path",
         "_plan",
+        "_request",
         "_state",
-        "_ticket",
         "_token",
         "_waiters",
         "file_offset",
@@ -72,7 +77,7 @@ class Operation(Coroutine[Any, Any, int]):
         self,
         core: Core,
         token: int,
-        kind: Kind,
+        opcode: Opcode,
         memory: Memory | None,
         path: str,
         file_offset: int,
@@ -80,15 +85,15 @@ class Operation(Coroutine[Any, Any, int]):
     ) -> None:
         self._core = core
         self._token = token
-        self._kind = kind
+        self._opcode = opcode
         self._memory = memory
         self._path = path
         self.file_offset = file_offset
         self.nbytes = nbytes
         self._opened: Descriptors | None = None
         self._plan: Plan | None = None
-        self._ticket: Ticket | None = None
-        self._home: Port | None = None
+        self._request: Request | None = None
+        self._home: CompletionQueue | None = None
         self._state = "pending"
         self._claimed = 0  # the thread that concludes it, or HANDED_ON
         self._check: Callable[[], None] | None = None
@@ -206,9 +211,9 @@ class Operation(Coroutine[Any, Any, int]):
         """
         if self.done():
             return False
-        ticket = self._ticket
-        if ticket is not None:
-            ticket.cancel()
+        request = self._request
+        if request is not None:
+            request.cancel()
         return True
 
     def cancelled(self) -> bool:
@@ -253,7 +258,7 @@ class Operation(Coroutine[Any, Any, int]):
 
     def __repr__(self) -> str:
         span = f" [{self.file_offset}, {self.file_offset + self.nbytes})" if self.nbytes else ""
-        return f"<{_NAMES[self._kind]} {self._path}{span} {self._state}>"
+        return f"<{_NAMES[self._opcode]} {self._path}{span} {self._state}>"
 
     # --- for the core -------------------------------------------------------------------------
 
@@ -270,7 +275,7 @@ class Operation(Coroutine[Any, Any, int]):
 
     def _outcome(self) -> Outcome:
         """What the engine tells of it, once the kernel is done."""
-        return _NOTHING if self._ticket is None else self._ticket.outcome()
+        return _NOTHING if self._request is None else self._request.outcome()
 
     def _failure(self) -> BaseException | None:
         """The error that the outcome stands for."""
@@ -279,14 +284,14 @@ class Operation(Coroutine[Any, Any, int]):
         if not code and outcome.transferred == self.nbytes:
             return None
         about: dict[str, Any] = {
-            "operation": _NAMES[self._kind],
+            "operation": _NAMES[self._opcode],
             "path": self._path,
             "file_offset": self.file_offset,
             "nbytes": self.nbytes,
             "transferred": outcome.transferred,
         }
         if isinstance(outcome.cause, EngineError):
-            return outcome.cause.told(**about)
+            return outcome.cause.with_context(**about)
         if outcome.cause is not None:
             return outcome.cause
         if code:
@@ -307,7 +312,7 @@ class Operation(Coroutine[Any, Any, int]):
         except OSError as failed:
             raise TransferError(
                 failed.errno or errno.EIO,
-                operation=_NAMES[self._kind],
+                operation=_NAMES[self._opcode],
                 path=self._path,
                 file_offset=self.file_offset,
                 nbytes=self.nbytes,

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from nvmeio.engines.base import Kind
+from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block, ThreadsEngine
 
 
@@ -80,7 +80,7 @@ class FakeEngine(ThreadsEngine):
         return queue.popleft()
 
     def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
-        kind = "pread" if block.request.transfer.kind == Kind.READ else "pwrite"
+        kind = "pread" if block.request.transfer.opcode == Opcode.READ else "pwrite"
         if self._hold is not None:
             self._hold.wait()
         delay = self._delay_s

@@ -127,14 +127,16 @@ def test_a_detail_takes_the_place_of_the_usual_words() -> None:
 @pytest.mark.parametrize("kind", [TransferError, ShortTransferError])
 def test_a_failure_says_for_what_it_was(kind: type[TransferError]) -> None:
     """It stays of its class, and keeps its fields and how to fix it."""
-    error = errors.told_for(transfer_error(errno.EIO, kind), "read for weight 'a'")
+    error = errors.with_context(transfer_error(errno.EIO, kind), "read for weight 'a'")
     assert type(error) is kind
     assert (error.errno, error.file_offset, error.transferred) == (errno.EIO, 100, 10)
     assert f"(read for weight 'a'; {errors._REMEDIES[errno.EIO]})" in str(error)
-    missing = errors.told_for(TransferError(errno.ENOENT, operation="open", path="p"), "weight 'a'")
+    missing = errors.with_context(
+        TransferError(errno.ENOENT, operation="open", path="p"), "weight 'a'"
+    )
     assert isinstance(missing, FileNotFoundError)
     gone = TransferError(errno.EBADF, operation="open", path="p", detail="in words")
-    assert "EBADF: in words (weight 'a'); open p" in str(errors.told_for(gone, "weight 'a'"))
+    assert "EBADF: in words (weight 'a'); open p" in str(errors.with_context(gone, "weight 'a'"))
 
 
 def test_an_unknown_number_is_told_as_it_is() -> None:

@@ -32,7 +32,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio import _ring
+from nvmeio.engines.ring import RingEngine
 from nvmeio.testing import FakeEngine
 
 PAGE = 4096
@@ -219,7 +219,7 @@ def test_ring_that_is_too_small_is_refused(wrong: int) -> None:
 
 
 def test_default_is_four_chunks_of_16_mib() -> None:
-    engine = _ring.RingEngine(FakeEngine(), FakeDevice())
+    engine = RingEngine(FakeEngine(), FakeDevice())
     assert (engine.chunks, engine.chunk_bytes) == (4, 16 << 20)
 
 

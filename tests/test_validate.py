@@ -14,7 +14,7 @@ import torch
 from support import bytes_tensor, on_every_loop, random_bytes, raw
 
 import nvmeio
-from nvmeio.engines.base import Kind
+from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine
 
@@ -28,14 +28,14 @@ HERE = (5 << 20) + 123
 class Flipping(FakeEngine):
     """Changes one byte behind everybody's back."""
 
-    def __init__(self, at: int, kind: Kind) -> None:
+    def __init__(self, at: int, opcode: Opcode) -> None:
         super().__init__()
-        self.at, self.kind = at, kind
+        self.at, self.opcode = at, opcode
 
     def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
         transfer = block.request.transfer
         inside = offset <= self.at < offset + len(memory)
-        if inside and transfer.kind == self.kind == Kind.WRITE:
+        if inside and transfer.opcode == self.opcode == Opcode.WRITE:
             damaged = bytearray(memory)
             damaged[self.at - offset] ^= 0xFF
             memory[:] = damaged
@@ -44,7 +44,7 @@ class Flipping(FakeEngine):
             memory[:] = damaged
             return moved
         moved = super()._move(block, fd, memory, offset)
-        if inside and transfer.kind == self.kind:
+        if inside and transfer.opcode == self.opcode:
             memory[self.at - offset] ^= 0xFF
         return moved
 
@@ -109,7 +109,7 @@ async def test_async_op_gives_the_operation(make_handle: Make, file: Path) -> No
 
 
 def test_a_byte_flipped_on_the_way_in(new_handle: Make, file: Path) -> None:
-    handle = new_handle(Flipping(HERE, Kind.READ), block_size=1 << 20)
+    handle = new_handle(Flipping(HERE, Opcode.READ), block_size=1 << 20)
     got = torch.zeros(len(DATA), dtype=torch.uint8)
     with pytest.raises(nvmeio.IntegrityError) as caught:
         handle.pread(got, file, validate=True)
@@ -127,7 +127,7 @@ def test_a_byte_flipped_on_the_way_in(new_handle: Make, file: Path) -> None:
 
 @pytest.mark.parametrize("file_offset", [0, 4096, 4097])
 def test_a_byte_flipped_on_the_way_out(new_handle: Make, path: Path, file_offset: int) -> None:
-    handle = new_handle(Flipping(HERE, Kind.WRITE), block_size=1 << 20)
+    handle = new_handle(Flipping(HERE, Opcode.WRITE), block_size=1 << 20)
     with pytest.raises(nvmeio.IntegrityError, match=f"byte {HERE} is 0x"):
         handle.pwrite(bytes_tensor(DATA), path, validate=True, file_offset=file_offset)
     assert path.read_bytes()[HERE] == DATA[HERE - file_offset] ^ 0xFF
@@ -135,14 +135,14 @@ def test_a_byte_flipped_on_the_way_out(new_handle: Make, path: Path, file_offset
 
 def test_the_first_and_the_last_byte_count(new_handle: Make, file: Path) -> None:
     for at in (0, len(DATA) - 1, (4 << 20) - 1, 4 << 20):
-        handle = new_handle(Flipping(at, Kind.READ), block_size=1 << 20)
+        handle = new_handle(Flipping(at, Opcode.READ), block_size=1 << 20)
         with pytest.raises(nvmeio.IntegrityError, match=f"byte {at} is"):
             handle.pread(torch.zeros(len(DATA), dtype=torch.uint8), file, validate=True)
 
 
 @on_every_loop
 async def test_an_operation_fails_with_what_was_found(new_handle: Make, file: Path) -> None:
-    handle = new_handle(Flipping(HERE, Kind.READ), block_size=1 << 20)
+    handle = new_handle(Flipping(HERE, Opcode.READ), block_size=1 << 20)
     operation = handle.pread(torch.zeros(len(DATA), dtype=torch.uint8), file, True, True)
     assert isinstance(operation, nvmeio.Operation)
     with pytest.raises(nvmeio.IntegrityError):

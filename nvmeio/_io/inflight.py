@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
-from nvmeio.errors import TransferError, told_for
+from nvmeio.errors import TransferError, with_context
 from nvmeio.operation import Operation
 
 # Enough for the queue of a lane (128 blocks of 1 MiB), and 32 MiB more for its refill. 1 GiB was
@@ -126,7 +126,7 @@ class InFlight:
         except TransferError as failed:
             if entry.label is None:
                 raise
-            raise told_for(failed, entry.label()) from failed
+            raise with_context(failed, entry.label()) from failed
         with self._lock:
             self._flying.popleft()
         self._nbytes -= entry.nbytes

@@ -1,7 +1,7 @@
-"""What engines written in Python have in common: a port behind an eventfd, tickets, counting.
+"""What engines written in Python have in common: completion queues, requests, counting.
 
-`EventPort` serves all of them. `QueuedEngine` and `QueuedTicket` are the base of the engines that
-move device memory: the ring (`nvmeio._ring`) and cuFile (`nvmeio.engines.cufile`).
+`EventfdQueue` serves all of them. `QueuedEngine` and `QueuedRequest` are the base of the engines
+that move device memory: the ring (`nvmeio.engines.ring`) and cuFile (`nvmeio.engines.cufile`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextlib import suppress
 from typing import Protocol
 
 from nvmeio._tensor import Memory
-from nvmeio.engines.base import Counters, Kind, Outcome, Port, Ticket, Transfer
+from nvmeio.engines.base import CompletionQueue, Counters, Opcode, Outcome, Request, Transfer
 from nvmeio.files import Descriptors
 
 
 class Linkable(Protocol):
-    """What an `EventPort` reports."""
+    """What an `EventfdQueue` reports."""
 
     token: int
     linked: bool
 
 
-class EventPort:
+class EventfdQueue:
     """A list of finished requests behind an eventfd.
 
     Args:
@@ -62,7 +62,7 @@ class EventPort:
             self._fd = -1
 
     def __del__(self) -> None:
-        # A loop that ends in this moment forgets that it was to close the port.
+        # A loop that ends in this moment forgets that it was to close the completion queue.
         fd = getattr(self, "_fd", -1)
         if fd >= 0:
             os.close(fd)
@@ -101,14 +101,14 @@ class DeviceTransfer(Transfer):
         return made
 
 
-class QueuedTicket:
+class QueuedRequest:
     """A transfer in the hands of a `QueuedEngine`.
 
     The engine's threads change it with the engine's condition held; `stop` alone is read without.
     """
 
     def __init__(
-        self, engine: QueuedEngine, token: int, transfer: DeviceTransfer, port: EventPort
+        self, engine: QueuedEngine, token: int, transfer: DeviceTransfer, cq: EventfdQueue
     ) -> None:
         self.engine = engine
         self.token = token
@@ -120,7 +120,7 @@ class QueuedTicket:
         self.cause: BaseException | None = None
         self.direct = self.bounced = self.buffered = 0
         self.parts_out = 0
-        self._port = port
+        self._cq = cq
         self._begun = False
         self._finished = threading.Event()
 
@@ -139,16 +139,16 @@ class QueuedTicket:
     def wait(self, timeout_s: float) -> bool:
         return self._finished.wait(timeout_s)
 
-    def move(self, port: Port) -> None:
-        assert isinstance(port, EventPort)
+    def move(self, cq: CompletionQueue) -> None:
+        assert isinstance(cq, EventfdQueue)
         with self.engine.condition:
             if self._finished.is_set() and not self.linked:
                 return  # reaped already
             if self.linked:
-                self._port.unlink(self)
-            self._port = port
+                self._cq.unlink(self)
+            self._cq = cq
             if self._finished.is_set():
-                port.link(self)
+                cq.link(self)
 
     def moved(self) -> int:
         outcome = self.outcome()
@@ -191,7 +191,7 @@ class QueuedTicket:
     def finish(self) -> None:
         """Report the end; with the condition held."""
         self._finished.set()
-        self._port.link(self)
+        self._cq.link(self)
 
 
 class QueuedEngine:
@@ -207,18 +207,18 @@ class QueuedEngine:
         self.stopping = False
         self._counters = Counters()
 
-    def open_port(self) -> Port:
+    def open_completion_queue(self) -> CompletionQueue:
         """A list with an eventfd."""
-        return EventPort(self.condition)
+        return EventfdQueue(self.condition)
 
-    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
-        """A ticket that is not started yet."""
-        assert isinstance(port, EventPort)
+    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
+        """A request that is not started yet."""
+        assert isinstance(cq, EventfdQueue)
         assert isinstance(transfer, DeviceTransfer)
-        return QueuedTicket(self, token, transfer, port)
+        return QueuedRequest(self, token, transfer, cq)
 
-    def enqueue(self, ticket: QueuedTicket) -> None:
-        """For `QueuedTicket.start`."""
+    def enqueue(self, request: QueuedRequest) -> None:
+        """For `QueuedRequest.start`."""
         raise NotImplementedError
 
     def nudge(self) -> None:
@@ -227,30 +227,32 @@ class QueuedEngine:
             self.condition.notify_all()
 
     def counters(self) -> Counters:
-        """Counted as tickets finish."""
+        """Counted as requests finish."""
         with self.condition:
             return self._counters._replace(in_flight=self.in_flight)
 
-    def admit(self, ticket: QueuedTicket) -> None:
-        """Count a ticket in; with the condition held."""
-        ticket.begin()
+    def admit(self, request: QueuedRequest) -> None:
+        """Count a request in; with the condition held."""
+        request.begin()
         self.in_flight += 1
 
-    def conclude(self, ticket: QueuedTicket) -> None:
-        """Count a ticket out and report it; with the condition held."""
-        transfer = ticket.transfer
-        self._counters = counted(self._counters, transfer.kind, transfer.nbytes, ticket.outcome())
+    def conclude(self, request: QueuedRequest) -> None:
+        """Count a request out and report it; with the condition held."""
+        transfer = request.transfer
+        self._counters = counted(
+            self._counters, transfer.opcode, transfer.nbytes, request.outcome()
+        )
         self.in_flight -= 1
-        if not ticket.parts_out:
-            ticket.let_go()  # operations outlive their transfers, and hold their tickets
-        ticket.finish()
+        if not request.parts_out:
+            request.let_go()  # operations outlive their transfers, and hold their requests
+        request.finish()
         if not self.in_flight:
             self.condition.notify_all()  # a stopping engine is done now
 
 
-def counted(counters: Counters, kind: int, nbytes: int, outcome: Outcome) -> Counters:
+def counted(counters: Counters, opcode: int, nbytes: int, outcome: Outcome) -> Counters:
     """The counters after one more transfer."""
-    moved = "bytes_read" if kind == Kind.READ else "bytes_written"
+    moved = "bytes_read" if opcode == Opcode.READ else "bytes_written"
     cancelled = outcome.error == errno.ECANCELED
     added = {
         moved: outcome.transferred,

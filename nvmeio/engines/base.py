@@ -1,8 +1,8 @@
 """What an engine is: something that moves planned transfers and reports each once.
 
 The handle above knows tensors, files, loops and tasks; an engine knows blocks. Between them lie
-three small things: a `Transfer` goes in, a `Ticket` stands for it, and a `Port` hands out the
-tokens of finished transfers behind a pollable descriptor.
+three small things: a `Transfer` goes in, a `Request` stands for it, and a `CompletionQueue` hands
+out the tokens of finished transfers behind a pollable descriptor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from nvmeio.errors import TransferError
 
 
-class Kind(IntEnum):
+class Opcode(IntEnum):
     """What a transfer does. The numbers are the shim's."""
 
     READ = 0
@@ -35,10 +35,10 @@ class Options(NamedTuple):
 class Transfer(NamedTuple):
     """One planned transfer, as numbers (in the order of the shim's nv_prepare).
 
-    Memory and descriptors are the caller's to keep alive until the ticket is done.
+    Memory and descriptors are the caller's to keep alive until the request is done.
     """
 
-    kind: int
+    opcode: int
     direct_fd: int
     """O_DIRECT descriptor for the span, or -1: then the span goes through `buffered_fd`."""
     buffered_fd: int
@@ -106,12 +106,12 @@ class EngineError(Exception):
         self.errno = errno
         self.detail = detail
 
-    def told(self, **about: Any) -> TransferError:
+    def with_context(self, **about: Any) -> TransferError:
         """The error for the user; `about` is what `TransferError` takes beside the errno."""
         return TransferError(self.errno, detail=self.detail, **about)
 
 
-class Ticket(Protocol):
+class Request(Protocol):
     """A transfer in an engine's hands.
 
     Made first and started then, so that whoever keeps memory alive for it can note it down in
@@ -119,19 +119,19 @@ class Ticket(Protocol):
     """
 
     def start(self) -> None:
-        """Begin; never blocks. The token is reported once, at the port."""
+        """Begin; never blocks. The token is reported once, at the completion queue."""
 
     def started(self) -> bool:
         """Whether `start` was called."""
 
     def cancel(self) -> None:
-        """Issue no further block. Those in the kernel finish before the ticket is done."""
+        """Issue no further block. Those in the kernel finish before the request is done."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block (without the GIL) until it is done; False after `timeout_s`."""
 
-    def move(self, port: Port) -> None:
-        """Report at this port instead; at once if it is done and was not yet reaped."""
+    def move(self, cq: CompletionQueue) -> None:
+        """Report at this completion queue instead; at once if it is done and was not yet reaped."""
 
     def moved(self) -> int:
         """Bytes moved, or -errno; only once it is done."""
@@ -140,7 +140,7 @@ class Ticket(Protocol):
         """How it ended, in full; only once it is done."""
 
 
-class Port(Protocol):
+class CompletionQueue(Protocol):
     """Where finished transfers wait for one consumer."""
 
     def fileno(self) -> int:
@@ -153,7 +153,7 @@ class Port(Protocol):
         """Make `fileno` readable with nothing to reap."""
 
     def close(self) -> None:
-        """Transfers still in flight for this port will report nowhere."""
+        """Transfers still in flight for this completion queue will report nowhere."""
 
 
 class Engine(Protocol):
@@ -171,11 +171,11 @@ class Engine(Protocol):
             RuntimeError: It was started before.
         """
 
-    def open_port(self) -> Port:
-        """A new port."""
+    def open_completion_queue(self) -> CompletionQueue:
+        """A new completion queue."""
 
-    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
-        """A transfer that is ready to start; its token will be reported at `port`."""
+    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
+        """A transfer that is ready to start; its token will be reported at `cq`."""
 
     def counters(self) -> Counters:
         """What was done so far."""

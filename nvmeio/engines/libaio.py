@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
-from nvmeio.engines.base import Counters, Options, Outcome, Port, Ticket, Transfer
+from nvmeio.engines.base import CompletionQueue, Counters, Options, Outcome, Request, Transfer
 from nvmeio.errors import BackendUnavailableError
 
 # A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, and a little
@@ -63,20 +63,20 @@ class LibaioEngine:
             lane.start()
             self._lanes.append(lane)
 
-    def open_port(self) -> Port:
+    def open_completion_queue(self) -> CompletionQueue:
         """A completion queue with an eventfd."""
-        port = lib.nv_port_new(self._engine)
-        if port == ffi.NULL:
+        cq = lib.nv_cq_new(self._engine)
+        if cq == ffi.NULL:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: no eventfd (ulimit -n)")
-        return _Port(ffi.gc(port, lib.nv_port_free))
+        return _CompletionQueue(ffi.gc(cq, lib.nv_cq_free))
 
-    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request for one of the lanes."""
-        assert isinstance(port, _Port)
-        request = lib.nv_prepare(self._engine, port.raw, token, *transfer)
+        assert isinstance(cq, _CompletionQueue)
+        request = lib.nv_prepare(self._engine, cq.raw, token, *transfer)
         if request == ffi.NULL:
             raise MemoryError("the native shim could not allocate a request")
-        return _Ticket(ffi.gc(request, lib.nv_request_free))
+        return _Request(ffi.gc(request, lib.nv_request_free))
 
     def counters(self) -> Counters:
         """Counted by the lanes."""
@@ -98,62 +98,62 @@ class LibaioEngine:
             lib.nv_engine_close(self._engine)
 
 
-class _Ticket:
-    __slots__ = ("_request",)
+class _Request:
+    __slots__ = ("_raw",)
 
-    def __init__(self, request: Any) -> None:
-        self._request = request
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
 
     def start(self) -> None:
-        lib.nv_start(self._request)
+        lib.nv_start(self._raw)
 
     def started(self) -> bool:
-        return bool(lib.nv_is_started(self._request))
+        return bool(lib.nv_is_started(self._raw))
 
     def cancel(self) -> None:
-        lib.nv_cancel(self._request)
+        lib.nv_cancel(self._raw)
 
     def wait(self, timeout_s: float) -> bool:
-        return bool(lib.nv_wait(self._request, timeout_s))
+        return bool(lib.nv_wait(self._raw, timeout_s))
 
-    def move(self, port: Port) -> None:
-        assert isinstance(port, _Port)
-        lib.nv_move(self._request, port.raw)
+    def move(self, cq: CompletionQueue) -> None:
+        assert isinstance(cq, _CompletionQueue)
+        lib.nv_move(self._raw, cq.raw)
 
     def moved(self) -> int:
-        return int(lib.nv_moved(self._request))
+        return int(lib.nv_moved(self._raw))
 
     def outcome(self) -> Outcome:
-        raw = lib.nv_request_result(self._request)
+        raw = lib.nv_request_result(self._raw)
         return Outcome(
             raw.error, raw.transferred, raw.direct_bytes, raw.bounced_bytes, raw.buffered_bytes
         )
 
 
-class _Port:
+class _CompletionQueue:
     __slots__ = ("raw",)
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
 
     def fileno(self) -> int:
-        return int(lib.nv_port_fd(self.raw))
+        return int(lib.nv_cq_fd(self.raw))
 
     def reap(self) -> list[int]:
         tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may reap at once
         taken: list[int] = []
         while True:
-            n = lib.nv_port_reap(self.raw, tokens, _REAP_MAX)
+            n = lib.nv_cq_reap(self.raw, tokens, _REAP_MAX)
             taken += ffi.unpack(tokens, n)
             if n < _REAP_MAX:
                 return taken
 
     def wake(self) -> None:
-        lib.nv_port_wake(self.raw)
+        lib.nv_cq_wake(self.raw)
 
     def close(self) -> None:
         # Freed when nobody holds it any more: another thread may be about to reap.
-        lib.nv_port_close(self.raw)
+        lib.nv_cq_close(self.raw)
 
 
 def probe() -> tuple[int, str]:

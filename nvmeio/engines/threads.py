@@ -18,8 +18,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nvmeio._shim import copy_foreign
-from nvmeio.engines._queued import EventPort
-from nvmeio.engines.base import Counters, Kind, Options, Outcome, Port, Ticket, Transfer
+from nvmeio.engines._queued import EventfdQueue
+from nvmeio.engines.base import (
+    CompletionQueue,
+    Counters,
+    Opcode,
+    Options,
+    Outcome,
+    Request,
+    Transfer,
+)
 
 WORKERS_PER_LANE = 4
 # A queue that refuses everything and has nothing in flight is asked again after this long,
@@ -32,19 +40,19 @@ REFUSED_LIMIT_S = 10.0
 class Block:
     """A part of a request's span: file range [offset, offset + nbytes)."""
 
-    request: Request
+    request: ThreadsRequest
     offset: int
     nbytes: int
 
 
 @dataclass(eq=False)
-class Request:
-    """A transfer on its way; a `Ticket`."""
+class ThreadsRequest:
+    """A transfer on its way; a `Request`."""
 
     engine: ThreadsEngine
     token: int
     transfer: Transfer
-    port: EventPort | None
+    cq: EventfdQueue | None
     next: int
     end: int
     blocks_out: int = 0
@@ -73,16 +81,16 @@ class Request:
     def wait(self, timeout_s: float) -> bool:
         return self.finished.wait(timeout_s)
 
-    def move(self, port: Port) -> None:
-        assert isinstance(port, EventPort)
+    def move(self, cq: CompletionQueue) -> None:
+        assert isinstance(cq, EventfdQueue)
         with self.engine.condition:
             if self.finished.is_set() and not self.linked:
                 return  # reaped already
-            if self.linked and self.port is not None:
-                self.port.unlink(self)
-            self.port = port
+            if self.linked and self.cq is not None:
+                self.cq.unlink(self)
+            self.cq = cq
             if self.finished.is_set():
-                port.link(self)
+                cq.link(self)
 
     def moved(self) -> int:
         outcome = self.outcome()
@@ -114,7 +122,7 @@ class ThreadsEngine:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self._options: Options | None = None
-        self._ring: deque[Request] = deque()  # requests with blocks to issue, in turn
+        self._ring: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
         self._pending: list[Block] = []  # prepared, not yet accepted by the queue
         self._queue: deque[Block] = deque()  # accepted, waiting for a worker
         self._in_kernel = 0
@@ -137,17 +145,17 @@ class ThreadsEngine:
             worker.start()
             self._workers.append(worker)
 
-    def open_port(self) -> Port:
+    def open_completion_queue(self) -> CompletionQueue:
         """A list with an eventfd."""
-        return EventPort(self.condition)
+        return EventfdQueue(self.condition)
 
-    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that `start` puts behind the others."""
-        assert isinstance(port, EventPort)
-        return Request(self, token, transfer, port, transfer.span_start, transfer.span_end)
+        assert isinstance(cq, EventfdQueue)
+        return ThreadsRequest(self, token, transfer, cq, transfer.span_start, transfer.span_end)
 
-    def enqueue(self, request: Request) -> None:
-        """For `Request.start`."""
+    def enqueue(self, request: ThreadsRequest) -> None:
+        """For `ThreadsRequest.start`."""
         with self.condition:
             request.begun = True
             self._in_flight += 1
@@ -183,7 +191,7 @@ class ThreadsEngine:
 
     def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
         """Hook: one system call; bytes moved, or an OSError."""
-        if block.request.transfer.kind == Kind.READ:
+        if block.request.transfer.opcode == Opcode.READ:
             return os.preadv(fd, [memory], offset)
         return os.pwritev(fd, [memory], offset)
 
@@ -213,7 +221,7 @@ class ThreadsEngine:
         if not self._ring and not self._in_kernel:
             self._refused_since = 0.0  # the next stall has a clock of its own
 
-    def _prepare(self, request: Request) -> None:
+    def _prepare(self, request: ThreadsRequest) -> None:
         assert self._options is not None
         if request.stop:
             request.next = request.end
@@ -246,9 +254,9 @@ class ThreadsEngine:
             self._ring.remove(request)
         return True
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: ThreadsRequest) -> None:
         outcome = request.outcome()
-        moved = "bytes_read" if request.transfer.kind == Kind.READ else "bytes_written"
+        moved = "bytes_read" if request.transfer.opcode == Opcode.READ else "bytes_written"
         added = {
             moved: outcome.transferred,
             "operations": 1,
@@ -265,8 +273,8 @@ class ThreadsEngine:
         )
         self._in_flight -= 1
         request.finished.set()
-        if request.port is not None:
-            request.port.link(request)
+        if request.cq is not None:
+            request.cq.link(request)
         if not self._in_flight:
             self.condition.notify_all()  # a stopping engine is done now
 
@@ -296,9 +304,9 @@ class ThreadsEngine:
     def _run(self, block: Block, bounce: mmap.mmap) -> None:
         request, transfer = block.request, block.request.transfer
         try:
-            if transfer.kind >= Kind.FSYNC:
+            if transfer.opcode >= Opcode.FSYNC:
                 fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
-                (os.fsync if transfer.kind == Kind.FSYNC else os.fdatasync)(fd)
+                (os.fsync if transfer.opcode == Opcode.FSYNC else os.fdatasync)(fd)
             elif block.nbytes:
                 self._move_block(block, bounce)
         except OSError as failed:
@@ -318,11 +326,11 @@ class ThreadsEngine:
             or (transfer.address + first - transfer.file_offset) % transfer.memory_alignment != 0
         )
         memory = memoryview(bounce)[: block.nbytes] if bounced else mine
-        if bounced and transfer.kind == Kind.WRITE:
+        if bounced and transfer.opcode == Opcode.WRITE:
             self._copy(transfer, memory, mine)
         done = self._move_all(block, memory, last - block.offset)
         useful = max(0, min(block.offset + done, last) - first)
-        if bounced and transfer.kind == Kind.READ:
+        if bounced and transfer.opcode == Opcode.READ:
             if request.cancelled:
                 return  # the caller's memory is left alone
             self._copy(transfer, memory[first - block.offset :][:useful], mine[:useful])
@@ -333,7 +341,7 @@ class ThreadsEngine:
     @staticmethod
     def _copy(transfer: Transfer, bounce: memoryview, mine: memoryview) -> None:
         """Between a bounce block and the caller's memory; EFAULT where that is not there."""
-        into = transfer.kind == Kind.READ
+        into = transfer.opcode == Opcode.READ
         if transfer.foreign:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mine)) if len(mine) else 0
             copy_foreign(bounce, address, len(mine), into)
@@ -362,17 +370,17 @@ class ThreadsEngine:
             if done + moved >= wanted:
                 return done + moved
             if not whole or request.stop:
-                if transfer.kind == Kind.WRITE and not request.stop:
+                if transfer.opcode == Opcode.WRITE and not request.stop:
                     request.fail(errno.EIO)
                 elif not whole:
                     request.end = request.next  # end of file: nothing lies behind
                 return done + moved
             done += whole
 
-    def _write_edges(self, request: Request) -> None:
+    def _write_edges(self, request: ThreadsRequest) -> None:
         """A write's head and tail, before and behind its direct span, through the page cache."""
         transfer = request.transfer
-        if transfer.kind != Kind.WRITE:
+        if transfer.opcode != Opcode.WRITE:
             return
         start, end = transfer.file_offset, transfer.file_offset + transfer.nbytes
         for offset, stop in ((start, transfer.span_start), (transfer.span_end, end)):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio.errors import TransferError, told_for
+from nvmeio.errors import TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
@@ -293,7 +293,7 @@ def load_beside(
             failed = error
             if isinstance(error, TransferError):
                 names = names_in(slot.unit, read.at, read.end - read.start)
-                failed = told_for(error, f"weights {names} of {slot.unit.name}")
+                failed = with_context(error, f"weights {names} of {slot.unit.name}")
     slot.beside.clear()
     if failed is not None:
         raise failed

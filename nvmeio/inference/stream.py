@@ -33,7 +33,7 @@ from torch import nn
 from nvmeio._io.span_plan import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._io.threads import in_thread
-from nvmeio.errors import ClosedError, TransferError, told_for
+from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._checkpoint import Checkpoint
@@ -237,7 +237,7 @@ class WeightStream:
                 opened.checkpoint.check(piece.file, repr(weight.name))
             except TransferError as failed:
                 self._give_up()
-                raise told_for(failed, f"weight {weight.name!r} of {unit.name}") from failed
+                raise with_context(failed, f"weight {weight.name!r} of {unit.name}") from failed
             except BaseException:
                 self._give_up()
                 raise
@@ -313,7 +313,7 @@ class WeightStream:
         except TransferError as failed:
             at = job.failed_at
             names = names_in(unit, at.at, at.memory.nbytes) if at is not None else unit.name
-            raise told_for(failed, f"weights {names} of {unit.name}") from failed
+            raise with_context(failed, f"weights {names} of {unit.name}") from failed
         self._waited_s += time.perf_counter() - began
         for index in slot.files:
             opened.checkpoint.check(index, f"layer {unit.name!r}")
@@ -504,7 +504,7 @@ class WeightStream:
         except TransferError as failed:
             at = slot.job.failed_at if slot.job is not None else None
             names = names_in(self._fixed, at.at, at.memory.nbytes) if at is not None else "them"
-            raise told_for(failed, f"weights {names} of {self._fixed.name}") from failed
+            raise with_context(failed, f"weights {names} of {self._fixed.name}") from failed
         for index in slot.files:
             checkpoint.check(index, self._fixed.name)
         install(self._fixed.targets, memory.tensors(slot, keep=True))

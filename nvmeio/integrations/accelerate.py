@@ -32,7 +32,7 @@ from nvmeio import files
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.errors import ClosedError, IntegrityError, TransferError, told_for
+from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.inference._feeder import Feeder, Job, Wanted, finish
@@ -146,7 +146,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         except BaseException as failed:
             self._give_back(ahead)  # Ctrl-C leaves it in flight
             if isinstance(failed, TransferError):
-                raise told_for(failed, f"weight {key!r}") from failed
+                raise with_context(failed, f"weight {key!r}") from failed
             raise
         tensor = _tensor(ahead, place)
         device = torch.device("cpu" if self.device is None else self.device)

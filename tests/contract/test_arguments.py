@@ -136,25 +136,25 @@ def test_an_engine_serves_one_handle(new_handle: Make) -> None:
 def test_a_handle_that_cannot_be_made_leaves_nothing_behind() -> None:
     """`nothing_leaks` looks for its threads: the engine had been started already."""
 
-    class NoPorts(FakeEngine):
-        def open_port(self) -> Any:
+    class NoQueue(FakeEngine):
+        def open_completion_queue(self) -> Any:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with pytest.raises(OSError, match="Too many open files"):
-        nvmeio.AioHandle(engine=NoPorts())
+        nvmeio.AioHandle(engine=NoQueue())
 
 
 def test_descriptors_run_out_at_the_first_use_of_a_loop(file: Path) -> None:
     """The file was opened by then, and stayed so."""
 
-    class OnePort(FakeEngine):
-        ports = 0
+    class OneQueue(FakeEngine):
+        queues = 0
 
-        def open_port(self) -> Any:
-            self.ports += 1
-            if self.ports > 1:
+        def open_completion_queue(self) -> Any:
+            self.queues += 1
+            if self.queues > 1:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return super().open_port()
+            return super().open_completion_queue()
 
     async def read(handle: nvmeio.AioHandle) -> None:
         before = open_descriptors()
@@ -162,7 +162,7 @@ def test_descriptors_run_out_at_the_first_use_of_a_loop(file: Path) -> None:
             handle.async_pread(tensor(), file)
         assert open_descriptors() == before
 
-    with nvmeio.AioHandle(engine=OnePort()) as handle:
+    with nvmeio.AioHandle(engine=OneQueue()) as handle:
         asyncio.run(read(handle))
         assert handle.wait() == 0
         assert handle.sync_pread(tensor(), file) == 100

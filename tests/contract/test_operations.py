@@ -727,7 +727,7 @@ async def test_cancelling_a_wrapped_future(
 
 
 def test_many_futures_from_many_threads_are_all_told(make_handle: Make, file: Path) -> None:
-    """Threads without a loop and the dispatcher reap one port at the same time.
+    """Threads without a loop and the dispatcher reap one completion queue at the same time.
 
     They shared a buffer for what they reaped, and now and then one of them a completion too few.
     """
@@ -858,7 +858,7 @@ def test_one_loop_after_another(handle: nvmeio.AioHandle, file: Path) -> None:
     for kind in ("asyncio", "debug", "asyncio"):
         before = len(open_descriptors())
         assert [run_on(kind, read()) for _ in range(5)] == [SIZE] * 5
-        assert len(open_descriptors()) <= before + 1  # the last loop's port is still to be dropped
+        assert len(open_descriptors()) <= before + 1  # the last loop's is still to be dropped
 
 
 # Loops that end too early
@@ -1230,8 +1230,8 @@ async def test_a_loop_that_comes_while_another_thread_closes_opens_no_port(
 ) -> None:
     """Nobody would close it: `nothing_leaks` looks at the descriptors."""
     handle = make_handle()
-    ports = handle._cores.host._ports
-    of = ports.of
+    queues = handle._cores.host._completions
+    of = queues.of
 
     def late(loop: asyncio.AbstractEventLoop) -> Any:
         closing = threading.Thread(target=handle.close)
@@ -1239,7 +1239,7 @@ async def test_a_loop_that_comes_while_another_thread_closes_opens_no_port(
         closing.join()
         return of(loop)
 
-    monkeypatch.setattr(ports, "of", late)
+    monkeypatch.setattr(queues, "of", late)
     before = open_descriptors()
     with pytest.raises(nvmeio.ClosedError, match="the handle is closed"):
         handle.async_pread(target(), file)
@@ -1442,16 +1442,16 @@ def test_a_handle_may_be_collected_at_any_moment(file: Path, loop_kind: str) -> 
     collected: list[int] = []
 
     class Collecting(HeldEngine):
-        def prepare(self, port: Any, token: int, transfer: Any) -> Any:
-            ticket = super().prepare(port, token, transfer)
-            move = ticket.move
+        def prepare(self, cq: Any, token: int, transfer: Any) -> Any:
+            request = super().prepare(cq, token, transfer)
+            move = request.move
 
-            def collect_and_move(port: Any) -> None:
+            def collect_and_move(cq: Any) -> None:
                 collected.append(gc.collect())
-                move(port)
+                move(cq)
 
-            ticket.move = collect_and_move  # type: ignore[method-assign]
-            return ticket
+            request.move = collect_and_move  # type: ignore[method-assign]
+            return request
 
     engine = Collecting()
     operations: list[nvmeio.Operation] = []

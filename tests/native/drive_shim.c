@@ -29,12 +29,12 @@
 
 enum { FILE_BYTES = 6 << 20, TAIL = 777, PAGE = 4096, MAX_LANES = 4 };
 
-static nv_request *nv_submit(nv_engine *engine, nv_port *port, uint64_t token, int kind,
+static nv_request *nv_submit(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode,
                              int direct_fd, int buffered_fd, uint64_t address, uint64_t nbytes,
                              uint64_t file_offset, uint64_t span_start, uint64_t span_end,
                              uint32_t offset_alignment, uint32_t memory_alignment, int bounce,
                              int preallocate) {
-  nv_request *request = nv_prepare(engine, port, token, kind, direct_fd, buffered_fd, address,
+  nv_request *request = nv_prepare(engine, cq, token, opcode, direct_fd, buffered_fd, address,
                                    nbytes, file_offset, span_start, span_end, offset_alignment,
                                    memory_alignment, bounce, preallocate, (int)(token % 2));
   if (request) nv_start(request);
@@ -162,12 +162,12 @@ static nv_options some_options(void) {
 
 /* Submits as nvmeio's plan does: reads fetch the enclosing aligned span, writes send the enclosed
  * whole pages direct and the edges buffered. */
-static nv_request *start(nv_engine *engine, nv_port *port, uint64_t token, int kind, fds f,
+static nv_request *start(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode, fds f,
                          char *memory, uint64_t nbytes, uint64_t offset, int bounce) {
   uint64_t end = offset + nbytes, from = offset, to = end;
   int direct = f.direct;
-  if (!nbytes || kind >= NV_FSYNC) direct = -1;
-  if (direct >= 0 && kind == NV_READ) {
+  if (!nbytes || opcode >= NV_FSYNC) direct = -1;
+  if (direct >= 0 && opcode == NV_READ) {
     from = offset / alignment * alignment;
     to = (end + alignment - 1) / alignment * alignment;
   } else if (direct >= 0) {
@@ -179,9 +179,9 @@ static nv_request *start(nv_engine *engine, nv_port *port, uint64_t token, int k
     }
   }
   nv_request *request =
-      nv_submit(engine, port, token, kind, direct, f.buffered, (uint64_t)(uintptr_t)memory, nbytes,
+      nv_submit(engine, cq, token, opcode, direct, f.buffered, (uint64_t)(uintptr_t)memory, nbytes,
                 offset, from, to, alignment ? alignment : 1, alignment ? alignment : 1, bounce,
-                kind == NV_WRITE);
+                opcode == NV_WRITE);
   CHECK(request);
   return request;
 }
@@ -217,8 +217,8 @@ static void one_after_another(fds f) {
   fds copy = open_file("copy", 0);
   running r;
   start_engine(&r, some_options());
-  nv_port *port = nv_port_new(r.engine);
-  CHECK(port);
+  nv_cq *cq = nv_cq_new(r.engine);
+  CHECK(cq);
   uint64_t bytes = 0;
   unsigned count = 40;
   for (unsigned i = 0; i < count; i++) {
@@ -226,10 +226,10 @@ static void one_after_another(fds f) {
     uint64_t offset = chance(FILE_BYTES - nbytes);
     if (chance(2)) offset = offset / PAGE * PAGE;
     char *block, *memory = take(nbytes, (int)chance(2), &block);
-    int kind = (int)chance(2);
-    unsigned salt = kind == NV_WRITE ? i + 1 : 0;
-    if (kind == NV_WRITE) fill_with(memory, offset, nbytes, salt);
-    nv_request *request = start(r.engine, port, i, kind, kind == NV_READ ? f : copy, memory, nbytes,
+    int opcode = (int)chance(2);
+    unsigned salt = opcode == NV_WRITE ? i + 1 : 0;
+    if (opcode == NV_WRITE) fill_with(memory, offset, nbytes, salt);
+    nv_request *request = start(r.engine, cq, i, opcode, opcode == NV_READ ? f : copy, memory, nbytes,
                                 offset, (int)chance(2));
     wait_for(request);
     const nv_result *result = nv_request_result(request);
@@ -238,7 +238,7 @@ static void one_after_another(fds f) {
     CHECK(result->direct_bytes + result->bounced_bytes + result->buffered_bytes == nbytes);
     CHECK(holds(memory, offset, nbytes, salt));
     CHECK(canaries(block, memory, nbytes));
-    if (kind == NV_WRITE) {
+    if (opcode == NV_WRITE) {
       char *back = malloc(nbytes + 1);
       CHECK(back && pread(copy.buffered, back, nbytes, (off_t)offset) == (ssize_t)nbytes);
       CHECK(holds(back, offset, nbytes, salt));
@@ -248,7 +248,7 @@ static void one_after_another(fds f) {
     nv_request_free(request);
     free(block);
   }
-  nv_request *sync = start(r.engine, port, 99, NV_FSYNC, copy, NULL, 0, 0, 0);
+  nv_request *sync = start(r.engine, cq, 99, NV_FSYNC, copy, NULL, 0, 0, 0);
   wait_for(sync);
   CHECK(nv_moved(sync) == 0);
   nv_request_free(sync);
@@ -256,7 +256,7 @@ static void one_after_another(fds f) {
   nv_engine_counters(r.engine, &counted);
   CHECK(counted.operations == count + 1 && counted.errors == 0 && counted.in_flight == 0);
   CHECK(counted.bytes_read + counted.bytes_written == bytes);
-  nv_port_free(port);
+  nv_cq_free(cq);
   join_lanes(&r);
   nv_engine_free(r.engine);
   close_file(copy);
@@ -265,13 +265,13 @@ static void one_after_another(fds f) {
 static void past_the_end(fds f) {
   running r;
   start_engine(&r, some_options());
-  nv_port *port = nv_port_new(r.engine);
+  nv_cq *cq = nv_cq_new(r.engine);
   uint64_t size = FILE_BYTES + TAIL;
   for (unsigned i = 0; i < 12; i++) {
     uint64_t offset = size - chance(200000) + (i % 4 == 0 ? 300000 : 0);
     uint64_t nbytes = 210000 + chance(400000);
     char *block, *memory = take(nbytes, (int)chance(2), &block);
-    nv_request *request = start(r.engine, port, i, NV_READ, f, memory, nbytes, offset, 0);
+    nv_request *request = start(r.engine, cq, i, NV_READ, f, memory, nbytes, offset, 0);
     wait_for(request);
     const nv_result *result = nv_request_result(request);
     uint64_t there = offset < size ? size - offset : 0;
@@ -281,7 +281,7 @@ static void past_the_end(fds f) {
     nv_request_free(request);
     free(block);
   }
-  nv_port_free(port);
+  nv_cq_free(cq);
   join_lanes(&r);
   nv_engine_free(r.engine);
 }
@@ -295,10 +295,10 @@ static void refused(fds f) {
   CHECK(readable.buffered >= 0);
   running r;
   start_engine(&r, some_options());
-  nv_port *port = nv_port_new(r.engine);
+  nv_cq *cq = nv_cq_new(r.engine);
   char *block, *memory = take(300000, 1, &block);
-  nv_request *bad = start(r.engine, port, 1, NV_WRITE, readable, memory, 300000, 0, 0);
-  nv_request *good = start(r.engine, port, 2, NV_READ, f, memory, 300000, 0, 0);
+  nv_request *bad = start(r.engine, cq, 1, NV_WRITE, readable, memory, 300000, 0, 0);
+  nv_request *good = start(r.engine, cq, 2, NV_READ, f, memory, 300000, 0, 0);
   wait_for(bad);
   wait_for(good);
   CHECK(nv_moved(bad) == -EBADF);
@@ -306,13 +306,13 @@ static void refused(fds f) {
   nv_request_free(bad);
   nv_request_free(good);
   free(block);
-  nv_port_free(port);
+  nv_cq_free(cq);
   join_lanes(&r);
   nv_engine_free(r.engine);
   close(readable.buffered);
 }
 
-/* Threads that submit, cancel and wait, each with a port of its own whose tokens must all come, and
+/* Threads that submit, cancel and wait, each with a completion queue of its own whose tokens must all come, and
  * come once. */
 typedef struct {
   nv_engine *engine;
@@ -326,8 +326,8 @@ static void *submit_and_reap(void *argument) {
   submitter *s = argument;
   state = s->seed * 2654435761u + 12345;
   enum { MANY = 16 };
-  nv_port *port = nv_port_new(s->engine);
-  CHECK(port);
+  nv_cq *cq = nv_cq_new(s->engine);
+  CHECK(cq);
   for (unsigned done = 0; done < s->count; done += MANY) {
     nv_request *requests[MANY];
     char *blocks[MANY], *memories[MANY];
@@ -337,7 +337,7 @@ static void *submit_and_reap(void *argument) {
       lengths[i] = chance(2) ? chance(200000) : PAGE;
       offsets[i] = chance(FILE_BYTES - lengths[i]);
       memories[i] = take(lengths[i], (int)chance(2), &blocks[i]);
-      requests[i] = start(s->engine, port, (uint64_t)i, NV_READ, s->f, memories[i], lengths[i],
+      requests[i] = start(s->engine, cq, (uint64_t)i, NV_READ, s->f, memories[i], lengths[i],
                           offsets[i], (int)chance(2));
       if (s->cancels && chance(2)) {
         if (chance(2)) nap((long)chance(300));
@@ -345,10 +345,10 @@ static void *submit_and_reap(void *argument) {
       }
     }
     for (int left = MANY; left;) {
-      struct pollfd pollfd = {.fd = nv_port_fd(port), .events = POLLIN};
+      struct pollfd pollfd = {.fd = nv_cq_fd(cq), .events = POLLIN};
       CHECK(poll(&pollfd, 1, 60000) == 1);
       uint64_t tokens[5];
-      int n = nv_port_reap(port, tokens, 5);
+      int n = nv_cq_reap(cq, tokens, 5);
       for (int i = 0; i < n; i++) {
         CHECK(tokens[i] < MANY && !seen[tokens[i]]);
         seen[tokens[i]] = 1;
@@ -371,7 +371,7 @@ static void *submit_and_reap(void *argument) {
       free(blocks[i]);
     }
   }
-  nv_port_free(port);
+  nv_cq_free(cq);
   return NULL;
 }
 
@@ -393,10 +393,10 @@ static void many_threads(fds f, int cancels) {
   nv_engine_free(r.engine);
 }
 
-/* Requests wander between ports while they complete: each is reported at one of them, once. */
+/* Requests wander between completion queues while they complete: each is reported at one of them, once. */
 typedef struct {
   nv_request **requests;
-  nv_port **ports;
+  nv_cq **cqs;
   unsigned nrequests, nports;
   uint64_t seed;
   atomic_int *stop;
@@ -405,7 +405,7 @@ typedef struct {
 static void *move_about(void *argument) {
   mover *m = argument;
   state = m->seed * 2654435761u + 99;
-  while (!*m->stop) nv_move(m->requests[chance(m->nrequests)], m->ports[chance(m->nports)]);
+  while (!*m->stop) nv_move(m->requests[chance(m->nrequests)], m->cqs[chance(m->nports)]);
   return NULL;
 }
 
@@ -413,28 +413,28 @@ static void moved_while_completing(fds f) {
   enum { MANY = 48, PORTS = 3, MOVERS = 2 };
   running r;
   start_engine(&r, some_options());
-  nv_port *ports[PORTS];
-  for (int i = 0; i < PORTS; i++) CHECK((ports[i] = nv_port_new(r.engine)));
+  nv_cq *cqs[PORTS];
+  for (int i = 0; i < PORTS; i++) CHECK((cqs[i] = nv_cq_new(r.engine)));
   nv_request *requests[MANY];
   char *blocks[MANY], *memories[MANY];
   int seen[MANY] = {0};
   for (int i = 0; i < MANY; i++) {
     memories[i] = take(50000, i % 2, &blocks[i]);
-    requests[i] = start(r.engine, ports[chance(PORTS)], (uint64_t)i, NV_READ, f, memories[i], 50000,
+    requests[i] = start(r.engine, cqs[chance(PORTS)], (uint64_t)i, NV_READ, f, memories[i], 50000,
                         (uint64_t)i * 50001, 0);
   }
   atomic_int stop = 0;
   pthread_t threads[MOVERS];
   mover what[MOVERS];
   for (int i = 0; i < MOVERS; i++) {
-    what[i] = (mover){requests, ports, MANY, PORTS, chance(1u << 30), &stop};
+    what[i] = (mover){requests, cqs, MANY, PORTS, chance(1u << 30), &stop};
     CHECK(pthread_create(&threads[i], NULL, move_about, &what[i]) == 0);
   }
   int left = MANY;
   for (int turn = 0; left; turn++) {
-    /* Without poll: what was signalled at one port may have moved to another. */
+    /* Without poll: what was signalled at one completion queue may have moved to another. */
     uint64_t tokens[4];
-    int n = nv_port_reap(ports[turn % PORTS], tokens, 4);
+    int n = nv_cq_reap(cqs[turn % PORTS], tokens, 4);
     for (int i = 0; i < n; i++) {
       CHECK(tokens[i] < MANY && !seen[tokens[i]]++);
       left--;
@@ -445,36 +445,36 @@ static void moved_while_completing(fds f) {
   for (int i = 0; i < MOVERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int i = 0; i < PORTS; i++) {
     uint64_t token;
-    CHECK(nv_port_reap(ports[i], &token, 1) == 0);
+    CHECK(nv_cq_reap(cqs[i], &token, 1) == 0);
   }
   for (int i = 0; i < MANY; i++) {
     CHECK(nv_is_done(requests[i]) && holds(memories[i], (uint64_t)i * 50001, 50000, 0));
     nv_request_free(requests[i]);
     free(blocks[i]);
   }
-  for (int i = 0; i < PORTS; i++) nv_port_free(ports[i]);
+  for (int i = 0; i < PORTS; i++) nv_cq_free(cqs[i]);
   join_lanes(&r);
   nv_engine_free(r.engine);
 }
 
-/* A moved request that was done before is signalled at its new port. */
+/* A moved request that was done before is signalled at its new completion queue. */
 static void moved_when_done(fds f) {
   running r;
   start_engine(&r, some_options());
-  nv_port *first = nv_port_new(r.engine), *second = nv_port_new(r.engine);
+  nv_cq *first = nv_cq_new(r.engine), *second = nv_cq_new(r.engine);
   char *block, *memory = take(50000, 1, &block);
   nv_request *request = start(r.engine, first, 7, NV_READ, f, memory, 50000, 0, 0);
   wait_for(request);
   nv_move(request, second);
-  struct pollfd pollfd = {.fd = nv_port_fd(second), .events = POLLIN};
+  struct pollfd pollfd = {.fd = nv_cq_fd(second), .events = POLLIN};
   CHECK(poll(&pollfd, 1, 10000) == 1);
   uint64_t token = 0;
-  CHECK(nv_port_reap(first, &token, 1) == 0);
-  CHECK(nv_port_reap(second, &token, 1) == 1 && token == 7);
+  CHECK(nv_cq_reap(first, &token, 1) == 0);
+  CHECK(nv_cq_reap(second, &token, 1) == 1 && token == 7);
   nv_move(request, first); /* reaped: told nowhere again */
-  CHECK(nv_port_reap(first, &token, 1) == 0);
-  nv_port_free(first);
-  nv_port_free(second);
+  CHECK(nv_cq_reap(first, &token, 1) == 0);
+  nv_cq_free(first);
+  nv_cq_free(second);
   nv_request_free(request);
   free(block);
   join_lanes(&r);
@@ -487,15 +487,15 @@ static void ports_closed_early(fds f) {
   start_engine(&r, some_options());
   nv_request *requests[MANY];
   char *blocks[MANY], *memories[MANY];
-  nv_port *spare = nv_port_new(r.engine);
+  nv_cq *spare = nv_cq_new(r.engine);
   for (int i = 0; i < MANY; i++) {
-    nv_port *port = nv_port_new(r.engine);
-    CHECK(port);
+    nv_cq *cq = nv_cq_new(r.engine);
+    CHECK(cq);
     memories[i] = take(100000, i % 2, &blocks[i]);
-    requests[i] = start(r.engine, port, (uint64_t)i, NV_READ, f, memories[i], 100000, 0, 0);
+    requests[i] = start(r.engine, cq, (uint64_t)i, NV_READ, f, memories[i], 100000, 0, 0);
     if (chance(2)) nap((long)chance(500));
     if (i % 3 == 0) nv_move(requests[i], spare);
-    nv_port_free(port);
+    nv_cq_free(cq);
   }
   for (int i = 0; i < MANY; i++) {
     wait_for(requests[i]);
@@ -504,7 +504,7 @@ static void ports_closed_early(fds f) {
     nv_request_free(requests[i]);
     free(blocks[i]);
   }
-  nv_port_free(spare);
+  nv_cq_free(spare);
   join_lanes(&r);
   nv_engine_free(r.engine);
 }
@@ -514,42 +514,42 @@ static void orphans(fds f) {
   enum { MANY = 32 };
   running r;
   start_engine(&r, some_options());
-  nv_port *port = nv_port_new(r.engine);
+  nv_cq *cq = nv_cq_new(r.engine);
   char *blocks[MANY];
   for (int i = 0; i < MANY; i++) {
     char *memory = take(200000, i % 2, &blocks[i]);
     nv_request *request =
-        start(r.engine, port, (uint64_t)i, NV_READ, f, memory, 200000, (uint64_t)i * PAGE, 0);
+        start(r.engine, cq, (uint64_t)i, NV_READ, f, memory, 200000, (uint64_t)i * PAGE, 0);
     if (i % 4 == 0) nv_cancel(request);
     if (i % 5 == 0) nap((long)chance(500));
     nv_request_free(request);
   }
   if (chance(2)) {
-    nv_port_free(port);
-    port = NULL;
+    nv_cq_free(cq);
+    cq = NULL;
   }
   join_lanes(&r); /* stop means: when nothing is in flight */
   nv_counters counted;
   nv_engine_counters(r.engine, &counted);
   CHECK(counted.in_flight == 0 && counted.operations == MANY);
-  if (port) nv_port_free(port);
+  if (cq) nv_cq_free(cq);
   nv_engine_free(r.engine);
   for (int i = 0; i < MANY; i++) free(blocks[i]);
 }
 
-/* Whoever lets go last frees: the engine's owner first, then ports, then requests. */
+/* Whoever lets go last frees: the engine's owner first, then completion queues, then requests. */
 static void engine_freed_first(fds f) {
   running r;
   start_engine(&r, some_options());
-  nv_port *port = nv_port_new(r.engine);
+  nv_cq *cq = nv_cq_new(r.engine);
   char *block, *memory = take(300000, 0, &block);
-  nv_request *request = start(r.engine, port, 5, NV_READ, f, memory, 300000, 11, 0);
+  nv_request *request = start(r.engine, cq, 5, NV_READ, f, memory, 300000, 11, 0);
   join_lanes(&r);
   nv_engine_free(r.engine);
   CHECK(nv_is_done(request) && holds(memory, 11, 300000, 0));
   uint64_t token = 0;
-  CHECK(nv_port_reap(port, &token, 1) == 1 && token == 5);
-  nv_port_free(port);
+  CHECK(nv_cq_reap(cq, &token, 1) == 1 && token == 5);
+  nv_cq_free(cq);
   nv_cancel(request);
   nv_request_free(request);
   free(block);
@@ -560,10 +560,10 @@ static void never_run(fds f) {
   int error;
   nv_engine *engine = nv_engine_new(kaio, &options, &error);
   CHECK(engine);
-  nv_port *port = nv_port_new(engine);
-  CHECK(port);
+  nv_cq *cq = nv_cq_new(engine);
+  CHECK(cq);
   nv_engine_stop(engine);
-  nv_port_free(port);
+  nv_cq_free(cq);
   nv_engine_free(engine);
   /* More events than there can be: no lane. Half of the limit and one more: one lane, not two. */
   options = (nv_options){.block_size = PAGE, .queue_depth = 1u << 24, .lanes = 3};
@@ -586,27 +586,27 @@ static void never_run(fds f) {
 static void forked(fds f) {
   running r;
   start_engine(&r, some_options());
-  nv_port *port = nv_port_new(r.engine);
+  nv_cq *cq = nv_cq_new(r.engine);
   enum { MANY = 16 };
   nv_request *requests[MANY];
   char *blocks[MANY], *memories[MANY];
   for (int i = 0; i < MANY; i++) {
     memories[i] = take(300000, i % 2, &blocks[i]);
     requests[i] =
-        start(r.engine, port, (uint64_t)i, NV_READ, f, memories[i], 300000, (uint64_t)i * 999, 0);
+        start(r.engine, cq, (uint64_t)i, NV_READ, f, memories[i], 300000, (uint64_t)i * 999, 0);
   }
   pid_t child = fork();
   CHECK(child >= 0);
   if (!child) {
     alarm(20);
     uint64_t token;
-    int wrong = nv_submit(r.engine, port, 1, NV_READ, -1, f.buffered, 0, 0, 0, 0, 0, 1, 1, 0, 0) ||
-                nv_port_new(r.engine) || nv_port_reap(port, &token, 1) || nv_wait(requests[0], 5) ||
+    int wrong = nv_submit(r.engine, cq, 1, NV_READ, -1, f.buffered, 0, 0, 0, 0, 0, 1, 1, 0, 0) ||
+                nv_cq_new(r.engine) || nv_cq_reap(cq, &token, 1) || nv_wait(requests[0], 5) ||
                 nv_is_done(requests[0]);
     nv_cancel(requests[0]);
-    nv_move(requests[1], port);
+    nv_move(requests[1], cq);
     nv_request_free(requests[0]);
-    nv_port_free(port);
+    nv_cq_free(cq);
     nv_engine_stop(r.engine);
     nv_engine_free(r.engine);
     _exit(wrong);
@@ -620,7 +620,7 @@ static void forked(fds f) {
   }
   int status;
   CHECK(waitpid(child, &status, 0) == child && status == 0);
-  nv_port_free(port);
+  nv_cq_free(cq);
   join_lanes(&r);
   nv_engine_free(r.engine);
 }

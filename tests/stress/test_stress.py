@@ -31,8 +31,8 @@ from support import nvmeio_threads, open_descriptors
 
 import nvmeio
 from nvmeio.engines import libaio
-from nvmeio.engines._queued import EventPort
-from nvmeio.engines.base import Kind, Options, Transfer
+from nvmeio.engines._queued import EventfdQueue
+from nvmeio.engines.base import Opcode, Options, Transfer
 
 FILE_BYTES = 8 * MIB
 MOST = 160 * KIB  # bytes per operation
@@ -291,7 +291,7 @@ def test_many_handles_one_after_another(tmp_path, engine, count):
 @short_and_long("count", 20, 300)
 @pytest.mark.timeout(300)
 def test_many_loops_one_after_another(tmp_path, count):
-    """A loop's port goes with the loop, at the latest when the next one comes."""
+    """A loop's completion queue goes with the loop, at the latest when the next one comes."""
     path = make_file(tmp_path / "file", noise(MIB, seed=3))
     tensor = aligned(MIB)
     with nvmeio.AioHandle(64 * KIB, 8) as handle:
@@ -459,8 +459,8 @@ def test_close_among_threads_that_submit(tmp_path, engine, turns):
         assert handle.stats.in_flight == 0
 
 
-class _KnowsFreedPorts:
-    """The shim, refusing to touch a port that was freed."""
+class _KnowsFreedQueues:
+    """The shim, refusing to touch a completion queue that was freed."""
 
     def __init__(self, lib):
         self._lib = lib
@@ -469,23 +469,23 @@ class _KnowsFreedPorts:
     def __getattr__(self, name):
         return getattr(self._lib, name)
 
-    def nv_port_free(self, port):
-        self._freed.add(int(libaio.ffi.cast("uintptr_t", port)))
-        self._lib.nv_port_free(port)
+    def nv_cq_free(self, cq):
+        self._freed.add(int(libaio.ffi.cast("uintptr_t", cq)))
+        self._lib.nv_cq_free(cq)
 
-    def nv_port_reap(self, port, tokens, most):
-        assert int(libaio.ffi.cast("uintptr_t", port)) not in self._freed, "reaped a freed port"
-        return self._lib.nv_port_reap(port, tokens, most)
+    def nv_cq_reap(self, cq, tokens, most):
+        assert int(libaio.ffi.cast("uintptr_t", cq)) not in self._freed, "reaped a freed queue"
+        return self._lib.nv_cq_reap(cq, tokens, most)
 
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engine):
-    """A thread that submits reaps in passing; close freed the port before it came to that."""
+    """A thread that submits reaps in passing; close freed the queue before it came to that."""
     path = make_file(tmp_path / "file", noise(4096, seed=6))
-    monkeypatch.setattr(libaio, "lib", _KnowsFreedPorts(libaio.lib))
+    monkeypatch.setattr(libaio, "lib", _KnowsFreedQueues(libaio.lib))
     about_to, closed = threading.Event(), threading.Event()
-    port = libaio._Port if engine == "libaio" else EventPort
-    reap = port.reap
+    cq = libaio._CompletionQueue if engine == "libaio" else EventfdQueue
+    reap = cq.reap
 
     def late(self):
         if threading.current_thread().name == "submitter":
@@ -493,7 +493,7 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
             closed.wait(0.5)
         return reap(self)
 
-    monkeypatch.setattr(port, "reap", late)
+    monkeypatch.setattr(cq, "reap", late)
     handle = nvmeio.AioHandle(engine=engine)
     failures = []
 
@@ -526,8 +526,8 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
         def __getattr__(self, name):
             return getattr(libaio_lib, name)
 
-        def nv_port_reap(self, port, tokens, most):
-            n = libaio_lib.nv_port_reap(port, tokens, most)
+        def nv_cq_reap(self, cq, tokens, most):
+            n = libaio_lib.nv_cq_reap(cq, tokens, most)
             if threading.current_thread().name == "slow":
                 reaped.set()
                 other_has_reaped.wait(0.5)
@@ -538,22 +538,22 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
     reaped, other_has_reaped = threading.Event(), threading.Event()
     engine = libaio.LibaioEngine()
     engine.start(Options())
-    port = engine.open_port()
+    cq = engine.open_completion_queue()
     with open(tmp_path / "file", "wb") as file:
-        sync = Transfer(Kind.FSYNC, -1, file.fileno(), 0, 0, 0, 0, 0, 1, 1, False, False)
-        tickets = [engine.prepare(port, token, sync) for token in (1, 2)]
-        tickets[0].start()
-        assert tickets[0].wait(20)
+        sync = Transfer(Opcode.FSYNC, -1, file.fileno(), 0, 0, 0, 0, 0, 1, 1, False, False)
+        requests = [engine.prepare(cq, token, sync) for token in (1, 2)]
+        requests[0].start()
+        assert requests[0].wait(20)
         found = []
-        slow = threading.Thread(target=lambda: found.append(port.reap()), name="slow")
+        slow = threading.Thread(target=lambda: found.append(cq.reap()), name="slow")
         slow.start()
         assert reaped.wait(20)
-        tickets[1].start()
-        assert tickets[1].wait(20)
-        mine = port.reap()
+        requests[1].start()
+        assert requests[1].wait(20)
+        mine = cq.reap()
         other_has_reaped.set()
         slow.join(20)
-    port.close()
+    cq.close()
     engine.stop()
     engine.join()
     assert (found, mine) == ([[1]], [2])

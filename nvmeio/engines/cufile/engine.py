@@ -32,8 +32,8 @@ import torch
 from nvmeio import _holds
 from nvmeio._device import Copier
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.engines._queued import DeviceTransfer, EventPort, QueuedEngine, QueuedTicket
-from nvmeio.engines.base import Kind, Options, Port, Ticket, Transfer
+from nvmeio.engines._queued import DeviceTransfer, EventfdQueue, QueuedEngine, QueuedRequest
+from nvmeio.engines.base import CompletionQueue, Opcode, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, Settings
 from nvmeio.engines.cufile.library import Library
 from nvmeio.engines.cufile.registry import MEMORY, Region
@@ -50,16 +50,16 @@ _LOOK_S = (0.0001, 0.001)  # how often a stream that is not there yet is asked: 
 _WATCH_S = 0.25  # how often running calls are looked at, at most
 
 
-class _Request(QueuedTicket):
-    """A ticket with what is left of it."""
+class _Request(QueuedRequest):
+    """A request with what is left of it."""
 
     def __init__(
-        self, engine: CuFileEngine, token: int, transfer: DeviceTransfer, port: EventPort
+        self, engine: CuFileEngine, token: int, transfer: DeviceTransfer, cq: EventfdQueue
     ) -> None:
-        super().__init__(engine, token, transfer, port)
+        super().__init__(engine, token, transfer, cq)
         span_start, span_end = transfer.span_start, transfer.span_end
         end = transfer.file_offset + transfer.nbytes
-        if transfer.kind == Kind.READ:  # not the aligned span around it: cuFile takes any
+        if transfer.opcode == Opcode.READ:  # not the aligned span around it: cuFile takes any
             span_start, span_end = transfer.file_offset, end
         self.next = span_start
         self.end = span_end
@@ -151,23 +151,23 @@ class CuFileEngine(QueuedEngine):
         self._watch = watch
         _running.add(self)
 
-    def prepare(self, port: Port, token: int, transfer: Transfer) -> Ticket:
+    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request; from its start on, what it lies in cannot be unregistered."""
-        assert isinstance(port, EventPort)
+        assert isinstance(cq, EventfdQueue)
         assert isinstance(transfer, DeviceTransfer)
-        return _Request(self, token, transfer, port)
+        return _Request(self, token, transfer, cq)
 
-    def enqueue(self, ticket: QueuedTicket) -> None:
-        assert isinstance(ticket, _Request)
-        ticket.region = MEMORY.use(ticket.transfer.address, ticket.transfer.nbytes)
+    def enqueue(self, request: QueuedRequest) -> None:
+        assert isinstance(request, _Request)
+        request.region = MEMORY.use(request.transfer.address, request.transfer.nbytes)
         with self.condition:
-            self.admit(ticket)
+            self.admit(request)
             if self._all_lost():
-                ticket.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
-            if ticket.exhausted:
-                self._end(ticket)
+                request.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
+            if request.exhausted:
+                self._end(request)
                 return
-            self._turns.append(ticket)
+            self._turns.append(request)
             self._busy.set()
             self.condition.notify_all()
 
@@ -216,7 +216,9 @@ class CuFileEngine(QueuedEngine):
         try:
             MEMORY.add(self._library, Region(address, nbytes, self, keep))
         except CuFileFailure as failed:
-            raise failed.told(operation="register", path=f"{nbytes} bytes of memory") from None
+            raise failed.with_context(
+                operation="register", path=f"{nbytes} bytes of memory"
+            ) from None
 
     def unregister(self, address: int) -> None:
         """Undo `register`.
@@ -229,7 +231,9 @@ class CuFileEngine(QueuedEngine):
         try:
             MEMORY.remove(self._library, self, address)
         except CuFileFailure as failed:
-            raise failed.told(operation="register", path=f"memory at {address:#x}") from None
+            raise failed.with_context(
+                operation="register", path=f"memory at {address:#x}"
+            ) from None
 
     # --- the queue: called with the condition held ------------------------------------------
 
@@ -353,7 +357,7 @@ class CuFileEngine(QueuedEngine):
         handle = self._driver.files.handle(self._library, transfer.opened, fd)
         memory = transfer.address - transfer.file_offset  # plus the offset in the file
         base = self._base(request)
-        move = self._library.read if transfer.kind == Kind.READ else self._library.write
+        move = self._library.read if transfer.opcode == Opcode.READ else self._library.write
         at = task.start
         while at < task.end and not request.stop:
             address = memory + at
@@ -365,7 +369,7 @@ class CuFileEngine(QueuedEngine):
             at += moved
             if moved:
                 continue
-            if transfer.kind == Kind.WRITE:
+            if transfer.opcode == Opcode.WRITE:
                 raise CuFileFailure(errno.EIO, "cuFileWrite moved nothing and reported no error")
             size = os.fstat(fd).st_size
             if at < size:

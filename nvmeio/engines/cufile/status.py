@@ -99,7 +99,7 @@ class CuFileFailure(EngineError):
         self.status = status
         self.cuda_status = cuda_status
 
-    def told(self, **about: Any) -> CuFileError:
+    def with_context(self, **about: Any) -> CuFileError:
         """With the operation, the file and the span."""
         return CuFileError(
             self.errno,

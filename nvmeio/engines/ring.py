@@ -35,8 +35,17 @@ from nvmeio import _transfer
 from nvmeio._device import Copier, Mark
 from nvmeio._plan import PAGE_BYTES, Plan
 from nvmeio._tensor import Memory
-from nvmeio.engines._queued import DeviceTransfer, QueuedEngine, QueuedTicket, counted
-from nvmeio.engines.base import Counters, Engine, Kind, Options, Outcome, Port, Ticket, Transfer
+from nvmeio.engines._queued import DeviceTransfer, QueuedEngine, QueuedRequest, counted
+from nvmeio.engines.base import (
+    CompletionQueue,
+    Counters,
+    Engine,
+    Opcode,
+    Options,
+    Outcome,
+    Request,
+    Transfer,
+)
 from nvmeio.errors import TransferError
 
 logger = logging.getLogger("nvmeio")
@@ -55,16 +64,16 @@ _LOOK_MS = 1  # how often copies under way are looked at
 class _Turn:
     """A transfer that has pieces left, and how far it got."""
 
-    ticket: QueuedTicket
+    request: QueuedRequest
     next: int = 0  # the first byte of the tensor that no piece has
 
     @property
     def transfer(self) -> DeviceTransfer:
-        return self.ticket.transfer
+        return self.request.transfer
 
     @property
     def exhausted(self) -> bool:
-        return self.ticket.stop or self.next >= self.transfer.nbytes
+        return self.request.stop or self.next >= self.transfer.nbytes
 
 
 @dataclass(eq=False)
@@ -77,7 +86,7 @@ class _Piece:
     chunk: torch.Tensor
     shift: int  # where in the chunk it begins
     moved: int = 0  # what the host engine moved
-    host: Ticket | None = None
+    host: Request | None = None
     plan: Plan | None = None
     mark: Mark | None = None
     cancelled: bool = False
@@ -120,7 +129,7 @@ class RingEngine(QueuedEngine):
             raise ValueError(f"a ring takes {LEAST_BYTES} bytes or more, not {ring_bytes}")
         self.chunk_bytes = chunk
         self.chunks = ring_bytes // chunk
-        self._arrivals: deque[QueuedTicket] = deque()
+        self._arrivals: deque[QueuedRequest] = deque()
         self._pump: threading.Thread | None = None
         self._closed = False
         self._wake_fd = -1
@@ -130,16 +139,16 @@ class RingEngine(QueuedEngine):
         """Start the pump; the ring itself is made for the first transfer."""
         if self._pump is not None:
             raise RuntimeError("this engine was started before: one engine serves one handle")
-        port = self._host.open_port()
+        cq = self._host.open_completion_queue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        pump = _Pump(self, self._host, self._copier, port)
+        pump = _Pump(self, self._host, self._copier, cq)
         self._pump = threading.Thread(target=pump.run, name="nvmeio-ring", daemon=True)
         self._pump.start()
 
-    def enqueue(self, ticket: QueuedTicket) -> None:
+    def enqueue(self, request: QueuedRequest) -> None:
         with self.condition:
-            self.admit(ticket)
-            self._arrivals.append(ticket)
+            self.admit(request)
+            self._arrivals.append(request)
         self.nudge()
 
     def nudge(self) -> None:
@@ -164,12 +173,12 @@ class RingEngine(QueuedEngine):
 
     # --- for the pump -----------------------------------------------------------------------
 
-    def count_inside(self, kind: int, nbytes: int, outcome: Outcome) -> None:
+    def count_inside(self, opcode: int, nbytes: int, outcome: Outcome) -> None:
         """Note down one transfer of the host engine."""
         with self.condition:
-            self._inside = counted(self._inside, kind, nbytes, outcome)
+            self._inside = counted(self._inside, opcode, nbytes, outcome)
 
-    def arrived(self) -> list[QueuedTicket]:
+    def arrived(self) -> list[QueuedRequest]:
         """What was enqueued since the last call."""
         with self.condition:
             taken = list(self._arrivals)
@@ -198,7 +207,7 @@ class _Pump:
     engine: RingEngine
     host: Engine
     copier: Copier
-    port: Port
+    cq: CompletionQueue
     free: list[torch.Tensor] = field(default_factory=list)
     made: bool = False
     unready: list[_Turn] = field(default_factory=list)
@@ -210,7 +219,7 @@ class _Pump:
         """Until the engine is stopped and nothing is in flight."""
         poller = select.poll()
         poller.register(self.engine.wake_fd, select.POLLIN)
-        poller.register(self.port.fileno(), select.POLLIN)
+        poller.register(self.cq.fileno(), select.POLLIN)
         try:
             while not self.engine.finished():
                 if self._step():
@@ -223,10 +232,10 @@ class _Pump:
                     poller.poll()
                 self._hush()
         finally:
-            self.port.close()
+            self.cq.close()
 
     def _hush(self) -> None:
-        self.port.reap()  # tickets are asked one by one; left there, they would keep us awake
+        self.cq.reap()  # requests are asked one by one; left there, they would keep us awake
         with suppress(BlockingIOError):
             os.eventfd_read(self.engine.wake_fd)
 
@@ -235,8 +244,8 @@ class _Pump:
     def _step(self) -> bool:
         """Move everything on that can be; whether anything was."""
         arrived = self.engine.arrived()
-        for ticket in arrived:
-            self.unready.append(_Turn(ticket))
+        for request in arrived:
+            self.unready.append(_Turn(request))
         moved = bool(arrived)
         moved |= self._look_at_unready()
         moved |= self._look_at_drive()
@@ -263,7 +272,7 @@ class _Pump:
                 self.at_drive.remove(piece)
                 self._guard(piece, self._after_drive)
                 moved = True
-            elif piece.turn.ticket.stop and not piece.cancelled:
+            elif piece.turn.request.stop and not piece.cancelled:
                 piece.cancelled = True
                 piece.host.cancel()
         return moved
@@ -283,7 +292,7 @@ class _Pump:
         try:
             piece.mark.wait()
         except Exception as failed:
-            piece.turn.ticket.fail(errno.EIO, failed)
+            piece.turn.request.fail(errno.EIO, failed)
 
     def _begin_pieces(self) -> bool:
         moved = False
@@ -317,7 +326,7 @@ class _Pump:
                     self.engine.chunks * self.engine.chunk_bytes, device.device
                 )
             except Exception as failed:
-                turn.ticket.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
+                turn.request.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
                 return True  # the turn is exhausted by that
             each = self.engine.chunk_bytes
             self.free = [ring[start : start + each] for start in range(0, ring.numel(), each)]
@@ -330,11 +339,11 @@ class _Pump:
         nbytes = min(self.engine.chunk_bytes - shift, turn.transfer.nbytes - turn.next)
         piece = _Piece(turn, turn.next, nbytes, self.free.pop(), shift)
         turn.next += nbytes
-        turn.ticket.parts_out += 1
+        turn.request.parts_out += 1
         return piece
 
     def _begin(self, piece: _Piece) -> None:
-        if piece.turn.transfer.kind == Kind.READ:
+        if piece.turn.transfer.opcode == Opcode.READ:
             self._to_drive(piece)
         else:
             piece.mark = self.copier.download(piece.bytes, piece.on_device)
@@ -347,34 +356,34 @@ class _Pump:
         plan = _transfer.plan_buffered if buffered else _transfer.plan
         try:
             piece.plan, planned = plan(
-                Kind(transfer.kind), memory, transfer.opened, piece.file_offset
+                Opcode(transfer.opcode), memory, transfer.opened, piece.file_offset
             )
         except TransferError as failed:
-            piece.turn.ticket.fail(failed.errno or errno.EIO, failed)
+            piece.turn.request.fail(failed.errno or errno.EIO, failed)
             self._drop(piece)
             return
         self._submit(piece, planned)
 
     def _submit(self, piece: _Piece, planned: Transfer) -> None:
-        piece.host = self.host.prepare(self.port, 0, planned)
+        piece.host = self.host.prepare(self.cq, 0, planned)
         piece.host.start()
         self.at_drive.append(piece)
 
     def _after_drive(self, piece: _Piece) -> None:
         assert piece.host is not None and piece.plan is not None
-        ticket, outcome = piece.turn.ticket, piece.host.outcome()
-        self.engine.count_inside(piece.turn.transfer.kind, piece.nbytes, outcome)
-        if outcome.error == errno.EINVAL and piece.plan.direct and not ticket.stop:
+        request, outcome = piece.turn.request, piece.host.outcome()
+        self.engine.count_inside(piece.turn.transfer.opcode, piece.nbytes, outcome)
+        if outcome.error == errno.EINVAL and piece.plan.direct and not request.stop:
             logger.warning(
                 "%s refused direct I/O: buffered instead", piece.turn.transfer.opened.path
             )
             self._to_drive(piece, buffered=True)
             return
         if outcome.error and outcome.error != errno.ECANCELED:
-            ticket.fail(outcome.error)
-        ticket.buffered += outcome.buffered_bytes
-        ticket.bounced += outcome.direct_bytes + outcome.bounced_bytes
-        if piece.turn.transfer.kind != Kind.READ or outcome.error or ticket.cancelled:
+            request.fail(outcome.error)
+        request.buffered += outcome.buffered_bytes
+        request.bounced += outcome.direct_bytes + outcome.bounced_bytes
+        if piece.turn.transfer.opcode != Opcode.READ or outcome.error or request.cancelled:
             self._drop(piece)
             return
         if outcome.transferred < piece.nbytes:
@@ -388,8 +397,8 @@ class _Pump:
         self.at_device.append(piece)
 
     def _after_device(self, piece: _Piece) -> None:
-        ticket = piece.turn.ticket
-        if piece.turn.transfer.kind == Kind.READ or ticket.stop:
+        request = piece.turn.request
+        if piece.turn.transfer.opcode == Opcode.READ or request.stop:
             self._drop(piece)
         else:
             self._to_drive(piece)
@@ -397,15 +406,15 @@ class _Pump:
     def _drop(self, piece: _Piece) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
         self.free.append(piece.chunk)
-        piece.turn.ticket.parts_out -= 1
+        piece.turn.request.parts_out -= 1
         self._retire(piece.turn)
 
     def _retire(self, turn: _Turn) -> None:
-        ticket = turn.ticket
-        if ticket.parts_out or not turn.exhausted or ticket.done:
+        request = turn.request
+        if request.parts_out or not turn.exhausted or request.done:
             return
         with self.engine.condition:
-            self.engine.conclude(ticket)
+            self.engine.conclude(request)
 
     # --- the device's errors ------------------------------------------------------------------
 
@@ -414,7 +423,7 @@ class _Pump:
         try:
             step(piece)
         except Exception as failed:
-            piece.turn.ticket.fail(errno.EIO, failed)
+            piece.turn.request.fail(errno.EIO, failed)
             if piece not in self.at_drive and piece not in self.at_device:
                 self._drop(piece)
 
@@ -423,5 +432,5 @@ class _Pump:
         try:
             return mark is None or bool(mark.done())
         except Exception as failed:
-            turn.ticket.fail(errno.EIO, failed)
+            turn.request.fail(errno.EIO, failed)
             return True

@@ -1,8 +1,8 @@
 """Where completions arrive, and who watches there.
 
-- The *default* port takes the operations that were started with no event loop running. Nobody
-  watches it until somebody asks to be told; then a dispatcher thread does.
-- Every event loop that has used the handle has a port of its own, whose eventfd it watches with
+- The *default* completion queue takes the operations that were started with no event loop running.
+  Nobody watches it until somebody asks to be told; then a dispatcher thread does.
+- Every event loop that has used the handle has a queue of its own, whose eventfd it watches with
   `add_reader`.
 """
 
@@ -14,75 +14,79 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from nvmeio.engines.base import Engine, Port
+from nvmeio.engines.base import CompletionQueue, Engine
 
 
-class Ports:
-    """The ports of one handle.
+class CompletionQueues:
+    """The completion queues of one handle.
 
     Args:
-        engine: Makes the ports.
-        reap: Concludes what has arrived at a port: ``reap(port, may_block)``.
-        orphaned: Told of a port whose loop was closed, before the port is closed too.
+        engine: Makes the completion queues.
+        reap: Concludes what has arrived at a completion queue: ``reap(cq, may_block)``.
+        orphaned: Told of a queue whose loop was closed, before the queue is closed too.
     """
 
     def __init__(
         self,
         engine: Engine,
-        reap: Callable[[Port, bool], None],
-        orphaned: Callable[[Port], None],
+        reap: Callable[[CompletionQueue, bool], None],
+        orphaned: Callable[[CompletionQueue], None],
     ) -> None:
         self._engine = engine
         self._reap = reap
         self._orphaned = orphaned
         self._lock = threading.RLock()  # the collector may drop the handle while it is held
-        self._loops: dict[asyncio.AbstractEventLoop, _LoopPort] = {}
-        self._latest: tuple[asyncio.AbstractEventLoop | None, Port]
+        self._loops: dict[asyncio.AbstractEventLoop, _LoopQueue] = {}
+        self._latest: tuple[asyncio.AbstractEventLoop | None, CompletionQueue]
         self._dispatcher: threading.Thread | None = None
         self._released = False
-        self.default = engine.open_port()
+        self.default = engine.open_completion_queue()
         self._latest = (None, self.default)
 
-    def here(self) -> Port:
-        """The port for an operation that is started now, in this thread."""
+    def here(self) -> CompletionQueue:
+        """The completion queue for an operation that is started now, in this thread."""
         loop = asyncio._get_running_loop()
-        latest, port = self._latest
+        latest, cq = self._latest
         if latest is loop:
-            return port
+            return cq
         return self.default if loop is None else self.of(loop)
 
-    def of(self, loop: asyncio.AbstractEventLoop) -> Port:
-        """The port that a loop watches; called in the loop's own thread.
+    def of(self, loop: asyncio.AbstractEventLoop) -> CompletionQueue:
+        """The completion queue that a loop watches; called in the loop's own thread.
 
         After `release` that is the default one, at which nothing arrives any more.
         """
-        latest, port = self._latest
+        latest, cq = self._latest
         if latest is loop:
-            return port
+            return cq
         if loop not in self._loops:
             self.forget_closed_loops()
         with self._lock:
-            if self._released:  # by another thread: a port that is opened now nobody would close
+            if (
+                self._released
+            ):  # by another thread: a completion queue that is opened now nobody would close
                 return self.default
             known = self._loops.get(loop)
             if known is None:
-                known = self._loops[loop] = _LoopPort(self._engine.open_port(), loop, self._reap)
-            self._latest = (loop, known.port)
-        return known.port
+                known = self._loops[loop] = _LoopQueue(
+                    self._engine.open_completion_queue(), loop, self._reap
+                )
+            self._latest = (loop, known.cq)
+        return known.cq
 
     def forget_closed_loops(self) -> None:
-        """Close the ports of loops that were closed; the default port takes what is left there."""
+        """Close the queues of loops that were closed; the default one takes what is left there."""
         for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with self._lock:
                 gone = self._loops.pop(loop, None)
             if gone is not None:
                 try:
-                    self._orphaned(gone.port)
+                    self._orphaned(gone.cq)
                 finally:
-                    gone.port.close()
+                    gone.cq.close()
 
     def dispatch(self) -> None:
-        """Have a thread watch the default port from now on."""
+        """Have a thread watch the default completion queue from now on."""
         with self._lock:
             if self._dispatcher is not None or self._released:
                 return
@@ -99,7 +103,7 @@ class Ports:
             self._reap(self.default, True)
 
     def release(self) -> None:
-        """Stop watching, everywhere, and close the ports; nothing may be in flight."""
+        """Stop watching, everywhere, and close the completion queues; nothing may be in flight."""
         with self._lock:
             if self._released:
                 return
@@ -107,8 +111,8 @@ class Ports:
             loops, self._loops = self._loops, {}
             dispatcher = self._dispatcher
             self._latest = (None, self.default)
-        for port in loops.values():
-            port.detach_from_anywhere()
+        for cq in loops.values():
+            cq.detach_from_anywhere()
         if dispatcher is not None and dispatcher is not threading.current_thread():
             self.default.wake()
             dispatcher.join()
@@ -125,20 +129,23 @@ def _nothing(*_: object) -> None:
     pass
 
 
-class _LoopPort:
-    """A port and the loop that watches it."""
+class _LoopQueue:
+    """A completion queue and the loop that watches it."""
 
     def __init__(
-        self, port: Port, loop: asyncio.AbstractEventLoop, reap: Callable[[Port, bool], None]
+        self,
+        cq: CompletionQueue,
+        loop: asyncio.AbstractEventLoop,
+        reap: Callable[[CompletionQueue, bool], None],
     ) -> None:
-        self.port = port
+        self.cq = cq
         self._loop = loop
         self._reap = reap
         self._attached = True
-        loop.add_reader(port.fileno(), self._ready)
+        loop.add_reader(cq.fileno(), self._ready)
 
     def _ready(self) -> None:
-        self._reap(self.port, False)
+        self._reap(self.cq, False)
 
     def detach_from_anywhere(self) -> None:
         """Stop watching; a running loop does that in its own thread, selectors are not safe."""
@@ -152,5 +159,5 @@ class _LoopPort:
         if self._attached:
             self._attached = False
             if not self._loop.is_closed():
-                self._loop.remove_reader(self.port.fileno())
-            self.port.close()
+                self._loop.remove_reader(self.cq.fileno())
+            self.cq.close()
