@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch
 import typer
 
 import nvmeio
+from nvmeio._io.owner import OwnerThread
 from nvmeio._mounts import find_mount
 from nvmeio.cli import _facts
 from nvmeio.cli._exits import Refused
@@ -105,32 +107,40 @@ def scratch(directories: Iterable[Path], name: str) -> Iterator[dict[Path, Path]
     Yields:
         The directories by the one that they lie in.
     """
+    # Made and removed by a thread of their own: no Ctrl-C comes between a directory's being made
+    # and its being known, or in the middle of a removal.
+    owner = OwnerThread("nvmeio-scratch")
     made: dict[Path, Path] = {}
+
+    def remove() -> None:
+        for directory, path in list(made.items()):
+            shutil.rmtree(path, ignore_errors=True)
+            del made[directory]
+
+    def remove_at_exit() -> None:  # an interrupt may come before `finally` does what it is for
+        _ignore_signals()
+        owner.call(remove)
+
+    atexit.register(remove_at_exit)
     try:
-        for directory in directories:
-            if directory not in made:
-                made[directory] = Path(tempfile.mkdtemp(prefix=f".nvmeio-{name}-", dir=directory))
+        owner.call(_make, directories, name, made)
         yield made
     finally:
-        with _uninterrupted():
-            for directory in made.values():
-                shutil.rmtree(directory, ignore_errors=True)
+        owner.call(remove)
+        owner.close()
+        atexit.unregister(remove_at_exit)
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C out of impatience must not leave files behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for signum in before:
-        signal.signal(signum, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+def _make(directories: Iterable[Path], name: str, made: dict[Path, Path]) -> None:
+    for directory in directories:
+        if directory not in made:
+            made[directory] = Path(tempfile.mkdtemp(prefix=f".nvmeio-{name}-", dir=directory))
+
+
+def _ignore_signals() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
 
 
 # Contents

@@ -6,31 +6,23 @@ This module turns the command line into a search; `_tune` has the search itself.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-import nvmeio
 from nvmeio import tuned
-from nvmeio.cli import _accelerator, _progress
-from nvmeio.cli._exits import exit_statuses
-from nvmeio.cli._scratch import check_directory, check_memory, check_space, scratch
-from nvmeio.cli._tune import page, result
-from nvmeio.cli._tune.result import Latencies, Log, Result
-from nvmeio.cli._tune.rig import Rig, check_flush
-from nvmeio.cli._tune.search import Op, Search, Unusable
-from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid, in_words, load_grid, settings
-from nvmeio.cli._units import GB, binary_size, duration_option, size_option
-from nvmeio.engines.base import Options
-from nvmeio.errors import BackendUnavailableError
-
-_LATENCY_PART = 0.08  # of the budget, for the page's latency distributions,
-_LATENCY_MOST_S = 6.0  # but never more than this
+from nvmeio.cli import _accelerator
+from nvmeio.cli._exits import Failed, exit_statuses
+from nvmeio.cli._scratch import check_directory
+from nvmeio.cli._tune import extra, page, result
+from nvmeio.cli._tune.final import Op
+from nvmeio.cli._tune.result import Log, Result
+from nvmeio.cli._tune.rig import check_flush
+from nvmeio.cli._tune.run import Plan, Run
+from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
+from nvmeio.cli._units import duration_option, size_option
 
 
 def command(
@@ -113,15 +105,15 @@ def command(
 ) -> None:
     """The fastest setting for a drive, found within a budget.
 
-    Block size, queue depth, submission, overlap and lanes: successive halving instead of the full
-    grid, and the default setting wherever no other one stands out from the noise. Stdout is JSON
+    Block size, queue depth, submission, overlap and lanes: optuna proposes instead of a full grid,
+    and the default setting stays wherever no other one stands out from the noise. Stdout is JSON
     that AioHandle(**cfg["aio"]) and a DeepSpeed configuration take as it is. All flags of
-    ds_nvme_tune work, with - or _ in them.
+    ds_nvme_tune work, with - or _ in them. Needs optuna and plotly: nvmeio's extra "tune".
 
     Example: [bold]nvmeio tune /mnt/nvme0 --budget 60s --save --html tune.html[/]
 
-    Exit status: 0 found, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine or
-    device is not there, 130 interrupted.
+    Exit status: 0 found, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine,
+    library or device is not there, 130 interrupted: what was measured by then is told all the same.
     """
     chosen = [*(directories or []), *(nvme_dir or [])]
     if not chosen:
@@ -142,132 +134,55 @@ def command(
         raise typer.BadParameter(str(error), param_hint="--sweep-config") from error
     errors = Console(stderr=True)
     with exit_statuses(errors):
+        extra.require()
         _accelerator.require(gpu or gds, gds, tuple(range(len(chosen))))
         if flush_page_cache:
             check_flush()
+        plan = Plan(
+            directories=chosen,
+            ops=ops,
+            io_size=io_size,
+            loops=loops,
+            budget_s=budget,
+            grid=grid,
+            engine=engine,
+            gpu=gpu or gds,
+            gds=gds,
+            flush=flush_page_cache,
+            latencies=html is not None,
+        )
         log = Log(log_dir) if log_dir else None
-        found = None
+        run = Run(plan, errors, log, verbose=verbose)
         try:
-            found = _tune(
-                chosen,
-                _Plan(ops, io_size, loops, budget, grid, engine, gpu or gds, gds, flush_page_cache),
-                errors,
-                log,
-                with_latencies=html is not None,
-                verbose=verbose,
-            )
-        finally:
+            run.measure()
+        finally:  # whatever ended it: what was measured is told
+            found = run.result()
             if log:
                 log.close(found)
-        result.render(found, errors)
-        if html:
-            html.write_text(page.render(found))
-            errors.print(f"Page: {html}", markup=False, highlight=False, soft_wrap=True)
-        if save:
-            for directory in chosen:
-                file = tuned.save(directory, found.tuned(directory))
-            errors.print(f"Stored in {file}", markup=False, highlight=False, soft_wrap=True)
+            if found is not None:
+                _tell(found, errors, save=save, html=html, as_json=as_json)
+
+
+def _tell(found: Result, errors: Console, *, save: bool, html: Path | None, as_json: bool) -> None:
+    """On stderr, on stdout, stored, and last the page, which most can go wrong with."""
+    result.render(found, errors)
     shown = result.as_json(found) if as_json else found.block()
     typer.echo(json.dumps(shown, indent=3))
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What was asked for."""
-
-    ops: list[Op]
-    io_size: int
-    loops: int
-    budget_s: float
-    grid: Grid
-    engine: str
-    gpu: bool
-    gds: bool
-    flush: bool
-
-
-def _tune(
-    directories: Sequence[Path],
-    plan: _Plan,
-    errors: Console,
-    log: Log | None,
-    *,
-    with_latencies: bool,
-    verbose: bool,
-) -> Result:
-    start = time.monotonic()
-    needs: dict[Path, int] = {}
-    for directory in directories:
-        needs[directory] = needs.get(directory, 0) + plan.io_size
-    check_space(needs)
-    check_memory(plan.io_size * len(directories), needs)
-    with nvmeio.AioHandle(engine=plan.engine) as handle:
-        engine = handle.engine
-    latency_s = min(plan.budget_s * _LATENCY_PART, _LATENCY_MOST_S) if with_latencies else 0.0
-    with (
-        scratch(directories, "tune") as made,
-        _progress.budget(errors, plan.budget_s) as progress,
-    ):
-        rig = Rig(
-            [made[directory] for directory in directories],
-            plan.io_size * len(directories),
-            engine=engine,
-            loops=plan.loops,
-            gpu=plan.gpu,
-            gds=plan.gds,
-            flush=plan.flush,
-        )
-
-        def tell(what: str) -> None:
-            progress(time.monotonic() - start, what)
-
-        def measure(setting: Options, op: Op, nbytes: int) -> float:
-            seconds = rig.measure(setting, op, nbytes)
-            if log:
-                log.add(setting, op, nbytes, seconds)
-            if verbose:
-                rate = nbytes / seconds / GB
-                line = f"{op:5} {in_words(setting):55} {binary_size(nbytes):>8} {rate:6.2f} GB/s"
-                errors.print(line, markup=False, highlight=False, soft_wrap=True)
-            return seconds
-
-        tell("writing files")
-        rig.prepare()
-        search = Search(
-            settings(plan.grid),
-            plan.ops,
-            plan.io_size * len(directories),
-            measure,
-            time.monotonic,
-            tell,
-        )
+    refused = ""
+    # A search that was cut short says nothing of the default, and has nothing to store then.
+    if save and (found.outcome.complete or found.outcome.winner != DEFAULT):
         try:
-            outcome = search.run(start + plan.budget_s - latency_s)
-        except Unusable as unusable:
-            raise BackendUnavailableError(
-                f"the default setting cannot be used: {unusable}"
-            ) from None
-        latencies = []
-        if latency_s:
-            tell("latencies")
-            latencies = _latencies(rig, outcome.winner, plan.ops, latency_s)
-    return Result(
-        outcome,
-        plan.ops,
-        directories,
-        engine,
-        rig.direct,
-        plan.io_size,
-        plan.budget_s,
-        time.monotonic() - start,
-        plan.grid,
-        latencies,
-    )
+            for directory in found.directories:
+                file = tuned.save(directory, found.tuned(directory))
+            _say(errors, f"Stored in {file}")
+        except ValueError as error:
+            refused = f"not stored: {error}; remove that file, and run it again"
+    if html:
+        html.write_text(page.render(found))
+        _say(errors, f"Page: {html}")
+    if refused:
+        raise Failed(refused)
 
 
-def _latencies(rig: Rig, winner: Options, ops: Sequence[Op], seconds: float) -> list[Latencies]:
-    asked = list(dict.fromkeys((winner, DEFAULT)))
-    each = seconds / (len(asked) * len(ops))
-    return [
-        Latencies(setting, op, rig.latencies(setting, op, each)) for op in ops for setting in asked
-    ]
+def _say(errors: Console, line: str) -> None:
+    errors.print(line, markup=False, highlight=False, soft_wrap=True)

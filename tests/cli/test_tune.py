@@ -18,7 +18,7 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app
 from nvmeio.cli._scratch import scratch
-from nvmeio.cli._tune import rig
+from nvmeio.cli._tune import page, rig
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.search import Unusable
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid, settings
@@ -314,6 +314,76 @@ def test_interrupted_it_leaves_no_files(tmp_path: Path) -> None:
     assert output == ""
     assert list(tmp_path.iterdir()) == []
     assert tuned.find(tmp_path) is None
+
+
+def test_interrupted_it_tells_what_it_has_measured_and_stores_no_guess(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a search threw all of it away."""
+    where, logs = tmp_path / "drive", tmp_path / "logs"
+    where.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from nvmeio.cli import main; main()", "tune", str(where), "--json",
+         "--io-size", "8M", "--budget", "300s", "--save", "--log-dir", str(logs),
+         "--html", str(tmp_path / "page.html")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log = logs / "measurements.jsonl"
+    deadline = time.monotonic() + 60
+    while not log.is_file() or log.read_text().count("\n") < 12:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    told = json.loads(output)
+    assert told["aio"] == DEFAULT._asdict()
+    assert told["settings"]
+    assert "interrupted before the search came to its end" in errors
+    assert json.loads((logs / "result.json").read_text()) == told
+    assert "<h2>Conditions</h2>" in (tmp_path / "page.html").read_text()
+    assert list(where.iterdir()) == []
+    assert tuned.find(where) is None
+
+
+def test_a_page_that_cannot_be_drawn_costs_nothing_else(
+    tmp_path: Path, grid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page came first: an IndexError in it lost the JSON and what was to be stored."""
+
+    def fail(found: object) -> str:
+        raise OSError("no space left for it")
+
+    monkeypatch.setattr(page, "render", fail)
+    quick = ["--budget", "1s", "--io-size", "4M", "--sweep-config", grid, "--save"]
+    done = invoke(tmp_path, *quick, "--html", tmp_path / "page.html")
+    assert done.exit_code == 1
+    assert "no space left for it" in done.stderr
+    stored = tuned.find(tmp_path)
+    assert stored is not None
+    assert json.loads(done.stdout) == {"aio": stored.aio._asdict()}
+
+
+def test_a_damaged_file_of_settings_is_named_once_all_is_told(
+    tmp_path: Path, grid: Path, config: Path
+) -> None:
+    (config / "nvmeio").mkdir()
+    (config / "nvmeio/tuned.json").write_text("{")
+    quick = ["--budget", "1s", "--io-size", "4M", "--sweep-config", grid, "--save"]
+    done = invoke(tmp_path, *quick)
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["aio"]
+    assert "failed: not stored: " in done.stderr and "remove that file" in done.stderr
+    assert (config / "nvmeio/tuned.json").read_text() == "{"
+
+
+def test_without_its_libraries_it_says_how_to_install_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    done = invoke(tmp_path)
+    assert done.exit_code == 3
+    assert "pip install 'nvmeio[tune]'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # The rig

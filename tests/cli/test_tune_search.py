@@ -1,14 +1,15 @@
 """The search of `nvmeio tune`, on drives that exist on paper, so that the truth is known."""
 
+import itertools
 import math
 import random
 import statistics
 
 import pytest
 
-from nvmeio.cli._tune.model import Observation, opinions
-from nvmeio.cli._tune.search import Finalist, Op, Outcome, Search, Unusable
-from nvmeio.cli._tune.space import DEFAULT, default_grid, distance, settings
+from nvmeio.cli._tune.final import Finalist, Op, decide, finalists
+from nvmeio.cli._tune.search import Outcome, Search, Unusable
+from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid, distance, settings
 from nvmeio.engines.base import Options
 
 MIB = 1 << 20
@@ -59,10 +60,12 @@ class Drive:
         self.most_bytes = max(self.most_bytes, nbytes)
         return seconds
 
-    def search(self, budget_s: float = 60.0, every: list[Options] | None = None) -> Outcome:
-        every = every or settings(GRID)
+    def clock(self) -> float:
+        return self.now
+
+    def search(self, budget_s: float = 60.0, grid: Grid = GRID) -> Outcome:
         ops: list[Op] = ["read", "write"]
-        search = Search(every, ops, 400 * MIB, self.measure, lambda: self.now)
+        search = Search(grid, ops, 400 * MIB, self.measure, self.clock)
         return search.run(budget_s)
 
     def merit(self, setting: Options) -> float:
@@ -88,7 +91,7 @@ def test_it_comes_within_5_percent_of_the_best_of_the_whole_grid(
 def test_the_default_stays_where_nothing_stands_out() -> None:
     """On a plateau luck alone decides who is measured fastest."""
     drives = [Drive(seed) for seed in range(8)]
-    outcomes = [drive.search() for drive in drives]
+    outcomes = [drive.search(30.0) for drive in drives]
     kept = [outcome for outcome in outcomes if outcome.winner == DEFAULT]
     assert len(kept) >= 6
     assert all("does not stand out" in outcome.verdict for outcome in kept)
@@ -138,14 +141,54 @@ def test_a_default_that_cannot_be_used_ends_the_search() -> None:
         raise Unusable("too many AIO events")
 
     with pytest.raises(Unusable, match="too many AIO events"):
-        Search(settings(GRID), ["read"], MIB, never, lambda: 0.0).run(60.0)
+        Search(GRID, ["read"], MIB, never, lambda: 0.0).run(60.0)
 
 
 def test_a_grid_of_one_is_soon_done() -> None:
     drive = Drive()
-    outcome = drive.search(60.0, [DEFAULT])
+    outcome = drive.search(60.0, {name: [value] for name, value in DEFAULT._asdict().items()})
     assert outcome.winner == DEFAULT
     assert outcome.total == outcome.looked_at == 1
+
+
+def test_a_small_grid_is_looked_at_whole_and_settings_outside_it_are_not() -> None:
+    grid = {name: [value] for name, value in DEFAULT._asdict().items()}
+    grid |= {"queue_depth": [8, 64], "block_size": [4 * MIB]}  # without the default's
+    outcome = Drive().search(20.0, grid)
+    assert outcome.total == outcome.looked_at == 3
+    assert {sample.setting for sample in outcome.samples} == set(settings(grid))
+
+
+class Interrupted:
+    """Ctrl-C comes in the measurement after `last`."""
+
+    def __init__(self, drive: Drive, last: int) -> None:
+        self.drive, self.left = drive, last
+
+    def __call__(self, setting: Options, op: Op, nbytes: int) -> float:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return self.drive.measure(setting, op, nbytes)
+
+
+def test_what_was_measured_before_an_interrupt_is_an_outcome() -> None:
+    """Ctrl-C at every measurement of a search: what it has found by then is whole each time."""
+    for last in itertools.chain(range(1, 40, 3), range(40, 900, 40)):
+        drive = Drive(best=PEAKS[0])
+        search = Search(GRID, ["read", "write"], 400 * MIB, Interrupted(drive, last), drive.clock)
+        try:
+            search.run(20.0)
+        except KeyboardInterrupt:
+            outcome = search.outcome()
+        else:
+            break
+        assert len(outcome.samples) == last
+        assert not outcome.complete
+        rounds = {len(f.ratios) for f in outcome.finalists}
+        assert len(rounds) == 1
+        assert outcome.winner == DEFAULT or "faster than the default" in outcome.verdict
+        assert outcome.of(outcome.winner).setting == outcome.winner
 
 
 @pytest.mark.parametrize(
@@ -162,30 +205,17 @@ def test_the_spread_tells_luck_from_merit(ratios: list[float], proven: bool) -> 
     assert (finalist.ahead > finalist.spread) is proven
 
 
-# What neighbours say
-
-
-def test_neighbours_correct_a_measurement() -> None:
-    """A single measurement is off by 30 %; all others say that it cannot be."""
-    every = settings(GRID)
-    noise = random.Random(1)
-    truth = {s: -0.05 * abs(math.log2(s.block_size / (2 * MIB))) for s in every}
-    seen = [Observation(s, truth[s] + noise.gauss(0, 0.05), 1.0) for s in every]
-    odd = seen[100].setting
-    seen[100] = Observation(odd, truth[odd] + 0.3, 1.0)
-    believed = opinions(seen, every)
-    errors = [abs(believed[s].mean - truth[s]) for s in every]
-    assert statistics.fmean(errors) < 0.025  # half of what a measurement is off by
-    assert abs(believed[odd].mean - truth[odd]) < 0.06
-
-
-def test_longer_measurements_are_believed_more_and_unmeasured_settings_less() -> None:
-    every = settings(GRID)
-    near, far = every[1], max(every, key=distance)
-    short = opinions([Observation(near, 0.2, 1.0)], every)
-    long = opinions([Observation(near, 0.2, 100.0)], every)
-    assert long[near].deviation < short[near].deviation < short[far].deviation
-    assert opinions([], every)[near].mean == 0.0
+def test_finalists_are_compared_round_by_round() -> None:
+    other = DEFAULT._replace(queue_depth=8)
+    rounds = [
+        {DEFAULT: {"read": base, "write": base}, other: {"read": base * 1.2, "write": base * 1.2}}
+        for base in (1.0, 2.0, 0.5, 1.0, 3.0, 1.0)
+    ]
+    default, best = finalists([other], rounds)  # type: ignore[arg-type]
+    assert default.ratios == [1.0] * 6
+    assert best.ratios == pytest.approx([1.2] * 6)
+    assert decide([default, best])[0] == other
+    assert decide(finalists([other], rounds[:4]))[0] == DEFAULT  # type: ignore[arg-type]
 
 
 # The grid

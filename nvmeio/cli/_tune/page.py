@@ -1,76 +1,122 @@
-"""One self-contained page: what was measured, as charts. No script is needed to read it.
+"""One self-contained page: what was measured, as charts, and in tables.
 
-`render` fills `_PAGE`; `_style.STYLE` has the colours, for light and dark.
+plotly and its script are in the page, which makes it about 5 MB; it loads nothing from anywhere.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nvmeio.cli import _facts
 from nvmeio.cli._tune import charts
-from nvmeio.cli._tune._style import SCRIPT, STYLE
-from nvmeio.cli._tune.charts import Cell, Curve, Line, Strip
+from nvmeio.cli._tune.charts import COLOURS, GREY, Cell, Strip
+from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.result import Result, medians
-from nvmeio.cli._tune.search import Op
-from nvmeio.cli._tune.space import DEFAULT, Levels, in_words
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._tune.space import DEFAULT, in_words, levels, value_in_words
+from nvmeio.cli._units import counted
 from nvmeio.engines.base import Options
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 Rates = dict[Options, dict[Op, float]]
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>nvmeio tune: {title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{sections}
-</main>
-<div id="tip" hidden></div>
-<script>{script}</script>
-</body>
-</html>
+STYLE = """
+:root{--page:#f7f7f5;--card:#fff;--ink:#1d1d1f;--quiet:#5f5f66;--rule:#dededa}
+@media (prefers-color-scheme:dark){:root{--page:#121214;--card:#1b1b1e;--ink:#ececf0;
+--quiet:#a8a8b0;--rule:#38383e}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,sans-serif;
+font-variant-numeric:tabular-nums}
+main{max-width:1080px;margin:0 auto;padding:32px 16px 64px}
+h1{margin:0;font-size:28px;line-height:1.25}h2{margin:44px 0 4px;font-size:20px}
+p{max-width:75ch}.quiet,figcaption,.lead,footer{color:var(--quiet)}
+.quiet,figcaption,footer,table{font-size:14px}.where{overflow-wrap:anywhere}
+.figures{display:flex;flex-wrap:wrap;gap:8px 48px;font-size:17px}.figures b{font-size:40px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:16px}
+.card{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px;margin:0;
+min-width:0;overflow-x:auto}
+pre{margin:0;font-size:13px}
+table{border-collapse:collapse;width:100%}td,th{padding:5px 10px 5px 0;text-align:right}
+th:first-child{text-align:left;font-weight:400}thead{color:var(--quiet)}
+tbody tr{border-top:1px solid var(--rule)}.chosen{font-weight:650}
+summary{cursor:pointer;padding:6px 0}footer li{overflow-wrap:anywhere}
+.xtitle,.ytitle,.xtick text,.ytick text,.legendtext{fill:var(--ink)!important}
+"""
+
+# At the end of the page: only then is it known how wide each card is.
+SCRIPT = """
+for (const plot of document.querySelectorAll('.plot')) {
+  const {data, layout} = JSON.parse(plot.nextElementSibling.textContent);
+  Plotly.newPlot(plot, data, layout, {responsive: true, displayModeBar: false});
+}
 """
 
 
 def render(result: Result) -> str:
     """The page."""
+    from plotly.offline import get_plotlyjs
+
     rates = medians(result.outcome.samples)
     sections = [
         _head(result),
         _setting(result),
         _final(result),
         _heat_maps(result, rates),
-        _throughput(result, rates),
-        _flags(result, rates),
+        _parameters(result, rates),
+        _search(result),
         _latency(result),
         _everything(result, rates),
         _foot(result),
     ]
-    title = ", ".join(map(str, result.directories))
-    return _PAGE.format(
-        title=escape(title), style=STYLE, script=SCRIPT, sections="\n".join(filter(None, sections))
+    title = escape(", ".join(map(str, result.directories)))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>nvmeio tune: {title}</title>\n<style>{STYLE}</style>\n"
+        f"<script>{get_plotlyjs()}</script>\n</head>\n<body>\n<main>\n"
+        + "\n".join(filter(None, sections))
+        + f"\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 
 
 def _section(title: str, lead: str, body: str) -> str:
-    head = f"<h2>{escape(title)}</h2><p class=lead>{escape(lead)}</p>"
-    return f"<section id={_slug(title)}>{head}{body}</section>"
+    return f"<section><h2>{escape(title)}</h2><p class=lead>{escape(lead)}</p>{body}</section>"
 
 
-def _slug(title: str) -> str:
-    return "-".join(title.lower().replace(",", "").split())
+def _card(caption: str, figure: Figure) -> str:
+    name = escape(caption, quote=True)
+    drawn = figure.to_json().replace("<", "\\u003c")  # no end of the script in a directory's name
+    return (
+        f"<figure class=card><figcaption>{name}</figcaption>"
+        f'<div class=plot role="img" aria-label="{name}; the figures are in this page\'s tables" '
+        f'style="height:{figure.layout.height}px"></div>'
+        f'<script type="application/json">{drawn}</script></figure>'
+    )
+
+
+def _cards(cards: Iterable[str]) -> str:
+    return f"<div class=cards>{''.join(cards)}</div>"
+
+
+def _table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
+    """A table; each row with whether it is the chosen one. The first cell names the row."""
+    head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in heads)
+    body = "".join(
+        f"<tr{' class=chosen' if chosen else ''}><th scope=row>{escape(cells[0])}</th>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
+        + "</tr>"
+        for cells, chosen in rows
+    )
+    return (
+        f"<div class=card><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 # Sections
@@ -80,56 +126,47 @@ def _head(result: Result) -> str:
     figures = []
     for op in result.ops:
         rate, default = result.rate(result.winner, op), result.rate(result.default, op)
-        if rate is None:
-            continue
-        beside = ""
-        if default is not None and result.outcome.winner != DEFAULT:
-            beside = f"<small>default {default:.2f}</small>"
-        figures.append(
-            f'<div class="figure {op}"><span>{op}</span><b>{rate:.2f}</b> GB/s{beside}</div>'
-        )
-    where = ", ".join(str(path) for path in result.directories)
-    when = result.when.strftime("%Y-%m-%d %H:%M")
+        if rate is not None:
+            beside = (
+                f"default {default:.2f}" if default and result.outcome.winner != DEFAULT else ""
+            )
+            figures.append(
+                f"<div>{op} <b>{rate:.2f}</b> GB/s <span class=quiet>{beside}</span></div>"
+            )
+    where = escape(", ".join(str(path) for path in result.directories))
     verdict = result.outcome.verdict
     return (
-        f"<header><p class=eyebrow>nvmeio tune · {escape(where)} · {when}</p>"
+        f"<header><p class='quiet where'>nvmeio tune · {where} · "
+        f"{result.when.strftime('%Y-%m-%d %H:%M')}</p>"
         f"<h1>{escape(in_words(result.outcome.winner))}</h1>"
-        f"<p class=verdict>{escape(verdict[0].upper() + verdict[1:])}.</p>"
+        f"<p class=lead>{escape(verdict[0].upper() + verdict[1:])}.</p>"
         f"<div class=figures>{''.join(figures)}</div></header>"
     )
 
 
 def _setting(result: Result) -> str:
-    winner = result.outcome.winner
     rows = []
-    for name, value in winner._asdict().items():
+    for name, value in result.outcome.winner._asdict().items():
         default = getattr(DEFAULT, name)
-        changed = " class=changed" if value != default else ""
-        rows.append(
-            f"<tr{changed}><th>{name}</th><td>{_value(name, value)}</td>"
-            f"<td class=quiet>{_value(name, default)}</td></tr>"
-        )
+        cells = (name, value_in_words(name, value), value_in_words(name, default))
+        rows.append((cells, value != default))
     block = escape(json.dumps(result.block(), indent=2))
     return _section(
         "The setting",
         'AioHandle(**config["aio"]) takes it, and so does the "aio" block of a DeepSpeed '
         "configuration.",
-        "<div class=pair><table class=setting><tr><td></td><td>chosen</td>"
-        f"<td class=quiet>default</td></tr>{''.join(rows)}</table><pre>{block}</pre></div>",
+        _cards(
+            [_table(("", "chosen", "default"), rows), f"<div class=card><pre>{block}</pre></div>"]
+        ),
     )
-
-
-def _value(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return binary_size(value) if name == "block_size" else str(value)
 
 
 def _final(result: Result) -> str:
     rounds = len(result.default.ratios)
-    if not rounds or len(result.outcome.finalists) < 2:
+    others = [f for f in result.outcome.finalists if f.setting != DEFAULT]
+    if not rounds or not others:
         return ""
-    rows = [
+    strips = [
         Strip(
             in_words(f.setting),
             [ratio - 1 for ratio in f.ratios],
@@ -137,201 +174,130 @@ def _final(result: Result) -> str:
             f.spread,
             f.setting == result.outcome.winner,
         )
-        for f in result.outcome.finalists
-        if f.setting != DEFAULT
+        for f in others
     ]
+    rows = [((s.label, f"{s.middle:+.1%}", f"{s.spread:.1%}"), s.chosen) for s in strips]
     return _section(
         "The final",
-        f"Each dot is one of {rounds} rounds, relative to the default in the same round. The bar "
-        "reaches from the median down to where the truth may lie: a setting wins when its bar "
-        "stays right of the default.",
-        f"<div class='card wide'>{charts.strips(rows)}</div>",
+        f"Each dot is one of {counted(rounds, 'round')}, relative to the default in the same one. "
+        "The bar reaches from the median down to where the truth may lie: a setting wins when its "
+        "bar stays right of the default.",
+        _card("Finalists, relative to the default", charts.strips(strips))
+        + _table(("setting", "ahead", "spread"), rows),
     )
 
 
 def _heat_maps(result: Result, rates: Rates) -> str:
-    levels = Levels.of(result.grid)
-    maps = []
+    axes = levels(result.grid)
+    blocks, depths = axes["block_size"], axes["queue_depth"]
+    cards = []
     for op in result.ops:
-        bounds = _bounds(rates, op)
-        row = []
-        for lanes in levels.lanes:
-            drawn = charts.heat_map(
+        values = sorted(of[op] for of in rates.values() if op in of)
+        if not values:
+            continue
+        # The lowest tenth has one colour, or a few bad settings would take most of the scale.
+        bounds = values[len(values) // 10], values[-1]
+        for lanes in axes["intra_op_parallelism"]:
+            figure = charts.heat_map(
                 op,
-                [(b, binary_size(b)) for b in levels.block_sizes],
-                [(d, str(d)) for d in levels.queue_depths],
+                [value_in_words("block_size", b) for b in blocks],
+                [str(d) for d in depths],
                 _cell(result, rates, op, lanes),
                 bounds,
-                ("block size", "queue depth"),
             )
-            name = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
-            row.append(f"<figure class=card><figcaption>{op}, {name}</figcaption>{drawn}</figure>")
-        maps.append(f"<div class=maps>{''.join(row)}</div>{_ramp(op, bounds)}")
+            cards.append(_card(f"{op} GB/s, {counted(lanes, 'lane')}", figure))
+    if not cards:
+        return ""
     return _section(
         "Block size and queue depth",
-        "GB/s, each field the best of single submit and overlap. The frame marks the chosen "
-        "setting, the dot the default; empty fields were not measured. All are single looks except "
-        "those that came far, so take neighbours together.",
-        "".join(maps),
+        "Each field is the best of single submit and overlap. The solid frame marks the chosen "
+        "setting, the dotted one the default; empty fields were not measured. All are single "
+        "looks except those that came far, so take neighbours together.",
+        _cards(cards),
     )
 
 
 def _cell(result: Result, rates: Rates, op: Op, lanes: int) -> Callable[[int, int], Cell | None]:
-    def cell(block_size: int, queue_depth: int) -> Cell | None:
+    axes = levels(result.grid)
+
+    def cell(row: int, column: int) -> Cell | None:
+        place = (axes["block_size"][row], axes["queue_depth"][column], lanes)
         here = {
-            setting: by_op[op]
-            for setting, by_op in rates.items()
-            if (setting.block_size, setting.queue_depth, setting.intra_op_parallelism)
-            == (block_size, queue_depth, lanes)
-            and op in by_op
+            setting: of[op]
+            for setting, of in rates.items()
+            if (setting.block_size, setting.queue_depth, setting.intra_op_parallelism) == place
+            and op in of
         }
         if not here:
             return None
         best = max(here, key=lambda setting: here[setting])
         hint = f"{in_words(best)}: {here[best]:.2f} GB/s"
-        others = len(here) - 1
-        if others:
-            hint += f" (best of {others + 1}, from {min(here.values()):.2f})"
         return Cell(here[best], hint, result.outcome.winner in here, DEFAULT in here)
 
     return cell
 
 
-def _bounds(rates: Rates, op: Op) -> tuple[float, float]:
-    """Of the ramp: the lowest tenth has one colour, or a few bad settings would take most of it."""
-    values = sorted(by_op[op] for by_op in rates.values() if op in by_op)
-    return values[len(values) // 10], values[-1]
-
-
-def _ramp(op: Op, bounds: tuple[float, float]) -> str:
-    fields = "".join(f'<i class="{op}{step}"></i>' for step in range(charts.STEPS))
-    return f"<p class=ramp>{bounds[0]:.2f} {fields} {bounds[1]:.2f} GB/s</p>"
-
-
-def _throughput(result: Result, rates: Rates) -> str:
-    levels, winner = Levels.of(result.grid), result.outcome.winner
-    blocks = [(b, binary_size(b)) for b in levels.block_sizes]
-    depths = [(d, str(d)) for d in levels.queue_depths]
+def _parameters(result: Result, rates: Rates) -> str:
     cards = []
-    for op in result.ops:
-        best: dict[tuple[int, int], float] = {}
-        for setting, by_op in rates.items():
-            key = (setting.block_size, setting.queue_depth)
-            if op in by_op:
-                best[key] = max(best.get(key, 0.0), by_op[op])
-        if len(depths) > 1:
-            curves = _curves(blocks, depths, best, winner.block_size)
-            drawn = charts.lines(op, curves, depths, "queue depth")
-            cards.append(_card(f"{op} GB/s against queue depth, by block size", drawn))
-        if len(blocks) > 1:
-            turned = {(depth, block): rate for (block, depth), rate in best.items()}
-            curves = _curves(depths, blocks, turned, winner.queue_depth)
-            drawn = charts.lines(op, curves, blocks, "block size")
-            cards.append(_card(f"{op} GB/s against block size, by queue depth", drawn))
+    for name, values in levels(result.grid).items():
+        groups: dict[str, dict[Op, list[float]]] = {}
+        for value in values:
+            at = [of for setting, of in rates.items() if getattr(setting, name) == value]
+            if at:
+                groups[value_in_words(name, value)] = {
+                    op: [of[op] for of in at if op in of] for op in result.ops
+                }
+        if len(groups) > 1:
+            title = name.replace("_", " ")
+            cards.append(_card(f"GB/s by {title}", charts.spreads(title, groups)))
     if not cards:
         return ""
-    return _section(
-        "Throughput",
-        "The best of lanes, single submit and overlap at each point; the thick line is the chosen "
-        "setting's. The scale does not begin at zero.",
-        f"<div class=cards>{''.join(cards)}</div>",
-    )
+    lead = "All rates by the value of one parameter, the others being whatever they were."
+    return _section("One parameter at a time", lead, _cards(cards))
 
 
-def _curves(
-    of: Sequence[tuple[int, str]],
-    over: Sequence[tuple[int, str]],
-    rates: dict[tuple[int, int], float],
-    chosen: int,
-) -> list[Line]:
-    """A line for each of one parameter's values over the other's."""
-    curves = []
-    for index, (value, name) in enumerate(of):
-        step = round(index * (charts.LINE_STEPS - 1) / max(1, len(of) - 1))
-        points = [(float(x), rates[value, x]) for x, _ in over if (value, x) in rates]
-        if points:
-            curves.append(Line(name, step, points, value == chosen))
-    return curves
-
-
-def _card(title: str, drawn: str) -> str:
-    return f"<figure class=card><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
-
-
-def _flags(result: Result, rates: Rates) -> str:
-    """What the parameters do that no chart above has for an axis."""
-    asked: list[tuple[str, str, Any]] = [
-        ("single submit", "single_submit", True),
-        ("no overlap", "overlap_events", False),
-    ]
-    lanes = [n for n in Levels.of(result.grid).lanes if n != DEFAULT.intra_op_parallelism]
-    asked += [(f"{n} lanes", "intra_op_parallelism", n) for n in lanes]
-    rows = []
-    for words, name, value in asked:
-        cells, pairs = [], 0
-        for op in result.ops:
-            ratios = _ratios(rates, op, name, value)
-            pairs = max(pairs, len(ratios))
-            cells.append(
-                f"<td>{statistics.median(ratios) - 1:+.1%}</td>" if ratios else "<td></td>"
-            )
-        if pairs:
-            rows.append(f"<tr><th>{words}</th>{''.join(cells)}<td class=quiet>{pairs}</td></tr>")
-    if not rows:
+def _search(result: Result) -> str:
+    study = result.outcome.study
+    # optuna needs a few looks that differ to tell what made them differ.
+    if study is None or len({trial.value for trial in study.trials if trial.values}) < 4:
         return ""
-    heads = "".join(f"<td>{op}</td>" for op in result.ops)
-    return _section(
-        "Submission, overlap, lanes",
-        "The median over all pairs of settings that differ in nothing else.",
-        f"<table class=setting><tr><td></td>{heads}<td class=quiet>pairs</td></tr>"
-        f"{''.join(rows)}</table>",
-    )
-
-
-def _ratios(rates: Rates, op: Op, name: str, value: Any) -> list[float]:
-    """Throughput with a value relative to that with the default's, all else equal."""
-    found = []
-    for setting, by_op in rates.items():
-        twin = setting._replace(**{name: getattr(DEFAULT, name)})
-        if getattr(setting, name) == value and op in by_op and op in rates.get(twin, {}):
-            found.append(by_op[op] / rates[twin][op])
-    return found
+    cards = [_card("Every look, and the best so far", charts.history(study))]
+    if any(len(set(values)) > 1 for values in result.grid.values()):
+        cards.append(_card("Which parameters matter", charts.importances(study)))
+    lead = "What optuna proposed, and what it takes for the reason of the differences."
+    return _section("The search", lead, _cards(cards))
 
 
 def _latency(result: Result) -> str:
-    cards = []
+    body = ""
     for op in result.ops:
         found = [lat for lat in result.latencies if lat.op == op and len(lat.seconds) > 1]
         if not found:
             continue
+        winner = result.outcome.winner
         curves = [
-            Curve(
-                in_words(lat.setting),
-                f"area {op}" if lat.setting == result.outcome.winner else "area other",
-                lat.seconds,
+            (in_words(lat.setting), COLOURS[op] if lat.setting == winner else GREY, lat.seconds)
+            for lat in found
+        ]
+        rows = [
+            (
+                (
+                    in_words(lat.setting),
+                    *(f"{t * 1e3:.3g}" for t in _percentiles(lat.seconds)),
+                    str(len(lat.seconds)),
+                ),
+                lat.setting == winner,
             )
             for lat in found
         ]
-        curves.reverse()  # the chosen one on top
-        rows = "".join(
-            f"<tr><th><i class='{curve.css}'></i>{escape(curve.label)}</th>"
-            + "".join(f"<td>{charts.duration(t)}</td>" for t in _percentiles(curve.values))
-            + f"<td class=quiet>{len(curve.values)}</td></tr>"
-            for curve in reversed(curves)
-        )
-        table = (
-            "<table class=latency><tr><td></td><td>p50</td><td>p90</td><td>p99</td><td>p99.9</td>"
-            f"<td>slowest</td><td class=quiet>blocks</td></tr>{rows}</table>"
-        )
-        drawn = charts.histogram(op, curves)
-        cards.append(_card(f"{op}: shares of blocks by latency", drawn + table))
-    if not cards:
-        return ""
-    return _section(
+        heads = (f"{op}, ms", "p50", "p90", "p99", "p99.9", "slowest", "blocks")
+        body += _card(f"{op}: the share of blocks by latency", charts.latencies(curves))
+        body += _table(heads, rows)
+    return body and _section(
         "Latency",
         "Of single blocks with the queue kept full, from the call to the awaiting task's being "
         "resumed. Deeper queues and larger blocks move more and wait longer.",
-        f"<div class=cards>{''.join(cards)}</div>",
+        body,
     )
 
 
@@ -344,25 +310,27 @@ def _percentiles(values: Sequence[float]) -> list[float]:
 
 
 def _everything(result: Result, rates: Rates) -> str:
-    counts: dict[Options, int] = {}
-    for sample in result.outcome.samples:
-        if sample.stage != "probe":
-            counts[sample.setting] = counts.get(sample.setting, 0) + 1
+    counts = Counter(s.setting for s in result.outcome.samples if s.stage != "probe")
     order = sorted(rates, key=lambda s: -math.prod(rates[s].values()))
-    rows = "".join(
-        f"<tr><th>{escape(in_words(setting))}</th>"
-        + "".join(
-            f"<td>{rates[setting][op]:.2f}</td>" if op in rates[setting] else "<td></td>"
-            for op in result.ops
+    rows = [
+        (
+            (
+                in_words(setting),
+                *(
+                    f"{rates[setting][op]:.2f}" if op in rates[setting] else "-"
+                    for op in result.ops
+                ),
+                str(counts[setting]),
+            ),
+            setting == result.outcome.winner,
         )
-        + f"<td class=quiet>{counts[setting]}</td></tr>"
         for setting in order
-    )
-    heads = "".join(f"<td>{op} GB/s</td>" for op in result.ops)
+    ]
+    heads = ("setting", *(f"{op} GB/s" for op in result.ops), "measurements")
+    title = f"{counted(len(order), 'setting')} measured"
     return (
-        f"<section><details><summary>All {len(order)} settings that were measured</summary>"
-        f"<table class=all><tr><td></td>{heads}<td class=quiet>measurements</td></tr>{rows}</table>"
-        "</details></section>"
+        f"<section><h2>Everything</h2><details><summary>{title}</summary>"
+        f"{_table(heads, rows)}</details></section>"
     )
 
 

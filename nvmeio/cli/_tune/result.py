@@ -16,9 +16,10 @@ from rich.table import Table
 
 import nvmeio
 from nvmeio.cli import _facts
-from nvmeio.cli._tune.search import Finalist, Op, Outcome, Sample
+from nvmeio.cli._tune.final import Finalist, Op
+from nvmeio.cli._tune.search import Outcome, Sample
 from nvmeio.cli._tune.space import DEFAULT, in_words
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._units import binary_size, counted
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
 
@@ -49,6 +50,7 @@ class Result:
         seconds: What it took.
         grid: The levels of each parameter.
         latencies: Of the winner and the default, where they were measured.
+        trouble: What went wrong beside the search, "" where nothing did.
     """
 
     outcome: Outcome
@@ -61,6 +63,7 @@ class Result:
     seconds: float
     grid: dict[str, list[Any]]
     latencies: list[Latencies] = field(default_factory=list)
+    trouble: str = ""
     when: datetime = field(default_factory=lambda: datetime.now(timezone.utc).astimezone())
 
     @property
@@ -120,7 +123,9 @@ class Result:
             lines.append("writes go over blocks that were written before, without fsync")
         if outcome.unusable:
             reasons = "; ".join(sorted(set(outcome.unusable.values())))
-            lines.append(f"{len(outcome.unusable)} settings cannot be used here: {reasons}")
+            lines.append(f"{counted(len(outcome.unusable), 'setting')} cannot be used: {reasons}")
+        if self.trouble:
+            lines.append(self.trouble)
         return lines
 
 

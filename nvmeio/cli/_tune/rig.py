@@ -15,7 +15,8 @@ import nvmeio
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.cli._disk import drop_from_cache
 from nvmeio.cli._scratch import fill, write_file
-from nvmeio.cli._tune.search import Op, Unusable
+from nvmeio.cli._tune.final import Op
+from nvmeio.cli._tune.search import Unusable
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct

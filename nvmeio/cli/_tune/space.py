@@ -6,8 +6,7 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +116,13 @@ def in_words(setting: Options) -> str:
     return ", ".join(words)
 
 
-@dataclass(frozen=True)
-class Levels:
-    """The values of two parameters, for a heat map's axes."""
+def levels(grid: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The values of each parameter with the default's, in order: the axes of charts."""
+    return {name: sorted({*of, getattr(DEFAULT, name)}) for name, of in grid.items()}
 
-    block_sizes: Sequence[int]
-    queue_depths: Sequence[int]
-    lanes: Sequence[int]
 
-    @classmethod
-    def of(cls, grid: Mapping[str, list[Any]]) -> Levels:
-        """Those of a grid, with the default's."""
-        return cls(
-            sorted({*grid["block_size"], DEFAULT.block_size}),
-            sorted({*grid["queue_depth"], DEFAULT.queue_depth}),
-            sorted({*grid["intra_op_parallelism"], DEFAULT.intra_op_parallelism}),
-        )
+def value_in_words(name: str, value: Any) -> str:
+    """A parameter's value for people."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return binary_size(value) if name == "block_size" else str(value)

@@ -1,0 +1,96 @@
+"""Ctrl-C at any moment of `nvmeio tune` and `nvmeio bench`: no scratch files, and nothing hangs.
+
+A real signal, from a timer, between any two bytecodes of a forked process, which then ends as
+every process does: what is left to do is done at exit.
+"""
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvmeio.cli import app
+from nvmeio.cli._exits import INTERRUPTED
+from nvmeio.cli._scratch import scratch
+
+TRIALS = 15
+
+
+def in_a_child(work: Callable[[], object], interrupted_after_s: float | None) -> int:
+    """The exit status of `work`, that of an interrupt where it let it through."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: they are idle
+        child = os.fork()
+    if child:
+        deadline = time.monotonic() + 60
+        while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.002)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 99
+    try:
+        torch.set_num_threads(1)  # OpenMP's threads did not come along
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(null, "w"))
+        try:
+            if interrupted_after_s is not None:
+                signal.setitimer(signal.ITIMER_REAL, interrupted_after_s)
+            status = int(work() or 0)  # type: ignore[call-overload]
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        atexit._run_exitfuncs()
+    finally:
+        os._exit(status)
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_an_interrupt_leaves_no_files(
+    command: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    grid = tmp_path_factory.mktemp("grid") / "grid.json"
+    grid.write_text(json.dumps({"queue_depth": [4, 8], "block_size": ["64K", "1M"]}))
+    flags = {
+        "tune": ["--budget", "0.5s", "--io-size", "2M", "--sweep-config", str(grid)],
+        "bench": ["--io-size", "2M", "--compare", "libaio,python", "--loops", "2"],
+    }[command]
+
+    def work() -> object:
+        return app([command, str(tmp_path), *flags], standalone_mode=False)
+
+    begun = time.monotonic()
+    assert in_a_child(work, None) == 0
+    whole = time.monotonic() - begun
+    chance = random.Random(0)
+    statuses = {in_a_child(work, chance.uniform(1e-3, whole)) for _ in range(TRIALS)}
+    assert statuses <= {0, INTERRUPTED}
+    assert INTERRUPTED in statuses
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_files_are_made_or_removed_loses_none(tmp_path: Path) -> None:
+    chance = random.Random(1)
+
+    def work() -> None:
+        with scratch([tmp_path], "test") as made:
+            (made[tmp_path] / "file").touch()
+
+    for _ in range(100):
+        assert in_a_child(work, chance.uniform(1e-5, 0.002)) in (0, INTERRUPTED)
+    assert list(tmp_path.iterdir()) == []
