@@ -49,9 +49,11 @@ lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 type: $(STAMP) ## mypy --strict on nvmeio
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .

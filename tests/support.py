@@ -48,7 +48,7 @@ def new_loop(kind: str) -> asyncio.AbstractEventLoop:
     if kind == "debug":
         loop.set_debug(True)
     if kind == "eager":
-        loop.set_task_factory(asyncio.eager_task_factory)
+        loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
     return loop
 
 

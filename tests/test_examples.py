@@ -16,7 +16,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def command(example: str, folder: Path, *arguments: str) -> list[str]:
     """Warnings are errors there too; one in a destructor still shows on stderr."""
-    return [sys.executable, "-W", "error", EXAMPLES / example, "--dir", folder, *arguments]
+    script = str(EXAMPLES / example)
+    return [sys.executable, "-W", "error", script, "--dir", str(folder), *arguments]
 
 
 def run(example: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

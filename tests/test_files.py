@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -253,7 +254,7 @@ def test_alignment_is_what_the_kernel_asks_for(direct_path: Path) -> None:
     with nvmeio.open(direct_path) as opened:
         unit = opened.alignment
     assert unit in (512, 1024, 2048, 4096, 65536)
-    memory = nvmeio.empty_aligned(1 << 16, dtype=torch.uint8).numpy()
+    memory: Any = nvmeio.empty_aligned(1 << 16, dtype=torch.uint8).numpy()
     fd = os.open(direct_path, os.O_RDONLY | os.O_DIRECT)
     try:
         assert os.preadv(fd, [memory[:unit]], unit) == unit

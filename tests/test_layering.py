@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import run_python
@@ -320,7 +321,7 @@ THINGS = {
 
 @pytest.mark.parametrize("name", THINGS)
 def test_public_things_are_documented(name: str) -> None:
-    thing = THINGS[name]
+    thing: Any = THINGS[name]
     if isinstance(thing, (classmethod, staticmethod)):
         thing = thing.__func__
     own = thing.fget.__doc__ if isinstance(thing, property) and thing.fget else thing.__doc__

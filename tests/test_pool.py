@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import random
@@ -87,7 +88,7 @@ def test_the_budget_is_rounded_up_to_whole_pages() -> None:
 
 @pytest.mark.parametrize("budget", [0, -1])
 def test_a_budget_below_one_byte_is_refused(budget: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 1, not {budget}"):
+    with pytest.raises(ValueError, match=f"1 or more, not {budget}"):
         PinnedPool(budget)
 
 
@@ -333,7 +334,7 @@ def test_threads_wait_in_the_same_queue_as_coroutines() -> None:
             futures = []
             for index, work in enumerate((in_thread, in_loop) * 3):
                 futures.append(executor.submit(work, f"{index} {work.__name__}", 4 * PAGE))
-                spin_until(lambda expected=index + 1: pool.waiting == expected)
+                spin_until(lambda: pool.waiting == index + 1)  # noqa: B023
             assert order == []
         for future in futures:
             future.result(30)
@@ -611,7 +612,7 @@ def test_loops_and_threads_at_once_never_overlap_and_all_bytes_come_back() -> No
         for seed, kind in enumerate(kinds, start=10):
             futures.append(
                 executor.submit(
-                    run_on, kind, lambda seed=seed: random_leases(pool, seen, seed, rounds=15)
+                    run_on, kind, functools.partial(random_leases, pool, seen, seed, rounds=15)
                 )
             )
         for future in futures:

@@ -130,7 +130,7 @@ def test_wrapper_subclasses_are_refused() -> None:
     """As DTensor: it holds tensors and is none, memory-wise."""
 
     class Wrapper(torch.Tensor):
-        inner: torch.Tensor
+        inner: torch.Tensor  # type: ignore[assignment]
 
         @staticmethod
         def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -148,7 +148,7 @@ def test_wrapper_subclasses_are_refused() -> None:
             return Wrapper(inner["inner"])
 
         @classmethod
-        def __torch_dispatch__(
+        def __torch_dispatch__(  # type: ignore[override]
             cls, func: object, types: object, args: object = (), kwargs: object = None
         ) -> object:
             raise NotImplementedError(func)

@@ -160,8 +160,8 @@ def save(me: Rank) -> None:
             me.written.clear()
             report = await checkpointer.save(me.state(6), 6)
             assert not report.durable and report.step == 6
-            report = await checkpointer.wait()
-            assert report is not None and report.durable
+            durable = await checkpointer.wait()
+            assert durable is not None and durable.durable
             assert same(await checkpointer.async_restore(), me.state(6))
 
         asyncio.run(main())
@@ -425,7 +425,7 @@ def kill_in_commit(me: Rank) -> None:
     def kill(fd: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.fdatasync = kill
+    os.fdatasync = kill  # type: ignore[assignment]
 
 
 def killed_sometime(me: Rank, victim: int, after_s: float) -> bool:

@@ -113,9 +113,9 @@ async def test_save_and_wait(tmp_path: Path) -> None:
         assert await checkpointer.wait() is None
         report = await checkpointer.save(state_of(3), 3)
         assert (report.step, report.durable, report.written_s) == (3, False, None)
-        report = await checkpointer.wait()
-        assert report is not None and report.durable and report.recycled is False
-        assert report.written_s is not None and report.written_s >= 0
+        durable = await checkpointer.wait()
+        assert durable is not None and durable.durable and durable.recycled is False
+        assert durable.written_s is not None and durable.written_s >= 0
         assert report.path == str(file_of(tmp_path / "c", 3))
         assert report.nbytes == os.stat(report.path).st_size
         assert report.copied_bytes == 5000 * 4 + 7 * 4 <= report.snapshot_bytes

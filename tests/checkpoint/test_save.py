@@ -143,7 +143,7 @@ def test_the_file_is_what_torch_would_write_but_for_the_alignment(
 
 def test_storages_begin_on_pages(path: Path) -> None:
     nvmeio.save({"a": noise(100), "b": noise(300_000), "c": noise(3)}, path)
-    reader = torch._C.PyTorchFileReader(str(path))
+    reader: Any = torch._C.PyTorchFileReader(str(path))
     for key in range(3):
         assert reader.get_record_offset(f"data/{key}") % 4096 == 0
 

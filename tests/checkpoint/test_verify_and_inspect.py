@@ -302,7 +302,7 @@ def test_inspect_tells_where_every_tensor_lies(save: str, path: Path) -> None:
     wanted = {"model": SAFE["tied"](), "list": [noise(3, 4, dtype=torch.bfloat16), 5]}
     SAVES[save](wanted, path)
     found = {tensor.name: tensor for tensor in describe(path).tensors}
-    reader = torch._C.PyTorchFileReader(str(path))
+    reader: Any = torch._C.PyTorchFileReader(str(path))
     assert list(found) == [f"model.{name}" for name in wanted["model"]] + ["list.0"]
     for name, tensor in found.items():
         group, _, key = name.partition(".")

@@ -362,9 +362,10 @@ GDS = _facts.CuFile(
 
 
 def shown(facts: _facts.Facts, **spoiled: object) -> str:
-    console = Console(file=StringIO(), width=200)
+    shown = StringIO()
+    console = Console(file=shown, width=200)
     report.render(report.Report(dataclasses.replace(facts, **spoiled), []), console)
-    return console.file.getvalue()
+    return shown.getvalue()
 
 
 def test_compat_mode_is_not_presented_as_dma(facts: _facts.Facts) -> None:
@@ -437,9 +438,10 @@ def test_terminal_output_fits_its_width(facts: _facts.Facts, width: int) -> None
     refused = DirectSupport(False, 0, 0, "a reason of some length, " * 8)
     directory = dataclasses.replace(facts.directories[0], path="/long" * 40, direct=refused)
     spoiled = dataclasses.replace(facts, directories=[directory])
-    console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
+    shown = StringIO()
+    console = Console(file=shown, width=width, force_terminal=True, color_system=None)
     report.render(report.Report(spoiled, problems(spoiled)), console)
-    lines = console.file.getvalue().splitlines()
+    lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "a reason of some length" in " ".join(lines)
 
@@ -454,9 +456,10 @@ def test_piped_output_keeps_each_fact_on_one_line(tmp_path: Path) -> None:
 
 def test_markup_in_a_path_is_shown_as_it_is(facts: _facts.Facts) -> None:
     directory = dataclasses.replace(facts.directories[0], path="/data/[bold]run[/bold]")
-    console = Console(file=StringIO(), width=80)
+    shown = StringIO()
+    console = Console(file=shown, width=80)
     report.render(report.Report(dataclasses.replace(facts, directories=[directory]), []), console)
-    assert "/data/[bold]run[/bold]" in console.file.getvalue()
+    assert "/data/[bold]run[/bold]" in shown.getvalue()
 
 
 @pytest.mark.parametrize(

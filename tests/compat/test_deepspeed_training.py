@@ -110,8 +110,8 @@ def test_two_trainings_at_once(tmp_path: Path, in_memory: Callable[..., dict[str
 @needs_deepspeed
 def test_two_ranks(tmp_path: Path, in_memory: Callable[..., dict[str, Any]]) -> None:
     """Started by DeepSpeed's own launcher, itself started by `nvmeio deepspeed`."""
-    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2")
-    launcher += ("--master_port", str(free_port()))
+    port = str(free_port())
+    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port)
     on_disk = Training(tmp_path / "run", launcher=launcher, pipelined=True, last=STEPS).result()
     assert on_disk == in_memory(device="cpu", ranks=2)
     assert {path.name for path in tmp_path.rglob("rank*")} == {"rank0", "rank1"}

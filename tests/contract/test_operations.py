@@ -1013,7 +1013,8 @@ def test_wait_raises_the_first_failure_and_attaches_the_others(
     failure = caught.value
     assert isinstance(failure, nvmeio.TransferError)
     assert failure.path.endswith("missing-1")
-    assert [(builtin_of(e), e.path.rpartition("/")[2]) for e in failure.others] == [
+    others: Any = failure.others
+    assert [(builtin_of(e), e.path.rpartition("/")[2]) for e in others] == [
         (FileNotFoundError, "missing-2"),
         (IsADirectoryError, tmp_path.name),
     ]

@@ -210,7 +210,7 @@ def test_many_writers_of_a_few_bytes_each_share_every_block(
     handle = make_handle(block_size=4096, queue_depth=32)
     path.write_bytes(CONTENT)
     start, step = 0, 1
-    starts = []
+    starts: list[tuple[int, int]] = []
     while start + step <= MAX_FILE and len(starts) < 2000:
         starts.append((start, start + step))
         start, step = start + step, step % 150 + 1

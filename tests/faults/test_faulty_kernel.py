@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 import pytest
 from faults._support import (
@@ -65,7 +66,7 @@ TRANSPARENT = {
     "EAGAIN-of-a-block": ({"event_error": errno.EAGAIN, "event_every": 3}, "events_changed"),
     "reversed": ({"reverse": 1, "hold_every": 3}, "events_held"),
 }
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "single-submit": {"single_submit": True},
     "no-overlap": {"overlap_events": False},

@@ -601,7 +601,7 @@ def test_idle_handles_dropped_in_cycles(tmp_path):
     async def on_a_loop():
         handle = nvmeio.AioHandle(queue_depth=1)
         assert await handle.async_pread(torch.empty(4096, dtype=torch.uint8), path) == 4096
-        handle.itself = handle
+        handle.itself = handle  # type: ignore[attr-defined]
 
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):

@@ -168,7 +168,7 @@ def exhaust():
             os.close(held.pop())
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    take.give_back = give_back
+    take.give_back = give_back  # type: ignore[attr-defined]
     yield take
     give_back()
 

@@ -177,8 +177,8 @@ def test_failing_blocks_are_told_with_errno_and_bytes(traced, tmp_path):
     """
     ran, injected = traced(code, "io_submit:error=EBADF:when=2")
     assert (ran.returncode, ran.stderr) == (0, ""), ran
-    code, transferred = map(int, ran.stdout.split())
-    assert code == errno.EBADF
+    number, transferred = map(int, ran.stdout.split())
+    assert number == errno.EBADF
     assert 0 < transferred < 3 * MIB and transferred % (64 << 10) == 0
     assert len(injected) == 1
 

@@ -94,7 +94,7 @@ def main() -> None:
             _models.logits(model, _models.prompt())
             _models.tokens(model, _models.prompt(), 2)
             del model
-        assert nvmeio.stream_model
+        assert callable(nvmeio.stream_model)
     threading.stack_size(1 << 20)  # stacks are addresses too
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

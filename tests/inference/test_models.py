@@ -234,9 +234,9 @@ def test_a_file_of_experts_that_is_written_to_is_noticed(tmp_path: Path, stream:
     before = model.weight_stream.stats.experts_read
     logits(model, many)
     assert model.weight_stream.stats.experts_read == before  # all are prefetched
-    with (tmp_path / "experts.safetensors").open("r+b") as file:
-        file.seek(-4096, 2)
-        file.write(bytes(4096))
+    with (tmp_path / "experts.safetensors").open("r+b") as changed:
+        changed.seek(-4096, 2)
+        changed.write(bytes(4096))
     with pytest.raises(IntegrityError, match=r"experts\.safetensors changed while"):
         for _ in range(2):  # what was read ahead before is good for one pass at most
             logits(model, many)

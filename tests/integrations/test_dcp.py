@@ -758,7 +758,7 @@ def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
 
 
 def test_async_save_writes_what_was_there_when_it_was_called(tmp_path: Path) -> None:
-    state = {"w": torch.randn(900, 900), "b": torch.randn(3), "step": 7}
+    state: dict[str, Any] = {"w": torch.randn(900, 900), "b": torch.randn(3), "step": 7}
     kept = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     future = dcp.async_save(state, storage_writer=NvmeStorageWriter(tmp_path), no_dist=True)
     state["w"].zero_()

@@ -40,7 +40,8 @@ def run(modules: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("resident", [None, 120_000, 1 << 30])
 def test_spilled_layers_compute_the_same(resident: int | None, tmp_path: Path) -> None:
-    modules, whole = layers(), layers()
+    modules: Any = layers()
+    whole = layers()
     modules[0][0].weight.weight_loader = "what a server puts there"
     with nvmeio.AioHandle(engine="threads") as handle:
         stream = spill(modules, tmp_path, resident_bytes=resident, handle=handle)
@@ -73,7 +74,7 @@ def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
         spill([], tmp_path)
     with pytest.raises(TransferError):
         spill(layers(), tmp_path / "nowhere")
-    odd = layers()
+    odd: Any = layers()
     odd[1][0].weight.data = odd[1][0].weight.data.t()
     with pytest.raises(ValueError, match=r"'1\.0\.weight' is not contiguous"):
         spill(odd, tmp_path)

@@ -333,7 +333,7 @@ def test_files_of_others_are_left_to_transformers(special: str) -> None:
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any) -> None:
             calls.append("weights")
 
-    class Special(NvmeTrainerMixin, Stock):
+    class Special(NvmeTrainerMixin, Stock):  # type: ignore[misc]
         model = None
 
     calls: list[str] = []

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-class Both(NvmeOffloadTrainerMixin, NvmeTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+class Both(NvmeOffloadTrainerMixin, NvmeTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
     """State on the drive, and checkpoints through nvmeio."""
 
 

@@ -38,7 +38,7 @@ class Gpt(torch.nn.Module):
         self.reentrant = reentrant
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.seen += tokens.numel()
+        self.seen.add_(tokens.numel())
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = (

@@ -206,7 +206,8 @@ def test_what_is_frozen_may_be_gone_through_after_a_step(tmp_path: Path) -> None
             torch.optim.SGD, ours[0].parameters(), swap_dir=tmp_path, lr=0.1
         ) as optimizer:
             x = torch.randn(2, 64)
-            for made, stepping in ((module, optimizer), (theirs, reference)):
+            pairs: tuple[tuple[Any, Any], ...] = ((module, optimizer), (theirs, reference))
+            for made, stepping in pairs:
                 first, second = made(x).sum(), made(x).square().sum()
                 first.backward()
                 stepping.step()

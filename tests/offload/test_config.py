@@ -180,7 +180,10 @@ def test_pinning_that_is_not_allowed_is_refused(
     """For parameters it was taken without a word."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     for section in ("offload_optimizer", "offload_param"):
-        config = {"offload_optimizer": dict(nvme), "offload_param": dict(nvme)}
+        config: dict[str, dict[str, object]] = {
+            "offload_optimizer": dict(nvme),
+            "offload_param": dict(nvme),
+        }
         config[section]["pin_memory"] = True
         monkeypatch.setattr("nvmeio.pool._lock_if_allowed", lambda arena: False)
         config["offload_param"]["max_in_cpu"] = 1e6

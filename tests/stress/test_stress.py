@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ class Actor:
     async def fail_beside(self, operation, nbytes):
         if sys.version_info < (3, 11):
             return await self.gather_and_fail(operation, nbytes)
-        with contextlib.suppress(ExceptionGroup):  # noqa: F821 (Python 3.11)
+        with contextlib.suppress(ExceptionGroup):  # type: ignore[name-defined]  # noqa: F821
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(operation)
                 await self.a_moment()
@@ -318,7 +319,7 @@ def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
     file = nvmeio.open(path)
     begun = threading.Barrier(9)
     counted = []
-    shared = concurrent.futures.Future()  # of another thread's loop
+    shared: concurrent.futures.Future[int] = concurrent.futures.Future()  # of another thread's loop
 
     def pick(chance):
         nbytes = chance.choice([0, 100, 4096, chance.randrange(200 * KIB)])
@@ -333,7 +334,7 @@ def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
 
         async def one():
             tensor, offset, where = pick(chance)
-            operation = handle.async_pread(tensor, where, offset)
+            operation: Any = handle.async_pread(tensor, where, offset)
             if chance.random() < 0.2:
                 operation = asyncio.wrap_future(nvmeio.as_future(operation))
             assert await operation == tensor.nbytes
@@ -416,7 +417,7 @@ def test_close_among_threads_that_submit(tmp_path, engine, turns):
     for turn in range(turns):
         handle = nvmeio.AioHandle(16 * KIB, 8, intra_op_parallelism=1 + turn % 2, engine=engine)
         begun = threading.Barrier(5)
-        results = []
+        results: list[Any] = []
 
         def submit(handle=handle, begun=begun, results=results, seed=turn):
             chance = random.Random(seed)
