@@ -177,7 +177,7 @@ def _load(file: Path) -> dict[str, Any]:
         return {}
     try:
         whole = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, str(error)) from error
     stored = whole.get("file_systems") if isinstance(whole, dict) else None
     if not isinstance(stored, dict) or whole.get("format") != FORMAT:

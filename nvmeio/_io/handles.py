@@ -1,9 +1,15 @@
-"""A handle for one call: the caller's, or one that is made and closed beside other work.
+"""What ``handle=None`` means, for every function and class that takes a handle.
 
-To give an AIO context back takes the kernel about 30 ms (io_destroy waits for an RCU grace period),
-to make one at times as well. So it is made beside the pickling, and closed beside the last fsync
-and whatever the caller does next: nothing is in flight then, and nobody need wait for it. Loading
-1 and 64 MiB takes 2.5 and 27 ms that way, and 3.3 and 28 with the portable engine's threads.
+One rule: a handle of its own, with the setting that `nvmeio tune --save` stored for the file system
+of the files it is for, else with the defaults. Settings that cannot be read or used are no reason
+to lose a checkpoint: they are warned of once, and the defaults taken. It lives as long as the call
+or the object that made it. A caller's handle is used as it is, and stays open.
+
+`new_handle` is for objects that keep theirs, `CallHandle` and `handle_for` for single calls. To
+give an AIO context back takes the kernel about 30 ms (io_destroy waits for an RCU grace period), to
+make one at times as well. So a call's handle is made beside its first work, and closed beside the
+last and whatever the caller does next: nothing is in flight then, and nobody need wait for it.
+Loading 1 and 64 MiB takes 2.5 and 27 ms that way, 3.3 and 28 with the portable engine's threads.
 """
 
 from __future__ import annotations
@@ -11,14 +17,54 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
 
-from nvmeio.errors import BackendUnavailableError
+from nvmeio import tuned
+from nvmeio._io.threads import Job
+from nvmeio.engines.base import Options
+from nvmeio.errors import BackendUnavailableError, ClosedError
 from nvmeio.handle import AioHandle
 
 logger = logging.getLogger("nvmeio")
+
+_warned: set[str] = set()
+
+
+def new_handle(path: str | os.PathLike[str]) -> AioHandle:
+    """A handle for files on the file system of `path`, which need not exist yet.
+
+    Raises:
+        BackendUnavailableError: None can be made; says why.
+    """
+    try:
+        found = tuned.find(path)
+    except (ValueError, OSError) as unreadable:
+        _warn(unreadable)
+        return _made(Options())
+    if found is None:
+        return _made(Options())
+    try:
+        return _made(found.aio)
+    except (ValueError, TypeError) as unusable:
+        _warn(unusable)
+        return _made(Options())
+
+
+def _warn(unusable: Exception) -> None:
+    text = str(unusable)
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("not using the stored settings: %s", text)
+
+
+def _made(options: Options) -> AioHandle:
+    try:
+        # "auto" makes and destroys a context to see whether there are any: 30 ms.
+        return AioHandle(*options, engine="libaio")
+    except BackendUnavailableError:
+        return AioHandle(*options, engine="auto")
 
 
 @contextlib.contextmanager
@@ -41,71 +87,45 @@ class CallHandle:
 
     Args:
         handle: The caller's, which stays open; None to make one, beginning now.
-        path: A file or directory on the file system whose stored setting is to be used
-            (`AioHandle.tuned`).
+        path: A file or directory on the file system that it is for.
 
     Used with ``with``, after which its own is closed, or is being closed; what goes wrong in making
-    one is raised by `get`.
+    one is raised by `get`. Interrupted at any moment, it is closed by a thread.
     """
 
     def __init__(self, handle: AioHandle | None, path: str | os.PathLike[str]) -> None:
-        self._handle = handle
-        self._path = path
-        self._own = handle is None
-        self._failed: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if self._own:
-            self._beside(self._make)
+        self._given = handle
+        self._making: Job[AioHandle] | None = None
+        self._closing: Job[None] | None = None
+        if handle is None:
+            self._making = Job(partial(new_handle, path), "nvmeio-handle")
+            self._making.start()
 
     def get(self) -> AioHandle:
         """The handle.
 
         Raises:
             BackendUnavailableError: None can be made; says why.
+            ClosedError: It is closed.
         """
-        self._join()
-        if self._failed is not None:
-            raise self._failed
-        if self._handle is None:
-            raise RuntimeError("the handle of this call is closed")
-        return self._handle
+        if self._given is not None:
+            return self._given
+        if self._making is None or self._closing is not None:
+            raise ClosedError("the handle of this call is closed")
+        self._making.wait()
+        return self._making.result()
 
     def done(self) -> None:
-        """It is not needed any more: begin to close it, if it is this call's own."""
-        self._join()
-        if self._own and self._handle is not None:
-            self._beside(self._handle.close)
-            self._handle = None
+        """It is not needed any more: begin to close it, if it is this call's own. Idempotent."""
+        if self._making is not None:
+            if self._closing is None:
+                self._closing = Job(partial(_close, self._making), "nvmeio-handle")
+            self._closing.start()  # a second time it does nothing
 
     def wait(self) -> None:
         """Behind the block: until its own handle is closed, and its memory given back."""
-        self._join()
-
-    def _make(self) -> None:
-        try:
-            try:
-                # "auto" makes and destroys a context to see whether there are any: 30 ms.
-                self._handle = self._new("libaio")
-            except BackendUnavailableError:
-                self._handle = self._new("auto")
-        except BaseException as failed:
-            self._failed = failed
-
-    def _new(self, engine: str) -> AioHandle:
-        try:
-            return AioHandle.tuned(self._path, engine=engine)
-        except ValueError as damaged:  # no reason to lose a checkpoint
-            logger.warning("not using the stored settings: %s", damaged)
-            return AioHandle(engine=engine)
-
-    def _beside(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work, name="nvmeio-handle", daemon=True)
-        self._thread.start()
-
-    def _join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._closing is not None:
+            self._closing.wait()
 
     def __enter__(self) -> CallHandle:
         return self
@@ -117,3 +137,11 @@ class CallHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.done()
+
+
+def _close(making: Job[AioHandle]) -> None:
+    if making.withdraw():
+        return
+    making.wait()
+    if making.error is None:
+        making.result().close()

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
@@ -160,7 +161,7 @@ class Saver:
         """The caller's handle, or one that lives as long as this."""
         with self._opening:
             if self._handle is None:
-                self._handle = AioHandle.tuned(self.directory)
+                self._handle = new_handle(self.directory)
             return self._handle
 
     @property

@@ -21,6 +21,7 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._formats import torch_zip
+from nvmeio._io.handles import new_handle
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
@@ -151,7 +152,7 @@ class FastFileWriter:
         self._replacement = Replacement(path)
         self._own = handle is None
         try:
-            self._handle = AioHandle() if handle is None else handle
+            self._handle = new_handle(path) if handle is None else handle
             staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
             self._stream = Stream(self._handle, self._replacement.file, staging)
         except BaseException:
@@ -364,7 +365,7 @@ class FastFileReader:
         try:
             self._size = self._file.size()
             self._own = handle is None
-            self._handle = AioHandle() if handle is None else handle
+            self._handle = new_handle(path) if handle is None else handle
         except BaseException:
             self._reading.close()
             raise

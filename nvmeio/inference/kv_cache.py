@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import buffers, files
+from nvmeio._io.handles import new_handle
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.handle import AioHandle
 from nvmeio.inference._feeder import finish
@@ -439,7 +440,7 @@ class _Mover:
             return self._given
         with self._lock:
             if self._own is None:
-                self._own = AioHandle.tuned(self._directory)
+                self._own = new_handle(self._directory)
             return self._own
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nvmeio._io.handles import new_handle
 from nvmeio._io.span_plan import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._io.threads import in_thread
@@ -479,7 +480,7 @@ class WeightStream:
         with contextlib.ExitStack() as undo:
             handle = self._handle
             if handle is None:
-                handle = undo.enter_context(AioHandle.tuned(self._path))
+                handle = undo.enter_context(new_handle(self._path))
             checkpoint = undo.enter_context(contextlib.closing(self._open_checkpoint(handle)))
             memory = undo.enter_context(contextlib.closing(Memory(self._shares, self._device)))
             feeder = Feeder(handle)

@@ -30,6 +30,7 @@ import torch
 
 from nvmeio import files
 from nvmeio._formats.safetensors_files import header_of
+from nvmeio._io.handles import new_handle
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
@@ -363,7 +364,7 @@ def _reader(
         yield given
         return
     first = next((about.get("safetensors_file") for about in (index or {}).values()), None)
-    with AioHandle.tuned(first or folder or ".") as own:
+    with new_handle(first or folder or ".") as own:
         yield own
 
 

@@ -22,6 +22,7 @@ import torch
 from nvmeio import buffers
 from nvmeio._formats.torch_layout import Layout, Record, plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
+from nvmeio._io.handles import new_handle
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint import load, save
 from nvmeio.errors import BackendUnavailableError, ClosedError
@@ -80,7 +81,7 @@ class NvmeCheckpointIO:
             TransferError: The disk is full, or failed; an older file is untouched.
         """
         target = _prepared(path, storage_options)
-        save(checkpoint, target, checksum=self._checksum, handle=self._handle())
+        save(checkpoint, target, checksum=self._checksum, handle=self._handle(target))
 
     def load_checkpoint(
         self,
@@ -99,8 +100,9 @@ class NvmeCheckpointIO:
             FileNotFoundError: There is none.
             IntegrityError: It is damaged.
         """
+        target = _local(path)
         loaded: dict[str, Any] = load(
-            _local(path), map_location, weights_only is not False, handle=self._handle()
+            target, map_location, weights_only is not False, handle=self._handle(target)
         )
         return loaded
 
@@ -114,11 +116,11 @@ class NvmeCheckpointIO:
         if own is not None and self._pid == os.getpid():
             own.close()
 
-    def _handle(self) -> AioHandle:
+    def _handle(self, path: str) -> AioHandle:
         if self._given is not None:
             return self._given
         if self._own is None or self._pid != os.getpid():  # a handle does not survive a fork
-            self._own, self._pid = AioHandle(), os.getpid()
+            self._own, self._pid = new_handle(path), os.getpid()
         return self._own
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,10 +168,10 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         try:
             layout = plan_layout(checkpoint)
         except BackendUnavailableError:  # says so in the log
-            save(checkpoint, target, checksum=self._checksum, handle=self._handle())
+            save(checkpoint, target, checksum=self._checksum, handle=self._handle(target))
             return
         snapshot = self._copied(layout)
-        handle = self._handle()
+        handle = self._handle(target)
         self._submit(lambda: self._write(snapshot, target, handle))
 
     def load_checkpoint(

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nvmeio._io.handles import new_handle
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 from nvmeio.inference.spilling import spill
@@ -170,7 +171,7 @@ class Offloader:
         if self._settings.aio:
             self._handle = AioHandle(**self._settings.aio)
         else:
-            self._handle = AioHandle.tuned(where)
+            self._handle = new_handle(where)
         self.stream = spill(
             self._layers,
             where,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._io.handles import new_handle
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _weights
@@ -60,7 +61,7 @@ class Engine:
     ) -> None:
         self.directory = directory
         self._own_handle = handle is None
-        self.handle = AioHandle() if handle is None else handle
+        self.handle = new_handle(directory.path) if handle is None else handle
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
         self.store = Store(directory, self.handle, durable, ranks)
         self.swapper: GradientSwapper | None = None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._io.handles import new_handle
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -295,7 +296,7 @@ class _Keeper:
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
         self._file: File = directory.allocate(NAME, sum(unit.nbytes for unit in units))
-        self._handle = AioHandle() if handle is None else handle
+        self._handle = new_handle(directory.path) if handle is None else handle
         try:
             self.window = Window(self._handle, resident_bytes, self._moves)
         except BaseException:
