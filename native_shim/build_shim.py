@@ -10,9 +10,8 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 # distutils wants sources relative to the project's root, where setup.py runs.
-SOURCES = [
-    f"native_shim/{name}.c" for name in ("kaio", "file_facts", "engine", "lane", "copy", "hold")
-]
+FILES = ("kaio", "file_facts", "copy", "hold", "request", "lane", "engine")
+SOURCES = [f"native_shim/{name}.c" for name in FILES]
 
 ffibuilder = FFI()
 ffibuilder.cdef((HERE / "decl.h").read_text(encoding="utf-8"))

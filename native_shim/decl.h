@@ -1,6 +1,6 @@
 /* What Python sees of the shim. Read twice: by the C compiler through internal.h, and by cffi as
  * its cdef, so plain declarations only. Who may call what, and what is kept alive how long, is
- * told in engine.c. Errors are returned as -errno; sizes and offsets are bytes. */
+ * told in request.c. Errors are returned as -errno; sizes and offsets are bytes. */
 
 /* The kernel's AIO calls, through libaio or directly. */
 typedef struct nv_kaio nv_kaio;

@@ -38,12 +38,24 @@ typedef struct nv_part {
   int starts;        /* the first part: its lane starts the request */
 } nv_part;
 
+/* What the requests and completion queues of one engine share; its first member. */
+typedef struct nv_common {
+  unsigned generation; /* of forks: another one means that our threads do not exist here */
+  atomic_uint refs;    /* the engine's owner, every request, every completion queue */
+  void (*last_out)(struct nv_common *);
+  pthread_mutex_t mutex;
+  pthread_cond_t done_cond;
+  uint32_t waiters;
+  atomic_ullong bytes_read, bytes_written, operations, direct_bytes, bounced_bytes,
+      buffered_bytes, errors, cancelled, in_flight;
+} nv_common;
+
 struct nv_request {
   nv_result result; /* valid once done is set */
-  nv_engine *engine;
+  nv_common *common;
   uint64_t token;
 
-  /* guarded by engine->mutex */
+  /* guarded by common->mutex */
   nv_cq *cq;
   nv_request *done_prev, *done_next;
   int linked; /* in completion queue's done list */
@@ -70,11 +82,11 @@ struct nv_request {
 
 /* Where finished requests wait to be reaped by one consumer, who sleeps on an eventfd. */
 struct nv_cq {
-  nv_engine *engine;
+  nv_common *common;
   int efd;
   atomic_uint refs;       /* the owner, and every request that names this queue */
   atomic_uint signalling; /* lanes that are about to write to efd */
-  /* guarded by engine->mutex */
+  /* guarded by common->mutex */
   nv_request *head, *tail;
   int signalled;
   int closed;
@@ -97,7 +109,8 @@ typedef struct {
   nv_engine *engine;
   uint32_t index;
   aio_context_t context;
-  int efd; /* signalled by the kernel per completion, and by whoever fills the inbox */
+  atomic_int efd;    /* signalled by the kernel per completion, and by whoever fills the inbox */
+  atomic_int waking; /* who is about to signal it, for whoever closes it */
 
   _Atomic(nv_part *) inbox; /* pushed by anybody, taken whole by the lane: latest first */
   atomic_int asleep;
@@ -118,27 +131,23 @@ typedef struct {
 } nv_lane;
 
 struct nv_engine {
+  nv_common common;
   const nv_kaio *kaio;
   nv_options options;
   nv_lane *lanes;
-  unsigned generation; /* of forks: another one means that our threads do not exist here */
-  atomic_uint refs;    /* the owner, every request, every completion queue */
   atomic_uint next_lane;
   atomic_int stopping;
-  pthread_mutex_t mutex;
-  pthread_cond_t done_cond;
-  uint32_t waiters;
-  atomic_ullong bytes_read, bytes_written, operations, direct_bytes, bounced_bytes,
-      buffered_bytes, errors, cancelled, in_flight;
 };
 
-/* engine.c */
-int nv_forked(const nv_engine *);
-void nv_complete(nv_request *);
+/* request.c */
+int nv_forked(const nv_common *);
+void nv_common_init(nv_common *, void (*last_out)(nv_common *));
+void nv_common_unref(nv_common *);
+int nv_complete(nv_request *);
 /* lane.c */
 int nv_lane_init(nv_lane *, nv_engine *, uint32_t index);
 void nv_lane_destroy(nv_lane *);
 void nv_lane_push(nv_lane *, nv_part *);
-void nv_lane_wake(nv_lane *);
+void nv_lanes_wake(nv_engine *);
 
 #endif

@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -56,23 +57,39 @@ int nv_lane_init(nv_lane *lane, nv_engine *engine, uint32_t index) {
   return 0;
 }
 
+/* The thread has returned, but others may be on their way out of nv_lane_push or nv_lanes_wake. */
 void nv_lane_destroy(nv_lane *lane) {
   if (lane->context) lane->engine->kaio->destroy(lane->context);
   if (lane->bounce_mapping) munmap(lane->bounce_mapping, lane->bounce_mapped);
-  if (lane->efd >= 0) close(lane->efd);
+  int efd = atomic_exchange(&lane->efd, -1);
+  while (atomic_load(&lane->waking)) sched_yield();
+  if (efd >= 0) close(efd);
   free(lane->slots);
   free(lane->free_slots);
   free(lane->pending);
   free(lane->events);
   free(lane->free_bounce);
-  memset(lane, 0, sizeof *lane);
-  lane->efd = -1;
+  lane->context = 0;
+  lane->bounce_mapping = lane->bounce_base = NULL;
+  lane->slots = NULL;
+  lane->free_slots = lane->free_bounce = NULL;
+  lane->pending = NULL;
+  lane->events = NULL;
 }
 
-void nv_lane_wake(nv_lane *lane) {
+/* What wakes it may be done, and the lane closed, before this is through: a number that is read while
+ * `waking` is up is not closed before it is down. */
+static void wake(nv_lane *lane) {
   uint64_t one = 1;
-  while (write(lane->efd, &one, sizeof one) < 0 && errno == EINTR) {
+  atomic_fetch_add(&lane->waking, 1);
+  int efd = atomic_load(&lane->efd);
+  while (efd >= 0 && write(efd, &one, sizeof one) < 0 && errno == EINTR) {
   }
+  atomic_fetch_sub(&lane->waking, 1);
+}
+
+void nv_lanes_wake(nv_engine *engine) {
+  for (uint32_t i = 0; i < engine->options.lanes; i++) wake(&engine->lanes[i]);
 }
 
 /* --- inbox and ring ---------------------------------------------------------------------- */
@@ -82,7 +99,7 @@ void nv_lane_push(nv_lane *lane, nv_part *part) {
   while (!atomic_compare_exchange_weak(&lane->inbox, &part->following, part)) {
   }
   /* The lane sets asleep before its last look at the inbox; one of us sees the other. */
-  if (atomic_exchange(&lane->asleep, 0)) nv_lane_wake(lane);
+  if (atomic_exchange(&lane->asleep, 0)) wake(lane);
 }
 
 /* What has been pushed, first come first. */
@@ -162,7 +179,7 @@ static void write_buffered(nv_request *request, uint64_t from, uint64_t to) {
   }
 }
 
-static void finish_part(nv_part *part) {
+static void finish_part(nv_lane *lane, nv_part *part) {
   nv_request *request = part->request;
   if (atomic_fetch_sub(&request->parts_left, 1) != 1) return;
   if (request->opcode == NV_WRITE) {
@@ -171,7 +188,7 @@ static void finish_part(nv_part *part) {
     write_buffered(request, request->file_offset, request->span_start);
     write_buffered(request, request->span_end, user_end(request));
   }
-  nv_complete(request);
+  if (nv_complete(request) && lane->engine->stopping) nv_lanes_wake(lane->engine);
 }
 
 static void start_part(nv_lane *lane, nv_part *part) {
@@ -186,7 +203,7 @@ static void start_part(nv_lane *lane, nv_part *part) {
   if (part->next < part->end && !request->stop)
     ring_insert(lane, part);
   else
-    finish_part(part);
+    finish_part(lane, part);
 }
 
 /* --- bounce blocks ----------------------------------------------------------------------- */
@@ -313,7 +330,7 @@ static void fill(nv_lane *lane) {
     }
     part->next = part->end;
     ring_remove(lane, part);
-    if (!part->inflight) finish_part(part);
+    if (!part->inflight) finish_part(lane, part);
   }
 }
 
@@ -381,7 +398,7 @@ static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
   lane->free_slots[lane->nfree++] = (uint32_t)(slot - lane->slots);
   part->inflight--;
   /* A part that still has blocks to issue is in the ring; fill() finishes it there. */
-  if (!part->inflight && part->next >= part->end && part->following == NULL) finish_part(part);
+  if (!part->inflight && part->next >= part->end && part->following == NULL) finish_part(lane, part);
 }
 
 /* --- the kernel's queue ------------------------------------------------------------------ */
@@ -528,7 +545,7 @@ int nv_lane_run(nv_engine *engine, uint32_t index) {
     int idle = !lane->inflight && !lane->npending;
     if (idle && lane->ring) continue; /* refused while filling: there is more to issue */
     if (idle) lane->refused_since.tv_sec = 0; /* the next stall has a clock of its own */
-    if (idle && engine->stopping && !engine->in_flight && inbox_empty(lane)) return 0;
+    if (idle && engine->stopping && !engine->common.in_flight && inbox_empty(lane)) return 0;
     sleep_until_signalled(lane);
   }
 }

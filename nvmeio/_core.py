@@ -27,6 +27,7 @@ from typing import Any
 
 from nvmeio import _transfer, files
 from nvmeio._completions import CompletionQueues
+from nvmeio._loops import in_a_thread
 from nvmeio._plan import Plan
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Transfer
@@ -500,7 +501,7 @@ class Core:
         self.refuse()
         await self.settle_live()
         self._release()
-        await asyncio.get_running_loop().run_in_executor(None, self.engine.join)
+        await in_a_thread(self.engine.join)
 
     def abandon(self) -> None:
         """The handle was dropped: finish what is in flight in the background, below last."""

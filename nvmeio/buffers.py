@@ -26,7 +26,9 @@ __all__ = [
     "free_pinned",
     "is_pinned",
     "new_locked",
+    "on_huge_pages",
     "owns",
+    "span",
 ]
 
 

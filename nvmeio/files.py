@@ -102,7 +102,7 @@ class Descriptors:
             raise _open_error(failed.errno or errno.EIO, path) from failed
         try:
             facts = _checked_facts(fd, path)
-            alignment = _alignment(fd, facts) if direct else _NO_DIRECT
+            alignment = _alignment(fd, facts, path) if direct else _NO_DIRECT
             if alignment.offset:
                 return cls(path, flags, fd, -1, alignment, facts)
             if direct:  # accepted, but not for this file: one plain descriptor will do
@@ -143,10 +143,15 @@ class Descriptors:
                     buffered_fd = _reopen(fd, access)
                 except OSError:
                     raise _open_error(refused.errno or errno.EIO, path) from refused
-        alignment = _NO_DIRECT if direct_fd < 0 else _alignment(direct_fd, facts)
-        opened = cls(path, access, direct_fd, buffered_fd, alignment, facts)
-        if direct_fd >= 0 and not alignment.offset:
-            opened.demote()
+        opened = cls(path, access, direct_fd, buffered_fd, _NO_DIRECT, facts)
+        try:
+            if direct_fd >= 0:
+                opened.alignment = _alignment(direct_fd, facts, path)
+                if not opened.alignment.offset:
+                    opened.demote()
+        except BaseException:
+            opened.release()
+            raise
         return opened
 
     def retain(self) -> Descriptors:
@@ -404,30 +409,51 @@ def _checked_facts(fd: int, path: str) -> FileFacts:
 _probed: dict[int, Alignment] = {}
 
 
-def _alignment(fd: int, facts: FileFacts) -> Alignment:
+# What the kernel answers where a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
+# this file's or this moment's, and says nothing of the device.
+_NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def _alignment(fd: int, facts: FileFacts, path: str) -> Alignment:
+    """What direct I/O needs on an open file.
+
+    Raises:
+        TransferError: It had to be tried, and failed for another reason than that there is none.
+    """
     if facts.offset_alignment is not None and facts.memory_alignment is not None:
         return Alignment(facts.offset_alignment, facts.memory_alignment)
-    if facts.device not in _probed:
-        _probed[facts.device] = _try_direct_read(fd, facts.device)
-    return _probed[facts.device]
+    known = _probed.get(facts.device)
+    if known is not None:
+        return known
+    try:
+        readable = _reopen(fd, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except PermissionError:
+        return Alignment(PAGE_BYTES, PAGE_BYTES)  # unreadable: assume; EINVAL demotes later
+    except OSError as failed:
+        if failed.errno in _NO_DIRECT_IO:
+            return _NO_DIRECT
+        raise _open_error(failed.errno or errno.EIO, path, "opened again to try it") from failed
+    try:
+        known = _probed[facts.device] = _try_direct_read(readable, facts.device)
+    except OSError as failed:
+        raise _open_error(failed.errno or errno.EIO, path, "a direct read was tried") from failed
+    finally:
+        os.close(readable)
+    return known
 
 
 def _try_direct_read(fd: int, device: int) -> Alignment:
     if _file_system_of(device) in _MEMORY_FILE_SYSTEMS:
         return _NO_DIRECT
-    try:
-        readable = _reopen(fd, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return Alignment(PAGE_BYTES, PAGE_BYTES)  # unreadable: assume; EINVAL demotes later
-    try:
-        with mmap.mmap(-1, PAGE_BYTES) as page:
-            os.preadv(readable, [page], 0)
-        return Alignment(PAGE_BYTES, PAGE_BYTES)
-    except OSError as refused:
-        logger.info("no direct I/O on device %x: %s", device, refused)
-        return _NO_DIRECT
-    finally:
-        os.close(readable)
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        try:
+            os.preadv(fd, [page], 0)
+        except OSError as refused:
+            if refused.errno not in _NO_DIRECT_IO:
+                raise
+            logger.info("no direct I/O on device %x: %s", device, refused)
+            return _NO_DIRECT
+    return Alignment(PAGE_BYTES, PAGE_BYTES)
 
 
 def _file_system_of(device: int) -> str:

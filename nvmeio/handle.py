@@ -57,8 +57,8 @@ class AioHandle:
         ValueError: Another parameter is out of range.
 
     Cost: one AIO context and one parked thread a lane. Transfers whose memory or offset is not
-    aligned use up to 32 MiB (or 4 blocks) of bounce memory a lane, never more than
-    ``queue_depth * block_size``.
+    aligned, and those of 1 MiB and more whose memory is not nvmeio's own, use up to 112 MiB (or 4
+    blocks) of bounce memory a lane, never more than ``queue_depth * block_size``.
 
     Example:
         >>> async with nvmeio.AioHandle() as handle:
@@ -144,7 +144,10 @@ class AioHandle:
         `ShortTransferError` if it ends before the tensor is full. The tensor's contents are then
         unknown; at the end of a file, a contiguous one begins with the bytes that there were.
 
-        Cost: none in the common case; see `Operation.bounced_bytes`. Source: io_submit(2).
+        Cost: no copy into memory of `nvmeio.empty_aligned` at an aligned offset. Otherwise one
+        through a bounce block (`Operation.bounced_bytes`): of the ends of an unaligned span, of
+        misaligned memory, and of 1 MiB and more into memory on small pages, which is faster so.
+        Source: io_submit(2).
         """
         return self._start(Opcode.READ, tensor, file, file_offset)
 

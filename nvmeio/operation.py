@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
+from nvmeio._loops import wake
 from nvmeio._plan import Plan
 from nvmeio._tensor import Memory
 from nvmeio.engines.base import CompletionQueue, EngineError, Opcode, Outcome, Request
@@ -342,7 +343,7 @@ class Operation(Coroutine[Any, Any, int]):
         self._error = error
         waiters, callbacks = self._core.settled(self, state)
         for loop, waiter in waiters:
-            _wake(loop, waiter)
+            wake(loop, waiter)
         for callback in callbacks:
             self._call(callback)
 
@@ -358,21 +359,6 @@ def _current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:  # no loop is running
         return None
-
-
-def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-    if asyncio._get_running_loop() is loop:
-        _resolve(waiter)
-        return
-    try:
-        loop.call_soon_threadsafe(_resolve, waiter)
-    except RuntimeError:
-        logger.debug("an event loop was closed while it awaited an operation")
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class _OperationFuture(concurrent.futures.Future[int]):

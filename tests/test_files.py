@@ -358,6 +358,60 @@ def test_the_buffered_descriptor_is_opened_when_it_is_needed(direct_path: Path) 
     assert opened_on(direct_path) == 0
 
 
+@pytest.fixture
+def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that says nothing of direct I/O: it has to be tried."""
+    facts = files.file_facts
+    unknown = {"memory_alignment": None, "offset_alignment": None}
+    monkeypatch.setattr(files, "file_facts", lambda fd: facts(fd)._replace(**unknown))
+    monkeypatch.setattr(files, "_probed", {})
+
+
+@pytest.mark.parametrize("step", ["preadv", "open"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOMEM, errno.EMFILE], ids=errno.errorcode.get)
+def test_a_trial_that_fails_says_nothing_of_the_device(
+    direct_path: Path, told_nothing: None, monkeypatch: pytest.MonkeyPatch, code: int, step: str
+) -> None:
+    """One EIO, and the whole process went through the page cache from then on, quietly."""
+    direct_path.write_bytes(DATA)
+    real = os.open
+
+    def fail(*args: object) -> int:
+        if step == "open" and not str(args[0]).startswith("/proc/self/fd"):
+            return real(*args)  # type: ignore[arg-type]
+        raise OSError(code, os.strerror(code))
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        with open(direct_path, "rb") as mine, pytest.raises(nvmeio.TransferError) as failed:
+            files.acquire(mine.fileno() if step == "preadv" else str(direct_path), False)
+    assert failed.value.errno == code
+    assert open_descriptors() == before
+    opened = files.acquire(str(direct_path), False)
+    assert opened.alignment.offset
+    opened.release()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_device_without_direct_io_is_asked_once(
+    direct_path: Path, told_nothing: None, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    direct_path.write_bytes(DATA)
+    tried = []
+
+    def refuse(*args: object) -> int:
+        tried.append(args)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    for _ in range(3):
+        opened = files.acquire(str(direct_path), False)
+        assert opened.alignment == Alignment(0, 0)
+        opened.release()
+    assert len(tried) == 1
+
+
 def test_a_borrowed_descriptor_stays_the_callers(file: Path) -> None:
     fd = os.open(file, os.O_RDONLY)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -40,6 +40,7 @@ LAYERS = {
     "_transfer": 3,
     "engines": 3,
     "_completions": 4,
+    "_loops": 4,
     "_validate": 4,
     "operation": 4,
     "_core": 4,

@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -481,7 +482,7 @@ static void moved_when_done(fds f) {
   nv_engine_free(r.engine);
 }
 
-static void ports_closed_early(fds f) {
+static void queues_closed_early(fds f) {
   enum { MANY = 24 };
   running r;
   start_engine(&r, some_options());
@@ -625,6 +626,32 @@ static void forked(fds f) {
   nv_engine_free(r.engine);
 }
 
+static void *stops(void *argument) {
+  for (int i = 0; i < 50; i++) nv_engine_stop(argument);
+  return NULL;
+}
+
+/* Whoever wakes a lane may come so late that it is closed, and its descriptor's number another's. */
+static void closed_while_woken(void) {
+  for (int i = 0; i < 100; i++) {
+    running r;
+    start_engine(&r, (nv_options){.block_size = 16384, .queue_depth = 8, .lanes = 2, .bounce_blocks = 4});
+    pthread_t stopping;
+    CHECK(pthread_create(&stopping, NULL, stops, r.engine) == 0);
+    join_lanes(&r);
+    nv_engine_close(r.engine);
+    int mine[4];
+    for (int j = 0; j < 4; j++) CHECK((mine[j] = eventfd(0, EFD_NONBLOCK)) >= 0);
+    CHECK(pthread_join(stopping, NULL) == 0);
+    for (int j = 0; j < 4; j++) {
+      uint64_t count;
+      CHECK(read(mine[j], &count, sizeof count) < 0);
+      close(mine[j]);
+    }
+    nv_engine_free(r.engine);
+  }
+}
+
 static void set_switch(const char *library, char *assignment) {
   void *loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
   char *number = strchr(assignment, '=');
@@ -662,11 +689,12 @@ int main(int argc, char **argv) {
     many_threads(f, 1);
     moved_while_completing(f);
     moved_when_done(f);
-    ports_closed_early(f);
+    queues_closed_early(f);
     orphans(f);
     engine_freed_first(f);
     never_run(f);
     forked(f);
+    closed_while_woken();
   }
   close_file(f);
   free(kaio); /* in nvmeio tables are never freed */
