@@ -14,7 +14,6 @@ import json
 import os
 import stat
 import struct
-import tempfile
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +23,7 @@ from typing import Any
 
 from nvmeio import _checks
 from nvmeio._mounts import find_mount
+from nvmeio._storage.replace import replace_file
 from nvmeio.engines.base import Options
 
 __all__ = ["Tuned", "file_system_key", "find", "places", "save"]
@@ -113,8 +113,8 @@ def save(path: str | os.PathLike[str], tuned: Tuned) -> Path:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stored = {**_load(file), key: _as_json(tuned)}
-        _replace(file, json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n")
-        os.fsync(lock)
+        text = json.dumps({"format": FORMAT, "file_systems": stored}, indent=2) + "\n"
+        replace_file(file, text.encode())
     finally:
         os.close(lock)
     return file
@@ -211,18 +211,3 @@ def _damaged(file: Path, what: str) -> ValueError:
         f"{file} is not a file of tuned settings: {what}. Delete it, then run "
         "`nvmeio tune --save` again"
     )
-
-
-def _replace(file: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w") as output:
-            os.fchmod(output.fileno(), 0o644)
-            output.write(text)
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -1,5 +1,7 @@
 """What makes bytes durable, and whose they are.
 
-Reading order for newcomers: `replace` (all of a new file or all of the old one, whatever happens),
-`locks` (who reads a file and who may overwrite it), `crc32` (checksums of memory).
+Reading order for newcomers: `durable` (room ahead of writing, fsync of files and directories),
+`replace` (all of a new file or all of the old one, whatever happens), `attributes` (what the new
+one has of the old), `private` (what is nobody else's business), `locks` (who reads a file and who
+may overwrite it), `crc32` (checksums of memory).
 """

@@ -21,7 +21,6 @@ Source: man 2 rename, man 2 fsync (NOTES, on directories), man 2 flock.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -32,6 +31,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from nvmeio import files
+from nvmeio._storage.attributes import take_over
+from nvmeio._storage.durable import allocate, sync_directory, write_all
+from nvmeio._storage.private import create
 from nvmeio.errors import ClosedError, TransferError
 
 SUFFIX = ".nvmeio-tmp"
@@ -39,26 +41,13 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}" + re.escape(SUFFIX))
 _MOST_NAME_BYTES = 255  # NAME_MAX of every usual file system
 _ATTEMPTS = 100
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.renameat2.argtypes = [
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_uint,
-]
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-# The kernel or the file system cannot allocate ahead: the writes will tell what does not fit.
-_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
-
 
 class Replacement:
     """A new file that will take the place of `path`: written, then committed or discarded.
 
     A symbolic link is followed: it stays, and the file that it leads to is replaced. The new file
-    has the permissions of the old one, or those that the umask leaves.
+    has what the old one had of owner, permissions, ACL and other attributes (`take_over`), or what
+    umask and directory leave. Other names of the old file (hard links) keep the old file.
 
     Args:
         path: The file to replace, or to make.
@@ -83,27 +72,61 @@ class Replacement:
         self._path = _checked(path)
         # torch.save writes through a link; so does this.
         self._target = os.path.realpath(self._path)
-        mode = _check_target(self._path, self._target)
+        replaces = _check_target(self._path, self._target)
         self._directory = os.path.dirname(self._target)
         remove_leftovers(self._directory)
         taken = None if recycle is None else _take(recycle, self._target)
         self.recycled = taken is not None
         self._temporary, self._fd = taken or _make_temporary(self._path, self._target)
         try:
-            if mode is not None:
-                _take_over(self._fd, mode)
-            self.file = files.open(self._temporary, "r+")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
-            os.close(self._fd)
+            if replaces:
+                take_over(self._fd, self._target)
+            self.file = self._opened()
+        except BaseException as failed:
+            self._undo()
+            if isinstance(failed, OSError) and not isinstance(failed, TransferError):
+                raise self._error(failed, "open") from failed
             raise
         self._pid = os.getpid()
         self._closed = False
 
+    def _opened(self) -> files.File:
+        """The temporary file once more, for transfers; it, and nothing put in its place."""
+        file = files.open(self._temporary, "r+")
+        opened = file.acquire(True)
+        try:
+            if os.path.samestat(os.fstat(opened.any_fd()), os.fstat(self._fd)):
+                return file
+        finally:
+            opened.release()
+        file.close()
+        raise TransferError(
+            errno.ESTALE,
+            operation="open",
+            path=self._temporary,
+            detail="another file was put in the place of the temporary one: others write in "
+            f"{self._directory}",
+        )
+
+    def _undo(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)
+        os.close(self._fd)
+
     def reserve(self, nbytes: int) -> None:
         """Allocate room for `nbytes` bytes; see `allocate`."""
         allocate(self._fd, nbytes, self._path)
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Write the bytes of a small file, through the page cache; blocks.
+
+        Raises:
+            TransferError: As write(2) fails.
+        """
+        try:
+            write_all(self._fd, data)
+        except OSError as failed:
+            raise self._error(failed, "pwrite") from failed
 
     def truncate(self, nbytes: int) -> None:
         """Set the file's size.
@@ -196,53 +219,15 @@ class Replacement:
         return self._closed
 
 
-def allocate(fd: int, nbytes: int, path: str) -> None:
-    """Allocate room for a file's `nbytes` bytes: a full disk is known before anything is written.
+def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace a small file at once, durably; as `Replacement`.
 
     Raises:
-        TransferError: There is no such room (ENOSPC, EDQUOT), or the file may not become so large
-            (EFBIG).
-
-    A file system that cannot allocate ahead is left alone.
+        TransferError: As for `Replacement`, and where the disk is full; `path` is as it was.
     """
-    if not nbytes:
-        return
-    while _libc.fallocate(fd, 0, 0, nbytes) != 0:
-        code = ctypes.get_errno()
-        if code in _CANNOT_ALLOCATE:
-            return
-        if code != errno.EINTR:
-            raise TransferError(code, operation="fallocate", path=path, nbytes=nbytes)
-
-
-def exchange(one: str, other: str) -> None:
-    """Let two paths change places, at once.
-
-    Raises:
-        OSError: The kernel could not; both are as they were.
-
-    Source: man 2 renameat2, RENAME_EXCHANGE.
-    """
-    names = os.fsencode(os.path.abspath(one)), os.fsencode(os.path.abspath(other))
-    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), one)
-
-
-def sync_directory(directory: str) -> None:
-    """Make the names in a directory durable (man 2 fsync).
-
-    Raises:
-        OSError: The kernel could not; a file system that has no such thing (EINVAL) is fine.
-    """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as failed:
-        if failed.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(fd)
+    with Replacement(path) as replacement:
+        replacement.write(data)
+        replacement.commit()
 
 
 def remove_leftovers(directory: str) -> list[str]:
@@ -292,12 +277,12 @@ def _checked(path: str | os.PathLike[str]) -> str:
     return name
 
 
-def _check_target(path: str, target: str) -> os.stat_result | None:
-    """The target's facts if it is there and may be replaced; None if it is not there."""
+def _check_target(path: str, target: str) -> bool:
+    """Whether the target is there, and may be replaced."""
     try:
         facts = os.stat(target)
     except FileNotFoundError:
-        return None
+        return False
     except OSError as failed:
         raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
     if stat.S_ISDIR(facts.st_mode):
@@ -311,7 +296,7 @@ def _check_target(path: str, target: str) -> os.stat_result | None:
         )
     if not os.access(target, os.W_OK):
         raise TransferError(errno.EACCES, operation="open", path=path)
-    return facts
+    return True
 
 
 def temporary_name(directory: str, name: str) -> str:
@@ -361,9 +346,8 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
         raise TransferError(errno.EISDIR, operation="open", path=path)
     for _ in range(_ATTEMPTS):
         temporary = temporary_name(directory, name)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            fd = os.open(temporary, flags, 0o666)
+            fd = create(temporary, 0o666)
         except FileExistsError:
             continue
         except OSError as failed:
@@ -410,13 +394,3 @@ def is_named(fd: int, path: str) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(named, os.fstat(fd))
-
-
-def _take_over(fd: int, facts: os.stat_result) -> None:
-    """The permissions of the file that will be replaced; its owner, where that is allowed."""
-    mine = os.fstat(fd)
-    if (mine.st_uid, mine.st_gid) != (facts.st_uid, facts.st_gid):
-        with contextlib.suppress(OSError):
-            os.fchown(fd, facts.st_uid, facts.st_gid)
-    with contextlib.suppress(OSError):
-        os.fchmod(fd, stat.S_IMODE(facts.st_mode))

@@ -22,11 +22,12 @@ import stat
 import time
 from typing import NamedTuple
 
+from nvmeio._storage.durable import sync_directory, write_all
 from nvmeio._storage.locks import lock_alone
+from nvmeio._storage.private import create
 from nvmeio._storage.replace import (
     SUFFIX,
     remove_leftovers,
-    sync_directory,
     temporary_name,
 )
 from nvmeio.errors import TransferError
@@ -237,12 +238,9 @@ def write_text(path: str, text: str, stamp_after: str | None = None) -> None:
     Raises:
         OSError: It could not be written.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o666)
+    fd = create(path, 0o666)
     try:
-        view = memoryview(text.encode())
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, text.encode())
         if stamp_after is not None:
             stamp(fd, stamp_after)
         os.fsync(fd)

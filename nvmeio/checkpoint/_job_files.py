@@ -22,12 +22,10 @@ from nvmeio import files
 from nvmeio._formats.torch_layout import Layout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages, write_part
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage.durable import allocate, exchange, sync_directory
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
     Replacement,
-    allocate,
-    exchange,
-    sync_directory,
     temporary_name,
 )
 from nvmeio.checkpoint import _generations

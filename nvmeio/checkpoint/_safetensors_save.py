@@ -17,7 +17,8 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.torch_layout import Layout, Piece, Record
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
-from nvmeio._storage.replace import Replacement, sync_directory
+from nvmeio._storage.durable import sync_directory
+from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Entry
 from nvmeio._io.handles import handle_for
+from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage.durable import sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _packed, _transformers
@@ -28,7 +31,6 @@ from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
 from nvmeio.inference._units import Unit, partition
 from nvmeio.inference._weights import Part, Weight
-from nvmeio.operation import Operation
 
 _ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
 _CONFIG = "config.json"
@@ -119,9 +121,9 @@ def pack(
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         report = _Packing(checkpoint, mover, units, setting, progress).run(temporary)
         _copy_others(source, temporary, next(iter(model.parameters())).dtype)
-        _sync_directory(temporary)
+        sync_directory(temporary)
         os.rename(temporary, target)
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
     return report
 
 
@@ -171,26 +173,20 @@ class _Packing:
         prefix, entries, total = self._header()
         path = directory / shards.DEFAULT_NAME
         with files.open(path, "x") as file:
-            flying: list[Operation] = []
-            try:
+            # Two records at most: one is written while the next is made.
+            with InFlight(0) as flight:
                 head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
                 head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
-                flying.append(self._handle.async_pwrite(head, file, 0))
+                flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes)
                 for record in self._records:
                     if not record.tensors:
                         continue
                     start = entries[record.tensors[0][0]].start
                     memory = self._fill(record, entries, start)
-                    while len(flying) > 1:  # one is written while the next is made
-                        flying.pop(0).result()
-                    flying.append(self._handle.async_pwrite(memory, file, start))
+                    begin = partial(self._handle.async_pwrite, memory, file, start)
+                    flight.start(begin, memory.nbytes)
                     if self._progress is not None:
                         self._progress(record.unit.name, start + memory.nbytes, total)
-                while flying:
-                    flying.pop(0).result()
-            finally:
-                for operation in flying:
-                    operation.exception()
             self._handle.sync_fsync(file)
         return PackReport(
             self._read,
@@ -255,18 +251,12 @@ class _Packing:
 
     def _whole(self, part: Part, name: str) -> torch.Tensor:
         memory = buffers.empty_aligned(max(part.nbytes, 1), dtype=torch.uint8)[: part.nbytes]
-        started = [
-            self._handle.async_pread(
-                memory[piece.at : piece.at + piece.nbytes],
-                self._checkpoint.files[piece.file],
-                piece.offset,
-            )
-            for piece in part.pieces
-        ]
-        for operation in started:
-            operation.exception()
-        for operation in started:
-            operation.result()
+        with InFlight() as flight:
+            for piece in part.pieces:
+                room = memory[piece.at : piece.at + piece.nbytes]
+                file = self._checkpoint.files[piece.file]
+                begin = partial(self._handle.async_pread, room, file, piece.offset)
+                flight.start(begin, room.nbytes)
         for index in {piece.file for piece in part.pieces}:
             self._checkpoint.check(index, repr(name))
         self._read += part.nbytes
@@ -295,22 +285,10 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for entry in target.iterdir():
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(entry)
 
 
 def _others(source: Path) -> Iterator[Path]:
     for entry in sorted(source.iterdir()):
         if entry.is_file() and not entry.name.endswith(_WEIGHTS):
             yield entry
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,7 @@ from torch import nn
 from nvmeio import buffers, files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._io.handles import handle_for
+from nvmeio._storage.private import create
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
 from nvmeio.inference._budget import check_numbers, share_out
@@ -119,7 +120,8 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> N
     prefix, entries = headers.build(
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], None
     )
-    with files.open(path, "x") as file:
+    os.close(create(path))  # the weights are the user's own
+    with files.open(path, "r+") as file:
         head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
         head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
         handle.sync_pwrite(head, file, 0)

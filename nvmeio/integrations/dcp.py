@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from nvmeio._io.handles import CallHandle
+from nvmeio._storage.replace import replace_file
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names
@@ -247,7 +248,7 @@ class NvmeStorageWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         path = names.metadata_path(self._path, self._own_metadata)
         before = names.referred_to(path)
-        names.write_metadata(path, pickle.dumps(metadata))
+        replace_file(path, pickle.dumps(metadata))
         removed = names.remove_stale(self._path, before, self._own_metadata)
         if removed:
             logger.info("%s: removed %d files of older saves", self._path, len(removed))

@@ -27,7 +27,8 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from nvmeio import buffers
 from nvmeio._io.handles import CallHandle
-from nvmeio._storage.replace import Replacement, sync_directory
+from nvmeio._storage.durable import sync_directory
+from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint.file_objects import FastFileReader, Stream
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
@@ -78,12 +79,7 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
         source, target = self._strip_protocol(path1), self._strip_protocol(path2)
         super().mv(source, target, recursive=recursive, **kwargs)
         for directory in {os.path.dirname(target), os.path.dirname(source)}:
-            try:
-                sync_directory(directory)
-            except OSError as failed:
-                raise TransferError(
-                    failed.errno or errno.EIO, operation="fsync", path=directory
-                ) from failed
+            sync_directory(directory)
 
     def _open(
         self,
@@ -207,7 +203,7 @@ class _Writing(io.RawIOBase):
             if self._stream is not None:
                 self._stream.finish()
             else:
-                self._write_small()
+                self._replacement.write(self._small)
             self._opened.close()
             if self._autocommit:
                 self._replacement.commit()
@@ -215,23 +211,6 @@ class _Writing(io.RawIOBase):
             self.discard()
             raise
         super().close()
-
-    def _write_small(self) -> None:
-        opened = self._replacement.file.acquire(True)
-        done = 0
-        try:
-            while done < len(self._small):
-                done += os.pwrite(opened.buffered_fd(), self._small[done:], done)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO,
-                operation="pwrite",
-                path=self.name,
-                nbytes=len(self._small),
-                transferred=done,
-            ) from failed
-        finally:
-            opened.release()
 
     def commit(self) -> None:
         """Give the file its name; for transactions."""

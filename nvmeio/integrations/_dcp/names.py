@@ -9,13 +9,9 @@ no metadata file refers to are removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from pathlib import Path
-
-from nvmeio._storage.replace import Replacement
-from nvmeio.errors import TransferError
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -38,27 +34,6 @@ def prefix(rank: int) -> str:
 def replacing(prefix: str, save_id: str) -> str:
     """The same for a save that replaces a checkpoint: no file of that one has such a name."""
     return f"{prefix}{save_id[:8]}_"
-
-
-def write_metadata(path: Path, data: bytes) -> None:
-    """Replace the metadata file at once, durably.
-
-    Raises:
-        TransferError: It cannot be written; `path` is as it was.
-    """
-    with Replacement(path) as replacement:
-        opened = replacement.file.acquire(True)
-        try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(opened.buffered_fd(), data[done:], done)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="pwrite", path=str(path), nbytes=len(data)
-            ) from failed
-        finally:
-            opened.release()
-        replacement.commit()
 
 
 def referred_to(path: Path) -> set[str]:

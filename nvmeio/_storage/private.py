@@ -1,0 +1,128 @@
+"""Files and directories that are nobody else's business: swapped state, caches, spilled weights.
+
+Names that we choose can be known beforehand, and where others may write, one of them may have put
+a symbolic link, a pipe or a file of his own there. So what is private lies in a directory that is
+ours and that nobody else may enter, its files are ours alone, and no link is ever followed.
+
+Source: man 2 open (O_NOFOLLOW, O_EXCL), man 2 mkdir; "sticky" directories: man 1 chmod.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from nvmeio.errors import TransferError
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def make_private_directory(path: str | os.PathLike[str]) -> None:
+    """Make a directory that only this user may enter; one of his that is there becomes such.
+
+    Raises:
+        TransferError: It cannot be made; it is a link or no directory (ENOTDIR); it is somebody
+            else's (EPERM).
+    """
+    name = os.fspath(path)
+    made = False
+    try:
+        try:
+            os.mkdir(name, DIRECTORY_MODE)
+            made = True
+        except FileExistsError:
+            pass
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags)
+    except OSError as failed:
+        detail = ""
+        if os.path.islink(name):
+            detail = "it is a symbolic link, which is not followed here: remove it"
+        raise TransferError(
+            failed.errno or errno.EIO, operation="mkdir", path=name, detail=detail
+        ) from failed
+    try:
+        facts = os.fstat(fd)
+        # Some network file systems give what we make to another user.
+        if facts.st_uid != os.geteuid() and not made:
+            raise TransferError(
+                errno.EPERM,
+                operation="mkdir",
+                path=name,
+                detail=f"the directory belongs to user {facts.st_uid}, who could replace the files "
+                "in it: name or make another one",
+            )
+        if stat.S_IMODE(facts.st_mode) & 0o077:
+            os.fchmod(fd, DIRECTORY_MODE)
+    except TransferError:
+        raise
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="chmod", path=name) from failed
+    finally:
+        os.close(fd)
+
+
+def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
+    """Make a file that is not there yet, and open it for reading and writing.
+
+    Raises:
+        TransferError: There is something of that name, a dangling link included (EEXIST), or it
+            cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, mode)
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO, operation="open", path=os.fspath(path)
+        ) from failed
+
+
+def open_own(path: str | os.PathLike[str]) -> int:
+    """Open a file of ours for reading and writing; make it where it is missing.
+
+    Its length and bytes stay. One that others could read becomes private.
+
+    Raises:
+        TransferError: It is a symbolic link (ELOOP), no regular file, somebody else's, or has a
+            second name (EPERM): nothing was changed. Or it cannot be opened.
+    """
+    name = os.fspath(path)
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    while True:
+        try:
+            fd = os.open(name, flags)
+            break
+        except FileNotFoundError:
+            try:
+                return create(name)
+            except FileExistsError:
+                continue  # made by another process meanwhile, or a link that leads nowhere
+        except OSError as failed:
+            detail = ""
+            if failed.errno == errno.ELOOP:
+                detail = "it is a symbolic link, which is not followed here: remove it"
+            raise TransferError(
+                failed.errno or errno.EIO, operation="open", path=name, detail=detail
+            ) from failed
+    try:
+        facts = os.fstat(fd)
+        wrong = ""
+        if not stat.S_ISREG(facts.st_mode):
+            wrong = "it is no regular file"
+        elif facts.st_uid != os.geteuid():
+            wrong = f"it belongs to user {facts.st_uid}"
+        elif facts.st_nlink > 1:
+            wrong = "it has a second name (a hard link)"
+        if wrong:
+            raise TransferError(
+                errno.EPERM, operation="open", path=name, detail=f"{wrong}: remove it"
+            )
+        if stat.S_IMODE(facts.st_mode) & 0o077:
+            os.fchmod(fd, FILE_MODE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,174 @@
+"""What a replaced file leaves to the new one, and what nobody may put in the way."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvmeio
+from nvmeio import tuned
+from nvmeio._storage import attributes, replace
+from nvmeio._storage.replace import Replacement, replace_file
+from nvmeio.engines.base import Options
+from nvmeio.errors import TransferError
+
+USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 1, 2, 4, 8, 16, 32
+NOBODY = 0xFFFFFFFF
+ACL = "system.posix_acl_access"
+
+
+def acl_of(*entries: tuple[int, int, int]) -> bytes:
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+# User 4321 may read and write, the owning group nothing; the mask shows as rw in the mode.
+SHARED = acl_of(
+    (USER_OBJ, 6, NOBODY),
+    (USER, 6, 4321),
+    (GROUP_OBJ, 0, NOBODY),
+    (MASK, 6, NOBODY),
+    (OTHER, 0, NOBODY),
+)
+
+
+def set_or_skip(path: Path, name: str, value: bytes) -> None:
+    try:
+        os.setxattr(path, name, value)
+    except OSError as refused:
+        pytest.skip(f"no {name} here: {refused}")
+
+
+def save(path: Path) -> None:
+    nvmeio.save({"a": torch.arange(100)}, path)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    return path
+
+
+def test_an_acl_is_carried_over(old: Path) -> None:
+    """It was gone, and its mask had become the permission of the owning group."""
+    set_or_skip(old, ACL, SHARED)
+    assert stat.S_IMODE(old.stat().st_mode) == 0o660
+    save(old)
+    assert os.getxattr(old, ACL) == SHARED
+    assert nvmeio.load(old)["a"].sum() == 4950
+
+
+def test_an_acl_that_cannot_be_carried_over_leaves_no_more_than_it_granted(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_or_skip(old, ACL, SHARED)
+    real = os.setxattr
+
+    def refuse(file: Any, name: str, value: bytes) -> None:
+        if name == ACL:
+            raise OSError(95, "Operation not supported")
+        real(file, name, value)
+
+    monkeypatch.setattr(attributes.os, "setxattr", refuse)
+    save(old)
+    assert stat.S_IMODE(old.stat().st_mode) == 0o600
+    assert ACL not in os.listxattr(old)
+
+
+def test_what_the_directory_gives_new_files_is_not_added(tmp_path: Path, old: Path) -> None:
+    """A default ACL made the temporary file, and with it the new one, wider than the old one."""
+    set_or_skip(tmp_path, "system.posix_acl_default", SHARED)
+    save(old)
+    assert stat.S_IMODE(old.stat().st_mode) == 0o640
+    assert ACL not in os.listxattr(old)
+
+
+def test_extended_attributes_are_carried_over(old: Path) -> None:
+    set_or_skip(old, "user.origin", b"run 17")
+    save(old)
+    assert os.getxattr(old, "user.origin") == b"run 17"
+    assert stat.S_IMODE(old.stat().st_mode) == 0o640
+
+
+def test_a_group_that_cannot_be_carried_over_loses_its_permissions(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old.chmod(0o664)
+    real = os.stat
+
+    def of_another_group(path: Any, **named: Any) -> os.stat_result:
+        facts = real(path, **named)
+        if os.fspath(path) != str(old):
+            return facts
+        return os.stat_result((*facts[:5], facts.st_gid + 1, *facts[6:]))
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(attributes.os, "stat", of_another_group)
+    monkeypatch.setattr(attributes.os, "fchown", refuse)
+    with open(old.parent / "new", "w") as new:
+        attributes.take_over(new.fileno(), str(old))
+    assert stat.S_IMODE(real(old.parent / "new").st_mode) == 0o644
+
+
+def test_a_symbolic_link_stays_and_other_names_keep_the_old_file(tmp_path: Path, old: Path) -> None:
+    link, other = tmp_path / "link.pt", tmp_path / "other.pt"
+    link.symlink_to(old.name)
+    os.link(old, other)
+    save(link)
+    assert link.is_symlink() and nvmeio.load(old)["a"].sum() == 4950
+    assert other.read_bytes() == b"old"
+
+
+def test_a_planted_link_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who may write in the directory has guessed the temporary file's name."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    names = iter([str(tmp_path / ".a.1-00000000.nvmeio-tmp"), str(tmp_path / ".a.1-1.nvmeio-tmp")])
+    monkeypatch.setattr(replace, "temporary_name", lambda *_: next(names))
+    os.symlink(victim, tmp_path / ".a.1-00000000.nvmeio-tmp")
+    replace_file(tmp_path / "a", b"new")
+    assert victim.read_bytes() == b"precious" and (tmp_path / "a").read_bytes() == b"new"
+
+
+def test_a_file_put_in_the_place_of_the_temporary_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    real = replace.files.open
+
+    def swapped(path: str, mode: str) -> nvmeio.File:
+        os.unlink(path)
+        os.symlink(victim, path)
+        return real(path, mode)
+
+    monkeypatch.setattr(replace.files, "open", swapped)
+    with pytest.raises(TransferError, match="in the place of the temporary one"):
+        Replacement(tmp_path / "a")
+    monkeypatch.undo()
+    assert victim.read_bytes() == b"precious"
+
+
+def test_tuned_settings_are_not_written_through_a_link_to_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link in the place of tuned.json itself stays, as of every file that is replaced."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "nvmeio").mkdir()
+    (tmp_path / "dotfiles.json").write_text('{"format": 1, "file_systems": {}}')
+    (tmp_path / "nvmeio" / "tuned.json").symlink_to("../dotfiles.json")
+    tuned.save(tmp_path, tuned.Tuned(Options()))
+    assert (tmp_path / "nvmeio" / "tuned.json").is_symlink()
+    assert tuned.find(tmp_path) is not None
+    assert sorted(os.listdir(tmp_path / "nvmeio")) == ["tuned.json"]
