@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -179,7 +178,6 @@ def test_lease_of_an_interrupted_caller_ends(owner: OwnerThread) -> None:
 
     count = 0
     for count in interrupted_at_every_bytecode(use):  # noqa: B007
-        gc.collect()
         assert owner.call(len, held) == 0
     assert count > 20
 
