@@ -1,0 +1,184 @@
+"""Models whose weights stay on disk, disturbed."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from interrupts._trials import Scenario, Skip
+from torch import nn
+
+import nvmeio
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48)) for _ in range(5)
+        )
+        self.exit = nn.Linear(48, 300)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: torch.Tensor = self.exit(x)
+        return found
+
+
+def everything_streams() -> None:
+    """Models of tests are so small that they would be kept as the small parts of larger ones."""
+    import importlib
+
+    for name in ("nvmeio.inference._units", "nvmeio._residency.units"):
+        try:
+            found = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(found, "SMALL_BYTES"):
+            found.SMALL_BYTES = 1024  # type: ignore[attr-defined]
+
+
+def saved_net(path: Path) -> Net:
+    torch.manual_seed(0)
+    whole = Net().eval()
+    nvmeio.save_safetensors(whole.state_dict(), path)
+    return whole
+
+
+class Forward(Scenario):
+    modes: ClassVar[tuple[str, ...]] = ("timer", "opcodes", "hooks", "twice")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        everything_streams()
+        self.whole = saved_net(folder / "net.safetensors")
+        self.x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+        self.model = self.open()
+        self.model.blocks[1].register_forward_pre_hook(lambda *_: self.poke())
+        self.model.blocks[3][0].register_forward_hook(lambda *_: self.poke())
+
+    def open(self) -> Any:
+        with torch.device("meta"):
+            empty = Net().eval()
+        return nvmeio.stream_model(
+            empty,
+            self.folder / "net.safetensors",
+            resident_bytes=160_000,
+            window=2,
+            handle=self.given,
+        )
+
+    @torch.no_grad()
+    def work(self) -> Any:
+        return self.model(self.x)
+
+    @torch.no_grad()
+    def check(self, found: Any) -> None:
+        assert torch.equal(found, self.whole(self.x))
+
+    def close(self) -> None:
+        self.model.weight_stream.close()
+
+
+class AsyncForward(Forward):
+    modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
+
+    def work(self) -> Any:
+        return Scenario.work(self)
+
+    async def awork(self) -> Any:
+        with torch.no_grad():
+            return await self.model.weight_stream.run(self.model, self.x)
+
+
+class Streams(Forward):
+    """From opening a stream to closing it, and opening it again."""
+
+    modes = ("timer", "opcodes", "twice")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.model.weight_stream.close()
+
+    @torch.no_grad()
+    def work(self) -> Any:
+        model = self.open()
+        with model.weight_stream:
+            model(self.x)
+        model.weight_stream.reopen()
+        try:
+            return model(self.x)
+        finally:
+            model.weight_stream.close()
+
+
+def saved_llama(folder: Path) -> Any:
+    try:
+        import transformers
+        from inference import _models
+    except BaseException as missing:  # pytest's Skipped is none of Exception
+        raise Skip(f"transformers is not installed: {missing}") from None
+    transformers.logging.set_verbosity_error()
+    _models.saved(lambda: _models.llama(layers=3, width=32), folder)
+    return _models
+
+
+class Generate(Scenario):
+    modes = ("timer", "opcodes", "twice")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        everything_streams()
+        self.models = saved_llama(folder / "model")
+        self.ids = self.models.prompt()
+        self.wanted = self.models.tokens(self.models.loaded(folder / "model"), self.ids, 3)
+        self.model = nvmeio.stream_model(folder / "model", resident_bytes=100_000, handle=handle)
+
+    def work(self) -> Any:
+        return self.models.tokens(self.model, self.ids, 3)
+
+    def check(self, found: Any) -> None:
+        assert torch.equal(found, self.wanted)
+
+    def close(self) -> None:
+        self.model.weight_stream.close()
+
+
+class Pack(Scenario):
+    """The packed directory is there and whole, or not there."""
+
+    modes = ("timer", "opcodes", "hooks", "twice")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        saved_llama(folder / "model")
+        self.out = folder / "packed"
+        self.wanted = ""
+
+    def prepare(self) -> None:
+        shutil.rmtree(self.out, ignore_errors=True)
+
+    def work(self) -> Any:
+        from nvmeio.inference import pack
+
+        pack(self.folder / "model", self.out, handle=self.given, progress=lambda *_: self.poke())
+
+    def again(self) -> Any:
+        if not self.out.exists():
+            self.work()
+
+    def check(self, found: Any) -> None:
+        files = sorted(path for path in self.out.rglob("*") if path.is_file())
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        self.wanted = self.wanted or digest
+        assert digest == self.wanted, files
+        assert sorted(path.name for path in self.folder.iterdir()) == ["model", "packed"]
+
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    "stream-async": AsyncForward,
+}

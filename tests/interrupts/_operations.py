@@ -1,0 +1,151 @@
+"""Handles, operations and pools, disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from interrupts._trials import Scenario
+
+import nvmeio
+
+NBYTES = 300_001
+
+
+def noise(seed: int, nbytes: int = NBYTES) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+class SyncOperations(Scenario):
+    """Write, flush, read."""
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.handle = handle or nvmeio.AioHandle(block_size=16384, queue_depth=8)
+        self.written = noise(1)
+        self.path = folder / "file"
+
+    def prepare(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def work(self) -> Any:
+        found = torch.zeros_like(self.written)
+        assert self.handle.sync_pwrite(self.written, self.path) == NBYTES
+        self.handle.sync_fsync(self.path)
+        assert self.handle.sync_pread(found, self.path) == NBYTES
+        return found
+
+    def check(self, found: Any) -> None:
+        assert torch.equal(found, self.written)
+        assert self.path.read_bytes() == self.written.numpy().tobytes()
+        self.handle.wait(30)
+        assert self.handle.stats.in_flight == 0
+
+    def close(self) -> None:
+        if self.given is None:
+            self.handle.close()
+
+
+class Submitted(SyncOperations):
+    """Operations without a loop: submitted, waited for, and some cancelled."""
+
+    def work(self) -> Any:
+        found = torch.zeros_like(self.written)
+        assert self.handle.async_pwrite(self.written, self.path).result(30) == NBYTES
+        parts = found.split(70_000)
+        operations = [
+            self.handle.async_pread(part, self.path, 70_000 * number)
+            for number, part in enumerate(parts)
+        ]
+        aside = self.handle.async_pread(torch.empty_like(self.written), self.path)
+        aside.cancel()
+        assert [o.result(30) for o in operations] == [len(part) for part in parts]
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            assert aside.exception(30) is None
+        return found
+
+
+class AsyncOperations(SyncOperations):
+    """The same on an event loop, at once; a handle that lives through many loops."""
+
+    modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
+
+    def work(self) -> Any:
+        return Scenario.work(self)
+
+    async def awork(self) -> Any:
+        found = torch.zeros_like(self.written)
+        parts, whole = found.split(70_000), self.written.split(70_000)
+        await asyncio.gather(
+            *(
+                self.handle.async_pwrite(part, self.path, 70_000 * number)
+                for number, part in enumerate(whole)
+            )
+        )
+        await self.handle.fsync(self.path)
+        for number, part in enumerate(parts):
+            await self.handle.async_pread(part, self.path, 70_000 * number)
+        return found
+
+
+class Handles(Scenario):
+    """A handle from its making to its end."""
+
+    modes = ("timer", "opcodes", "cancel", "cancel-later")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.written = noise(2)
+        (folder / "file").write_bytes(self.written.numpy().tobytes())
+
+    async def awork(self) -> Any:
+        found = torch.zeros_like(self.written)
+        async with nvmeio.AioHandle(block_size=16384, queue_depth=8) as handle:
+            await handle.async_pread(found, self.folder / "file")
+        with nvmeio.AioHandle(block_size=16384, queue_depth=8, engine="threads") as handle:
+            handle.sync_pread(found[:1000], self.folder / "file")
+        return found
+
+    def check(self, found: Any) -> None:
+        assert torch.equal(found, self.written)
+
+
+class Pool(Scenario):
+    """Leases, on a loop and without one."""
+
+    modes = ("timer", "opcodes", "cancel", "cancel-later")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.pool = nvmeio.PinnedPool(1 << 20)
+
+    async def awork(self) -> Any:
+        pool = self.pool
+
+        async def use(nbytes: int) -> int:
+            async with pool.take(nbytes) as lease:
+                await asyncio.sleep(0)
+                return len(lease)
+
+        with pool.take(400_000) as first, pool.take(300_000) as second:
+            first.fill_(1)
+            second.fill_(2)
+            assert int(first[0]) == 1
+        sizes = [600_000, 500_000, 1 << 20]
+        assert await asyncio.gather(*(use(nbytes) for nbytes in sizes)) == sizes
+
+    def check(self, found: Any) -> None:
+        with self.pool.take(1 << 20, timeout=20):  # all of it is there
+            assert self.pool.waiting == 0
+        assert self.pool.in_use_bytes == 0
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+SCENARIOS: dict[str, type[Scenario]] = {}

@@ -1,0 +1,13 @@
+"""All scenarios by name; `pytest tests/interrupts -k swapped` runs those of a system."""
+
+from __future__ import annotations
+
+from interrupts import _checkpoints, _inference, _offload, _operations
+from interrupts._trials import Scenario
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    **_operations.SCENARIOS,
+    **_checkpoints.SCENARIOS,
+    **_inference.SCENARIOS,
+    **_offload.SCENARIOS,
+}

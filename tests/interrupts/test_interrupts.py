@@ -1,0 +1,86 @@
+"""After Ctrl-C, a raising hook or a cancelled task, the same call gives the same bits.
+
+Or the object says plainly that it is closed or broken. Nothing hangs, and nothing is left behind.
+Each system is disturbed many times in a process of its own (`_trials`); `-k swapped` picks those of
+one. NVMEIO_INTERRUPT_SEED chooses other moments, NVMEIO_INTERRUPT_TRIALS how many for each way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interrupts._scenarios import SCENARIOS
+
+import nvmeio
+
+TRIALS = 4  # of each way to disturb each of these: some 300 in all
+STRESS_TRIALS = 70
+TRIAL_LIMIT_S = 60
+
+
+def trials(name: str, folder: Path, count: int, seed: int, limit_s: float) -> list[dict[str, Any]]:
+    """What the trials of one scenario showed, in every mode that it has."""
+    count = int(os.environ.get("NVMEIO_INTERRUPT_TRIALS", count))
+    seed = int(os.environ.get("NVMEIO_INTERRUPT_SEED", seed))
+    root, tests = Path(nvmeio.__file__).parents[1], Path(__file__).parents[1]
+    command = [sys.executable, "-m", "interrupts._trials", name, folder]
+    options = ["--trials", count, "--seed", seed, "--limit", TRIAL_LIMIT_S]
+    process = subprocess.Popen(
+        [*map(str, command), *map(str, options)],
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tests}", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        pytest.fail(f"seed {seed}: hangs for {limit_s} s\n{output}\n{errors[-8000:]}")
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in lines]
+    if "Timeout (" in errors:  # of the watchdog: what follows are the stacks
+        stacks = errors[errors.index("Timeout (") :]
+        pytest.fail(f"seed {seed}: a trial hung, after {_shown(found)}\n{stacks[:12000]}")
+    if process.returncode:
+        pytest.fail(f"seed {seed}: status {process.returncode}\n{output}\n{errors[-8000:]}")
+    if found and "skip" in found[0]:
+        pytest.skip(found[0]["skip"])
+    return found
+
+
+def _shown(reports: list[dict[str, Any]]) -> str:
+    columns = ("mode", "trials", "interrupted", "right", "told", "swallowed", "wrong")
+    return "\n".join(" ".join(f"{c}={report[c]}" for c in columns) for report in reports)
+
+
+def check(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        print(_shown([report]), f"seed={report['seed']}")
+        faults = "\n".join(report["faults"])
+        assert not report["wrong"], f"{_shown([report])} seed={report['seed']}\n{faults}"
+        assert not report["swallowed"], f"{_shown([report])}: a Ctrl-C that nobody was told of"
+        assert not report["leaked"], f"{report['mode']}: {report['leaked']}\n{report['grew']}"
+    assert sum(report["interrupted"] for report in reports), "nothing was disturbed"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_same_call_again_is_right(name: str, tmp_path: Path) -> None:
+    check(trials(name, tmp_path, TRIALS, seed=1, limit_s=110))
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_same_call_again_is_right_a_thousand_times(name: str, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    check(trials(name, tmp_path, STRESS_TRIALS, seed, limit_s=3500))
