@@ -85,7 +85,7 @@ class Offloads:
 
     def async_step(self) -> Sample:
         """A step beside a loop that notes how late a 1 ms timer is."""
-        self._optimizer._engine.store.settle()
+        self._optimizer._swapper.store.settle()
 
         async def main() -> tuple[float, list[float]]:
             lags: list[float] = []
@@ -168,7 +168,7 @@ class Offloads:
 
 def _timed_step(optimizer: Any) -> Sample:
     # What makes the step before durable belongs beside a forward pass, which is not here.
-    optimizer._engine.store.settle()
+    optimizer._swapper.store.settle()
     with timed() as sample:
         optimizer.step()
     sample.nbytes = optimizer.last_step.read_bytes + optimizer.last_step.written_bytes

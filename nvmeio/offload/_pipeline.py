@@ -1,28 +1,28 @@
 """Read i+1 beside computing i beside writing i-1, over a few slots of memory.
 
-One thread computes. What follows a finished transfer (the next read, a slot that is free again) is
-done in the callback of that transfer, so the drive never waits for the computing thread to look.
-One read is under way at a time, and any number of writes: reads that share the drive would all end
-together, late.
+Two threads: one computes and starts the writes, the other reads ahead, so the drive never waits for
+the computation to look up. One read is under way at a time, and any number of writes: reads that
+share the drive would all end together, late. The slots go round through two queues.
+
+Neither thread is the main one, so no interrupt comes here (see `_transactions`).
 """
 
 from __future__ import annotations
 
-import functools
-import threading
+import concurrent.futures
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._io import threads
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
-
-_SLICE_S = 0.1  # a blocked thread looks up this often, so that Ctrl-C is served
 
 
 class Move(NamedTuple):
@@ -46,31 +46,21 @@ class Times:
     written_bytes: int = 0
 
 
-@dataclass(eq=False)
-class Job:
-    """What one turn does: read, then compute, which says what to write."""
+class Turn(NamedTuple):
+    """What is done with a slot: read, then compute, which says what to write."""
 
     reads: Sequence[Move]
     compute: Callable[[torch.Tensor], Sequence[Move]]
 
 
-@dataclass(eq=False)
-class _Turn:
-    job: Job
-    slot: torch.Tensor | None = None
-    pending: int = 0
-    ready: bool = False
-    operations: list[Operation] = field(default_factory=list)
-
-
 class Pipeline:
-    """Runs jobs in order over slots.
+    """Takes turns in order over slots.
 
     Args:
         handle: Moves the bytes.
-        slots: 1-D uint8 tensors, each large enough for every job.
-        read_ahead: Read while computing; False reads when the job's turn has come.
-        write_behind: Write while computing; False waits for each job's writes.
+        slots: 1-D uint8 tensors, each large enough for every turn.
+        read_ahead: Read while computing; False reads when the turn has come.
+        write_behind: Write while computing; False waits for each turn's writes.
     """
 
     def __init__(
@@ -81,218 +71,164 @@ class Pipeline:
         write_behind: bool = True,
     ) -> None:
         self._handle = handle
-        self._slots = list(slots)
+        self._slots = slots
         self._read_ahead = read_ahead
         self._write_behind = write_behind
 
-    def run(self, jobs: Sequence[Job]) -> Times:
-        """Do all jobs.
+    def run(self, turns: Sequence[Turn], check: Callable[[], None] | None = None) -> Times:
+        """Take all turns, each once.
+
+        Args:
+            turns: In order.
+            check: Called before each of them is computed; what it raises ends the run.
 
         Raises:
-            TransferError: A transfer failed, the first one; no job after it was computed.
-            BaseException: What a job's `compute` raised.
+            TransferError: A transfer failed, the first one; no turn after it was computed.
+            BaseException: What `check` or a turn's `compute` raised.
 
         After an error: nothing is in flight any more.
         """
-        return _Run(self._handle, self._slots, self._read_ahead, self._write_behind, jobs).run()
+        times, began = Times(), time.perf_counter()
+        ahead = _Ahead(self._handle, self._slots, turns, self._read_ahead)
+        ahead.start()
+        try:
+            for turn in turns:
+                start = time.perf_counter()
+                slot = ahead.next()
+                times.read_wait_s += time.perf_counter() - start
+                times.read_bytes += sum(move.nbytes for move in turn.reads)
+                if check is not None:
+                    check()
+                start = time.perf_counter()
+                moves = turn.compute(slot)
+                times.compute_s += time.perf_counter() - start
+                writes = started(self._handle.async_pwrite, slot, moves)
+                times.written_bytes += sum(move.nbytes for move in moves)
+                ahead.written.put((slot, writes))
+                if not self._write_behind:
+                    times.write_wait_s += _waited(writes)
+        finally:
+            start = time.perf_counter()
+            failure = ahead.end()
+            times.write_wait_s += time.perf_counter() - start
+        if failure is not None:
+            raise failure
+        times.total_s = time.perf_counter() - began
+        return times
 
 
-class _Run:
+class _Ahead:
+    """Reads the turns' slots one after the other, in a thread of its own.
+
+    Attributes:
+        written: Slots whose turn is over, with the writes that are under way in them.
+    """
+
     def __init__(
         self,
         handle: AioHandle,
         slots: Sequence[torch.Tensor],
+        turns: Sequence[Turn],
         read_ahead: bool,
-        write_behind: bool,
-        jobs: Sequence[Job],
     ) -> None:
         self._handle = handle
         self._free = deque(slots)
+        self._turns = turns
         self._read_ahead = read_ahead
-        self._write_behind = write_behind
-        self._turns = [_Turn(job) for job in jobs]
-        self._next = 0  # the turn whose read is the next to start
-        self._wanted = -1  # the turn that the computing thread waits for
-        self._reading = False
-        self._in_flight = 0
-        self._failure: BaseException | None = None
-        self._changed = threading.Condition()
-        self.times = Times()
+        self._wanted: SimpleQueue[None] = SimpleQueue()  # one for each turn, if not read ahead
+        self._ready: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        self.written: SimpleQueue[tuple[torch.Tensor, list[Operation]] | None] = SimpleQueue()
+        self._stopping = False
+        self._job = threads.Job(self._read_all, "nvmeio-offload-read", self._over)
 
-    def run(self) -> Times:
-        began = time.perf_counter()
-        try:
-            for number, turn in enumerate(self._turns):
-                slot = self._await_read(number)
-                start = time.perf_counter()
-                moves = turn.job.compute(slot)
-                self.times.compute_s += time.perf_counter() - start
-                self._write(turn, moves)
-                if not self._write_behind:
-                    self._await_writes()
-        except BaseException as failed:
-            self._fail(failed)
-        self._await_writes()
-        self.times.total_s = time.perf_counter() - began
-        if self._failure is not None:
-            raise self._failure
-        return self.times
+    def start(self) -> None:
+        self._job.start()
 
-    # Reading
-
-    def _await_read(self, number: int) -> torch.Tensor:
-        turn = self._turns[number]
-        self._wanted = number
-        self._fill()
-        start = time.perf_counter()
-        with self._changed:
-            while not turn.ready and self._failure is None:
-                self._changed.wait(_SLICE_S)
-            if self._failure is not None:
-                raise self._failure
-        self.times.read_wait_s += time.perf_counter() - start
-        if turn.slot is None:
-            raise RuntimeError("a turn is ready without a slot")
-        return turn.slot
-
-    def _fill(self) -> None:
-        """Start the next read, if there is one, a slot is free, and none is under way."""
-        while True:
-            with self._changed:
-                if (
-                    self._reading
-                    or self._failure is not None
-                    or self._next >= len(self._turns)
-                    or not self._free
-                    or (not self._read_ahead and self._next > self._wanted)
-                ):
-                    return
-                turn = self._turns[self._next]
-                self._next += 1
-                turn.slot = slot = self._free.popleft()
-                self._reading = bool(turn.job.reads)
-                turn.pending = len(turn.job.reads)
-                self._in_flight += turn.pending
-                if not turn.job.reads:
-                    turn.ready = True
-                    self._changed.notify_all()
-                    continue
-            self._start(turn, slot, turn.job.reads, self._handle.async_pread, self._read_done)
-            return
-
-    def _read_done(self, turn: _Turn, operation: Operation) -> None:
-        with self._changed:
-            self.times.read_bytes += operation.nbytes
-            over = self._count_off(turn, operation)
-            if over:
-                self._reading = False
-                turn.ready = True
-            self._changed.notify_all()
-        if over:
-            self._fill()
-
-    # Writing
-
-    def _write(self, turn: _Turn, moves: Sequence[Move]) -> None:
-        slot, turn.slot = turn.slot, None
+    def next(self) -> torch.Tensor:
+        """The slot of the next turn, once it is read."""
+        self._wanted.put(None)
+        slot = self._ready.get()
         if slot is None:
-            raise RuntimeError("a turn writes without a slot")
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            turn.pending = len(moves)
-            self._in_flight += len(moves)
-            if not moves:
-                self._free.append(slot)
-        if not moves:
-            self._fill()
-            return
+            self._job.result()
+            raise RuntimeError("there are no more turns")
+        return slot
 
-        def done(turn: _Turn, operation: Operation) -> None:
-            self._write_done(turn, slot, operation)
+    def end(self) -> BaseException | None:
+        """Wait until nothing is in flight; the first failure of a write that nobody was told of."""
+        self._stopping = True
+        self._wanted.put(None)
+        self.written.put(None)
+        self._job.wait()
+        failure: BaseException | None = None
+        while not self.written.empty():
+            left = self.written.get()
+            for operation in left[1] if left else ():
+                failed = failure_of(operation)
+                failure = failure or failed
+        return failure
 
-        self._start(turn, slot, moves, self._handle.async_pwrite, done)
+    def _read_all(self) -> None:
+        for turn in self._turns:
+            if not self._read_ahead:
+                self._wanted.get()
+            slot = self._free.popleft() if self._free else self._next_free()
+            if slot is None or self._stopping:
+                return
+            finish(started(self._handle.async_pread, slot, turn.reads))
+            self._ready.put(slot)
 
-    def _write_done(self, turn: _Turn, slot: torch.Tensor, operation: Operation) -> None:
-        with self._changed:
-            self.times.written_bytes += operation.nbytes
-            over = self._count_off(turn, operation)
-            if over:
-                self._free.append(slot)
-            self._changed.notify_all()
-        if over:
-            self._fill()
+    def _next_free(self) -> torch.Tensor | None:
+        """The slot whose turn was over first; None if the run ends."""
+        found = self.written.get()
+        if found is None:
+            return None
+        slot, writes = found
+        finish(writes)
+        return slot
 
-    def _await_writes(self) -> None:
-        """Until nothing is in flight; an interrupt waits as well, and is raised afterwards."""
-        start = time.perf_counter()
-        while True:
-            try:
-                with self._changed:
-                    while self._in_flight:
-                        self._changed.wait(_SLICE_S)
-                break
-            except BaseException as interrupt:
-                self._fail(interrupt)
-        self.times.write_wait_s += time.perf_counter() - start
-
-    # Both
-
-    def _count_off(self, turn: _Turn, operation: Operation) -> bool:
-        """Under the lock: a transfer is done. Whether it was the last of its turn's that fly."""
-        failure = _failure_of(operation)
-        self._in_flight -= 1
-        turn.pending -= 1
-        if failure is not None and self._failure is None:
-            self._failure = failure
-        return not turn.pending
-
-    def _start(
-        self,
-        turn: _Turn,
-        slot: torch.Tensor,
-        moves: Sequence[Move],
-        begin: Callable[..., Operation],
-        done: Callable[[_Turn, Operation], None],
-    ) -> None:
-        """Start transfers that are counted already; what does not start is counted off."""
-        left = len(moves)
-        try:
-            for move in moves:
-                memory = slot[move.slot_offset : move.slot_offset + move.nbytes]
-                operation = begin(memory, move.file, move.file_offset)
-                left -= 1
-                operation.add_done_callback(functools.partial(done, turn))
-        except BaseException as failed:
-            with self._changed:
-                self._in_flight -= left
-                turn.pending -= left
-                if self._failure is None:
-                    self._failure = failed
-                self._changed.notify_all()
-
-    def _fail(self, failure: BaseException) -> None:
-        with self._changed:
-            if self._failure is None:
-                self._failure = failure
-            self._changed.notify_all()
+    def _over(self) -> None:
+        self._ready.put(None)
 
 
-def _failure_of(operation: Operation) -> BaseException | None:
-    if operation.cancelled():
-        return RuntimeError(f"{operation!r} was cancelled")
-    return operation.exception()
+def started(
+    begin: Callable[..., Operation], slot: torch.Tensor, moves: Sequence[Move]
+) -> list[Operation]:
+    """Begin transfers of a slot; where one cannot begin, the others have ended."""
+    operations: list[Operation] = []
+    try:
+        for move in moves:
+            memory = slot[move.slot_offset : move.slot_offset + move.nbytes]
+            operations.append(begin(memory, move.file, move.file_offset))
+    except BaseException:
+        for operation in operations:
+            failure_of(operation)
+        raise
+    return operations
+
+
+def failure_of(operation: Operation) -> BaseException | None:
+    """Wait for an operation; why it did not do what it should, or None."""
+    try:
+        return operation.exception()
+    except concurrent.futures.CancelledError as cancelled:
+        return RuntimeError(str(cancelled))
+
+
+def finish(operations: Sequence[Operation]) -> None:
+    """Wait for all of them; the first failure is raised then."""
+    failures = [failed for each in operations if (failed := failure_of(each)) is not None]
+    if failures:
+        raise failures[0]
+
+
+def _waited(operations: Sequence[Operation]) -> float:
+    start = time.perf_counter()
+    for operation in operations:
+        failure_of(operation)  # whoever wants the slot is told what became of it
+    return time.perf_counter() - start
 
 
 def move_all(handle: AioHandle, slot: torch.Tensor, moves: Sequence[Move], writing: bool) -> None:
     """Transfers outside of a pipeline, awaited; the first failure is raised when all are done."""
     begin: Any = handle.async_pwrite if writing else handle.async_pread
-    started: list[Operation] = []
-    try:
-        for move in moves:
-            memory = slot[move.slot_offset : move.slot_offset + move.nbytes]
-            started.append(begin(memory, move.file, move.file_offset))
-    finally:
-        failures = [failed for op in started if (failed := op.exception()) is not None]
-    if failures:
-        raise failures[0]
+    finish(started(begin, slot, moves))

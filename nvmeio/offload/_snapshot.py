@@ -6,21 +6,27 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from typing import Any
 
 from nvmeio.errors import TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._swap_dir import LOCK, OURS, sync_directory
+from nvmeio.offload._transactions import Transaction
 
 _FICLONE = 0x40049409  # linux/fs.h
-_PIECE_BYTES = 1 << 30
+_STRIDE_BYTES = 64 << 20  # between two looks whether the copy is still wanted
 # What copy_file_range says where it cannot: between file systems, to a network, on an old kernel.
 _NOT_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def copy(
-    source: str, names: tuple[str, ...], manifest: Manifest, directory: str | os.PathLike[str]
+    source: str,
+    names: tuple[str, ...],
+    manifest: Manifest,
+    directory: str | os.PathLike[str],
+    transaction: Transaction,
 ) -> None:
     """Copy swap files that nobody writes to just now, durably; the manifest comes last.
 
@@ -30,6 +36,7 @@ def copy(
         manifest: Of the generation that they hold. In the copy it is durable, so it counts on
             another machine too.
         directory: Made where it is missing.
+        transaction: Whose copy it is: none is left if nobody wants it any more.
 
     Raises:
         TransferError: The copy exists (EEXIST), or cannot be written; nothing is left of it then.
@@ -47,7 +54,7 @@ def copy(
     try:
         try:
             for each in names:
-                copy_file(os.path.join(source, each), os.path.join(target, each))
+                copy_file(os.path.join(source, each), os.path.join(target, each), transaction.check)
         except OSError as failed:
             raise _wrapped(failed, target) from failed
         _manifest.store(target, manifest)
@@ -55,11 +62,16 @@ def copy(
         for path in (target, above, os.path.dirname(os.path.abspath(above))):
             sync_directory(path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            for each in set(os.listdir(target)).intersection(OURS):
-                os.unlink(os.path.join(target, each))
-            os.rmdir(target)
+        _remove(target)
         raise
+    transaction.on_rollback(lambda: _remove(target))
+
+
+def _remove(target: str) -> None:
+    with contextlib.suppress(OSError):
+        for each in set(os.listdir(target)).intersection(OURS):
+            os.unlink(os.path.join(target, each))
+        os.rmdir(target)
 
 
 def _wrapped(failed: OSError, target: str) -> OSError:
@@ -68,8 +80,11 @@ def _wrapped(failed: OSError, target: str) -> OSError:
     return TransferError(failed.errno or errno.EIO, operation="copy", path=target)
 
 
-def copy_file(source: str, target: str) -> None:
-    """One file, durable; its blocks shared where the file system can."""
+def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None) -> None:
+    """One file, durable; its blocks shared where the file system can.
+
+    `check` is called now and then, and ends it by what it raises.
+    """
     reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -77,7 +92,7 @@ def copy_file(source: str, target: str) -> None:
             try:
                 fcntl.ioctl(writing, _FICLONE, reading)
             except OSError:
-                _copy_bytes(reading, writing)
+                _copy_bytes(reading, writing, check)
             os.fsync(writing)
         finally:
             os.close(writing)
@@ -85,12 +100,13 @@ def copy_file(source: str, target: str) -> None:
         os.close(reading)
 
 
-def _copy_bytes(reading: int, writing: int) -> None:
+def _copy_bytes(reading: int, writing: int, check: Callable[[], None]) -> None:
     left = os.fstat(reading).st_size
     move: Any = os.copy_file_range
     while left:
+        check()
         try:
-            count = move(reading, writing, min(left, _PIECE_BYTES))
+            count = move(reading, writing, min(left, _STRIDE_BYTES))
         except OSError as failed:
             if move is _send or failed.errno not in _NOT_RANGES:
                 raise

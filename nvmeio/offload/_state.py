@@ -10,13 +10,13 @@ import torch
 
 from nvmeio.offload._file_tensors import file_tensor
 from nvmeio.offload._layout import WEIGHTS
+from nvmeio.offload._loading import MASTER
 from nvmeio.offload._owners import Owner
 from nvmeio.offload._tensors import like, local
 
 if TYPE_CHECKING:
-    from nvmeio.offload._engine import Engine
-
-MASTER = "master"
+    from nvmeio.offload._state_swapper import StateSwapper
+    from nvmeio.offload._transactions import Transactions
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -25,8 +25,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     It has an entry for each parameter that was stepped, as a torch optimizer's `state`.
     """
 
-    def __init__(self, engine: Engine, owners: list[Owner]) -> None:
-        self._engine = engine
+    def __init__(
+        self, swapper: StateSwapper, owners: list[Owner], transactions: Transactions
+    ) -> None:
+        self._swapper = swapper
+        self._transactions = transactions
         self._owners = owners
         self._by_id: dict[int, Owner] = {}
         # What was handed out: whoever puts the same back (to move it where it is) changes nothing.
@@ -36,7 +39,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         owner = self._owner_of(parameter)
         if owner is None:
             raise KeyError("this tensor is no parameter of the optimizer")
-        return self._entry(owner) if _begun(owner) else {}
+        return self._transactions.run(lambda _: self._entry(owner) if _begun(owner) else {})
 
     def _owner_of(self, parameter: object) -> Owner | None:
         if len(self._by_id) != len(self._owners):  # a group was added
@@ -45,7 +48,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def _entry(self, owner: Owner) -> dict[str, Any]:
         first = owner.pieces[0]
-        found = dict(self._engine.store.small[first.number])
+        found = dict(self._swapper.store.small[first.number])
         for kind in first.kinds:
             shape = owner.shape if kind.shape is None else kind.shape
             found[kind.name] = self._tensor(owner, kind.name, kind.dtype, shape)
@@ -57,7 +60,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def _tensor(
         self, owner: Owner, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        held = [self._engine.resident_view(piece, name) for piece in owner.pieces]
+        held = [self._swapper.resident_view(piece, name) for piece in owner.pieces]
         if any(each is not None for each in held):
             flat = [
                 (self._mapped(piece, name, dtype) if view is None else view).reshape(-1)
@@ -66,14 +69,14 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
             whole = flat[0] if len(flat) == 1 else torch.cat(flat)
             whole = whole.view(shape)
         else:
-            store = self._engine.store
+            store = self._swapper.store
             parts = [store.file_part(piece, name) for piece in owner.pieces]
             whole = file_tensor(parts, dtype, shape)
         return like(owner.parameter, whole) if shape == owner.shape else whole
 
     def _mapped(self, piece: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
         span = piece.spans[name]
-        return file_tensor([self._engine.store.file_part(piece, name)], dtype, span.shape)
+        return file_tensor([self._swapper.store.file_part(piece, name)], dtype, span.shape)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (owner.parameter for owner in self._there())
@@ -83,18 +86,18 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def _there(self) -> list[Owner]:
         """Those that have state; none once the optimizer is closed."""
-        return [] if self._engine.closed else [o for o in self._owners if self._has(o)]
+        return [] if self._swapper.closed else [o for o in self._owners if self._has(o)]
 
     def _has(self, owner: Owner) -> bool:
         """Whether there is anything to tell of it: plain SGD keeps nothing."""
         first = owner.pieces[0]
         master = first.stored and first.step_dtype != owner.dtype
-        something = bool(first.kinds) or bool(self._engine.store.small[first.number]) or master
+        something = bool(first.kinds) or bool(self._swapper.store.small[first.number]) or master
         return something and _begun(owner)
 
     def __contains__(self, parameter: object) -> bool:
         owner = self._owner_of(parameter)
-        return owner is not None and not self._engine.closed and self._has(owner)
+        return owner is not None and not self._swapper.closed and self._has(owner)
 
     def __setitem__(self, parameter: torch.Tensor, value: dict[str, Any]) -> None:
         tensors = [t for t in value.values() if isinstance(t, torch.Tensor)]

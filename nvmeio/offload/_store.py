@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _manifest, _snapshot
@@ -21,6 +21,7 @@ from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._pipeline import Move
 from nvmeio.offload._ranks import DurableSteps, agreed
 from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._transactions import Transaction
 
 NAMES = ("state.0", "state.1")
 
@@ -62,6 +63,8 @@ class Store:
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
         self._resumed: Manifest | None = None  # may have to be made durable
+        self._before: list[tuple[int, bool]] = []  # current and begun of the generation before
+        self._small_before: list[dict[str, Any]] = []
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
         """Give further subgroups their places; `open` makes the files that long."""
@@ -229,7 +232,8 @@ class Store:
         manifest = Manifest(self.generation + 1, self.signature(), current, started, values, groups)
         _manifest.store(self._directory.path, manifest)
         self.generation += 1
-        self.small = values
+        self._small_before, self.small = self.small, values
+        self._before = [(piece.current, piece.begun) for piece in self.pieces]
         for piece, which, has in zip(self.pieces, current, started, strict=True):
             piece.current, piece.begun = which, bool(has)
         self._start_syncing(manifest)
@@ -254,11 +258,24 @@ class Store:
         except RuntimeError:  # no room for another thread: here, then
             self._sync(manifest)
 
+    def revert(self) -> None:
+        """Let the last commit not have been; only until the next `prepare`, and once.
+
+        Raises:
+            TransferError: The drive refuses; the commit stands.
+        """
+        self.settle()
+        _manifest.drop(self._directory.path, self.generation, durable=self._durable)
+        self.generation -= 1
+        self.small = self._small_before
+        for piece, (which, has) in zip(self.pieces, self._before, strict=True):
+            piece.current, piece.begun = which, has
+
     def _sync(self, manifest: Manifest) -> None:
         """Data first, then the manifest: it must not promise what a power cut could take."""
         try:
             for file in self._files:
-                self._handle.sync_fsync(file, data_only=True)
+                self._sync_file(file)
             if self._names_to_sync:
                 self._directory.sync_names()
                 self._names_to_sync -= 1
@@ -279,6 +296,16 @@ class Store:
     def _tell(self, manifest: Manifest) -> None:
         if self._ranks is not None:
             self._ranks.tell(manifest.generation)
+
+    def _sync_file(self, file: File) -> None:
+        try:
+            self._handle.sync_fsync(file, data_only=True)
+        except ClosedError:  # the handle's owner closed it first: what was written is there
+            opened = file.acquire(True)
+            try:
+                os.fdatasync(opened.any_fd())
+            finally:
+                opened.release()
 
     def settle(self) -> None:
         """Wait until the last generation is durable: the next overwrites the one before it.
@@ -305,7 +332,7 @@ class Store:
             self._tell(self._unmarked)
             self._unmarked = None
 
-    def snapshot(self, directory: str | os.PathLike[str]) -> None:
+    def snapshot(self, directory: str | os.PathLike[str], transaction: Transaction) -> None:
         """Copy the last generation; see `_snapshot.copy`."""
         self.settle()
         path = self._directory.path
@@ -317,7 +344,7 @@ class Store:
                 expected=self.generation,
                 found=manifest and manifest.generation,
             )
-        _snapshot.copy(path, NAMES, manifest, directory)
+        _snapshot.copy(path, NAMES, manifest, directory, transaction)
 
     def resume(self) -> Manifest | None:
         """Take up what is in the directory; None where there is nothing. Before `open`.

@@ -117,13 +117,15 @@ class Witness:
                 "not reach the others, so nothing was stepped. Call zero_grad(); then clip with "
                 'clip_grad_norm_ of the optimizer, or keep gradients="memory"'
             )
+        if self._is_held():
+            self._hold(self._held)  # so that it may be looked at once more
 
     def forget(self) -> None:
         """All gradients are gone."""
         if self.stands_in and self._is_held():
             self.owner.parameter.grad = None
         self._held = self._clean = None
-        self.stands_in = self._touched = False
+        self.stands_in = self._touched = self._announced = False
 
     def _look(self, more: int = 0) -> None:
         held = self._held

@@ -8,7 +8,6 @@ and one that is wanted again (the next micro-batch) is read first and added to.
 from __future__ import annotations
 
 import functools
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +20,10 @@ from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._layout import Piece, Subgroup, runs
 from nvmeio.offload._owners import Owner
-from nvmeio.offload._pipeline import Move
+from nvmeio.offload._pipeline import Move, failure_of, started
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded, local, part, view
+from nvmeio.offload._transactions import Transaction, Transactions
 from nvmeio.offload._witness import Witness
 from nvmeio.operation import Operation
 from nvmeio.pool import PinnedPool
@@ -49,6 +49,7 @@ class GradientSwapper:
     Args:
         directory: Locked by this process.
         handle: Moves the bytes.
+        transactions: Whose thread calls all of this; hooks hand over to it from wherever they are.
 
     Attributes:
         factor: What `clip` found that gradients are to be multiplied with; None for nothing.
@@ -56,11 +57,11 @@ class GradientSwapper:
         written_bytes: Since it was made.
     """
 
-    def __init__(self, directory: SwapDir, handle: AioHandle) -> None:
+    def __init__(self, directory: SwapDir, handle: AioHandle, transactions: Transactions) -> None:
         self._distributed = several()
         self._directory = directory
         self._handle = handle
-        self._lock = threading.RLock()
+        self._transactions = transactions
         self._file: File | None = None
         self._nbytes = 0
         self._owners: dict[int, Owner] = {}
@@ -114,9 +115,9 @@ class GradientSwapper:
         if self._witness is None and wanting:
             self._witness = Witness(min(wanting, key=lambda o: o.parameter.numel()))
             witness: Any = self._witness.owner.parameter
-            self._hooks.append(witness.register_hook(self._before_the_witness))
+            self._hooks.append(witness.register_hook(self._announce))
         for owner in wanting:
-            take = functools.partial(self._take, owner)
+            take = functools.partial(self._hand_over, owner)
             parameter: Any = owner.parameter
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
@@ -133,51 +134,57 @@ class GradientSwapper:
 
     # What backward made
 
-    @torch.no_grad()
+    def _hand_over(self, owner: Owner, parameter: torch.Tensor) -> None:
+        """The hook: called in autograd's threads, and in the main one."""
+        self._transactions.run(lambda _: self._take(owner, parameter))
+
+    def _announce(self, _: torch.Tensor) -> None:
+        """The hook before the gradient in memory is accumulated."""
+        self._transactions.run(lambda _: self._before_the_witness())
+
     def _take(self, owner: Owner, parameter: torch.Tensor) -> None:
-        with self._lock:
-            if parameter.grad is None or self._file is None:
-                return
-            if parameter.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"parameter {owner.number} has a {parameter.grad.layout} gradient: only dense "
-                    "ones can be swapped (an embedding wants sparse=False)"
-                )
-            witness = self._watching()
-            if owner is witness.owner:
-                if witness.replaced():
-                    self.clear()
-                witness.arrived()
-                self._check_not_clipped()
-                if self._not_finite:
-                    witness.poison()
-                return
-            self._look_for_zero_grad()
+        if parameter.grad is None or self._file is None:
+            return
+        if parameter.grad.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {owner.number} has a {parameter.grad.layout} gradient: only dense "
+                "ones can be swapped (an embedding wants sparse=False)"
+            )
+        witness = self._watching()
+        if owner is witness.owner:
+            if witness.replaced():
+                self.clear()
+            witness.arrived()
             self._check_not_clipped()
-            gradient = local(parameter.grad).contiguous()
-            again = owner.number in self._present
-            try:
-                if again:
-                    for piece in owner.pieces:
-                        old = self._open(piece)
-                        part(gradient, piece.start, piece.stop, piece.shape).add_(old)
-                norm = torch.linalg.vector_norm(gradient)
-                self._norms[owner.number] = norm
-                # A norm may overflow where no element is infinite.
-                if not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
-                    self._not_finite = True
-                for piece in owner.pieces:
-                    place = self._open(piece)
-                    place.copy_(part(gradient, piece.start, piece.stop, piece.shape))
-                    self._close_if_full(piece)
-            except BaseException as failed:
-                self._failure = self._failure or failed
-                raise
-            self._present.add(owner.number)
-            parameter.grad = None
-            witness.stand_in()
             if self._not_finite:
                 witness.poison()
+            return
+        self._look_for_zero_grad()
+        self._check_not_clipped()
+        gradient = local(parameter.grad).contiguous()
+        again = owner.number in self._present
+        try:
+            if again:
+                for piece in owner.pieces:
+                    old = self._open(piece)
+                    part(gradient, piece.start, piece.stop, piece.shape).add_(old)
+            norm = torch.linalg.vector_norm(gradient)
+            self._norms[owner.number] = norm
+            # A norm may overflow where no element is infinite.
+            if not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
+                self._not_finite = True
+            for piece in owner.pieces:
+                place = self._open(piece)
+                place.copy_(part(gradient, piece.start, piece.stop, piece.shape))
+                self._close_if_full(piece)
+        except BaseException as failed:
+            self._failure = self._failure or failed
+            raise
+        self._present.add(owner.number)
+        parameter.grad = None
+        witness.stand_in()
+        if self._not_finite:
+            witness.poison()
 
     def _open(self, piece: Piece) -> torch.Tensor:
         """The place of a piece's gradient in its sheet, with what was there before."""
@@ -204,10 +211,9 @@ class GradientSwapper:
         if subgroup not in self._order:
             self._order.append(subgroup)
         there = [piece for piece in subgroup.pieces if piece.owner in self._present]
-        for move in self.reads(subgroup, there, 0):
-            memory = sheet.memory[move.slot_offset : move.slot_offset + move.nbytes]
-            sheet.reading.append(self._handle.async_pread(memory, move.file, move.file_offset))
-            self.read_bytes += move.nbytes
+        moves = self.reads(subgroup, there, 0)
+        sheet.reading = started(self._handle.async_pread, sheet.memory, moves)
+        self.read_bytes += sum(move.nbytes for move in moves)
         return sheet
 
     def _look_ahead(self, subgroup: Subgroup) -> None:
@@ -216,7 +222,8 @@ class GradientSwapper:
             return
         at = self._order.index(subgroup) + 1
         following = self._order[at] if at < len(self._order) else None
-        self._leaving = [sheet for sheet in self._leaving if not self._is_over(sheet)]
+        for sheet in [each for each in self._leaving if all(op.done() for op in each.writing)]:
+            self._wait_for(sheet)
         busy = {id(sheet.subgroup) for sheet in self._leaving} | set(self._sheets)
         if following is None or id(following) in busy or not self._free:
             return
@@ -238,25 +245,15 @@ class GradientSwapper:
     def _write(self, sheet: _Sheet) -> None:
         reading, sheet.reading = sheet.reading, []
         self._check(reading)
+        moves = self._moves(sheet.subgroup, sheet.changed, 0)
+        sheet.writing = started(self._handle.async_pwrite, sheet.memory, moves)
+        self.written_bytes += sum(move.nbytes for move in moves)
         del self._sheets[id(sheet.subgroup)]
-        for move in self._moves(sheet.subgroup, sheet.changed, 0):
-            memory = sheet.memory[move.slot_offset : move.slot_offset + move.nbytes]
-            sheet.writing.append(self._handle.async_pwrite(memory, move.file, move.file_offset))
-            self.written_bytes += move.nbytes
         self._leaving.append(sheet)
 
-    def _is_over(self, sheet: _Sheet) -> bool:
-        """Whether a sheet is written, and given back if so."""
-        if not all(operation.done() for operation in sheet.writing):
-            return False
-        self._settle(sheet)
-        return True
-
     def _wait_for(self, sheet: _Sheet) -> None:
+        """Wait until a sheet is written, and have its memory back, whatever came of it."""
         self._leaving.remove(sheet)
-        self._settle(sheet)
-
-    def _settle(self, sheet: _Sheet) -> None:
         try:
             self._check(sheet.writing)
         finally:
@@ -265,9 +262,8 @@ class GradientSwapper:
     def _check(self, operations: Sequence[Operation]) -> None:
         """Wait for operations; the first failure counts until `clear`."""
         for operation in operations:
-            failed = operation.exception()
-            if failed is not None and self._failure is None:
-                self._failure = failed
+            failed = failure_of(operation)
+            self._failure = self._failure or failed
         if self._failure is not None:
             raise self._failure
 
@@ -278,11 +274,9 @@ class GradientSwapper:
             raise RuntimeError("a gradient came, and no parameter wanted one")
         return self._witness
 
-    @torch.no_grad()
-    def _before_the_witness(self, _: torch.Tensor) -> None:
-        with self._lock:
-            self._look_for_zero_grad()
-            self._watching().make_way()
+    def _before_the_witness(self) -> None:
+        self._look_for_zero_grad()
+        self._watching().make_way()
 
     def _look_for_zero_grad(self) -> None:
         """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
@@ -296,7 +290,6 @@ class GradientSwapper:
                 "and backward adds to them: call step() or zero_grad() after clip_grad_norm_"
             )
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Give the gradient in memory its own values again."""
         if self._witness is not None:
@@ -311,16 +304,15 @@ class GradientSwapper:
         Raises:
             RuntimeError: Somebody changed gradients in memory, or put some there, since backward.
         """
-        with self._lock:
-            self._look_for_zero_grad()
-            if self._witness is not None:
-                self._witness.check(scaled)
-            for number in self._present:
-                if self._owners[number].parameter.grad is not None:
-                    raise RuntimeError(
-                        f"parameter {number} has a gradient on the drive, and another was put into "
-                        "its .grad: call zero_grad() before gradients are set by hand"
-                    )
+        self._look_for_zero_grad()
+        if self._witness is not None:
+            self._witness.check(scaled)
+        for number in self._present:
+            if self._owners[number].parameter.grad is not None:
+                raise RuntimeError(
+                    f"parameter {number} has a gradient on the drive, and another was put into "
+                    "its .grad: call zero_grad() before gradients are set by hand"
+                )
 
     # What the optimizer asks
 
@@ -353,59 +345,64 @@ class GradientSwapper:
         Raises:
             TransferError: Some gradients were lost; zero_grad, and run backward again.
         """
-        with self._lock:
-            self._look_for_zero_grad()
-            while self._sheets:
-                self._write(next(iter(self._sheets.values())))
-            while self._leaving:
-                self._wait_for(self._leaving[0])
-            if self._failure is not None:
-                raise self._failure
+        self._look_for_zero_grad()
+        while self._sheets:
+            self._write(next(iter(self._sheets.values())))
+        while self._leaving:
+            self._wait_for(self._leaving[0])
+        if self._failure is not None:
+            raise self._failure
 
     def clear(self) -> None:
         """Forget all gradients."""
-        with self._lock:
-            for sheet in [*self._sheets.values(), *self._leaving]:
-                for operation in [*sheet.reading, *sheet.writing]:
-                    operation.exception()  # until the memory is ours; whatever came of it
-                self._free.append(sheet.memory)
-            self._sheets.clear()
-            self._leaving.clear()
-            self._present.clear()
-            self._norms.clear()
-            self._failure = None
-            self._not_finite = False
-            self.factor = None
-            if self._witness is not None:
-                self._witness.forget()
+        for sheet in [*self._sheets.values(), *self._leaving]:
+            for operation in [*sheet.reading, *sheet.writing]:
+                failure_of(operation)  # until the memory is ours; whatever came of it
+            self._free.append(sheet.memory)
+        self._sheets.clear()
+        self._leaving.clear()
+        self._present.clear()
+        self._norms.clear()
+        self._failure = None
+        self._not_finite = False
+        self.factor = None
+        if self._witness is not None:
+            self._witness.forget()
 
-    def clip(self, max_norm: float, inverse_scale: torch.Tensor | None) -> torch.Tensor:
+    def clip(
+        self, max_norm: float, inverse_scale: torch.Tensor | None, transaction: Transaction
+    ) -> torch.Tensor:
         """The norm of all gradients; keeps what to multiply them with, as torch clips.
 
         Args:
             max_norm: The largest norm allowed.
             inverse_scale: What undoes a GradScaler, or None.
+            transaction: Whose clipping it is.
         """
-        with self._lock:
-            self.check()
-            norms = []
-            for owner in self._owners.values():
-                norm = self._norms.get(owner.number)
-                if norm is None:
-                    gradient = self._in_memory(owner)
-                    if gradient is None:
-                        continue
-                    norm = torch.linalg.vector_norm(local(gradient))
-                norms.append(_over_ranks(owner.parameter, norm))
-            total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
-            if inverse_scale is not None:
-                total = total * inverse_scale
-            before = self.factor
-            if before is not None:
-                total = total * before
-            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            self.factor = factor if before is None else before * factor
-            return total
+        self.check()
+        norms = []
+        for owner in self._owners.values():
+            norm = self._norms.get(owner.number)
+            if norm is None:
+                gradient = self._in_memory(owner)
+                if gradient is None:
+                    continue
+                norm = torch.linalg.vector_norm(local(gradient))
+            norms.append(_over_ranks(owner.parameter, norm))
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        if inverse_scale is not None:
+            total = total * inverse_scale
+        before = self.factor
+        if before is not None:
+            total = total * before
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self.factor = factor if before is None else before * factor
+
+        def undo() -> None:
+            self.factor = before
+
+        transaction.on_rollback(undo)
+        return total
 
     def _in_memory(self, owner: Owner) -> torch.Tensor | None:
         witness = self._witness

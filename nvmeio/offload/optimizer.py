@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._io.threads import in_thread, run_interruptible
+from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks, _plan, _state
-from nvmeio.offload._engine import Engine
 from nvmeio.offload._owners import Owner, new_owner
 from nvmeio.offload._pipeline import Times
 from nvmeio.offload._plan import MemoryPlan
 from nvmeio.offload._ranks import directory_name
 from nvmeio.offload._state import StateView
+from nvmeio.offload._state_swapper import StateSwapper
+from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._swap_dir import SwapDir
-from nvmeio.offload.gradients import GradientSwapper
+from nvmeio.offload._transactions import Transaction, Transactions
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
+_CLOSED = "the optimizer is closed"
+
+
+class _Opened(NamedTuple):
+    swapper: StateSwapper
+    ending: Ending
+    saved_groups: list[dict[str, Any]] | None  # of what was resumed
 
 
 class SwappedOptimizer(torch.optim.Optimizer):
@@ -128,52 +136,72 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self._recoverable = bool(recoverable)
         self._on_disk = gradients == "disk"
         self._owners: list[Owner] = []
-        self._engine: Engine | None = None
-        self._swapper: GradientSwapper | None = None
+        self._swapper: StateSwapper | None = None
+        self._ending: Ending | None = None
         self._closed = False
+        self._given: StepInputs | None = None  # of the step that is being made
         self._pid = os.getpid()
         self.last_step: Times = Times()
         self.resumed = False
         super().__init__(params, self._stepper.defaults)
+        self._transactions = Transactions("nvmeio-offload", _CLOSED)
+        make = functools.partial(
+            self._open,
+            swap_dir,
+            handle,
+            bool(resume),
+            durable=bool(durable),
+            read_ahead=bool(pipeline_read),
+            write_behind=bool(pipeline_write),
+        )
+        try:
+            self._swapper, self._ending, groups = self._transactions.run(make)
+            if groups is not None:
+                self.resumed = True
+                _state.apply_groups(self.param_groups, groups)
+            state: Any = StateView(self._swapper, self._owners, self._transactions)
+            self.state = state
+            if self._on_disk:
+                # GradScaler then leaves the scaling to us: only this object reaches the gradients.
+                self._step_supports_amp_scaling = True
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self,
+        swap_dir: str | os.PathLike[str],
+        handle: AioHandle | None,
+        resume: bool,
+        transaction: Transaction,
+        **how: bool,
+    ) -> _Opened:
+        """Open the files; see `StateSwapper`."""
         directory = SwapDir(swap_dir, directory_name("optimizer"))
+        swapper: StateSwapper | None = None
         try:
             if not resume:
                 directory.clean()
-            self._start(directory, handle, bool(durable), resume, pipeline_read, pipeline_write)
+            swapper = StateSwapper(
+                directory, handle, self._transactions, self._stepper, on_disk=self._on_disk, **how
+            )
+            for number in range(len(self.param_groups)):
+                self._own_group(number)
+            subgroups = self._subgroups(self._owners)
+            bound = {o.number for o in self._owners if o.home is not None and not o.casts_home}
+            _plan.hold(subgroups, self._ratio, bound)
+            manifest = swapper.open(self._owners, subgroups, resume, self.param_groups, transaction)
+            transaction.check()
         except BaseException:
-            self._closed = True
-            if self._engine is not None:
-                self._engine.close()
-            directory.release(remove=not resume)
+            if swapper is not None:
+                swapper.close(remove=not resume)
+            else:
+                directory.release(remove=not resume)
             raise
-
-    def _start(
-        self,
-        directory: SwapDir,
-        handle: AioHandle | None,
-        durable: bool,
-        resume: bool,
-        pipeline_read: bool,
-        pipeline_write: bool,
-    ) -> None:
-        self._engine = engine = Engine(
-            directory, handle, self._stepper, durable, bool(pipeline_read), bool(pipeline_write)
-        )
-        for number in range(len(self.param_groups)):
-            self._own_group(number)
-        subgroups = self._subgroups(self._owners)
-        bound = {o.number for o in self._owners if o.home is not None and not o.casts_home}
-        _plan.hold(subgroups, self._ratio, bound)
-        self._make_swapper(subgroups)
-        engine.add(self._owners, subgroups)
-        manifest = run_interruptible(lambda: engine.begin(resume, self._saved_groups))
-        if manifest is not None:
-            self.resumed = True
-            _state.apply_groups(self.param_groups, manifest.groups)
-        self.state = StateView(engine, self._owners)  # type: ignore[assignment]
-        self._finalizer = weakref.finalize(
-            self, _finish, engine, self._swapper, directory, not resume, os.getpid()
-        )
+        end = functools.partial(swapper.close, remove=not resume)
+        ending = Ending(self._transactions.owner, end)
+        transaction.on_rollback(ending.close)
+        return _Opened(swapper, ending, None if manifest is None else manifest.groups)
 
     # Parameters
 
@@ -223,49 +251,35 @@ class SwappedOptimizer(torch.optim.Optimizer):
         Raises:
             TransferError: There is no space for it.
             ValueError, TypeError: As for the optimizer's class.
+
+        After an interrupt `param_groups` tells whether it was added.
         """
-        super().add_param_group(param_group)
-        engine = self._engine
-        if engine is None:
-            return  # called by the constructor
-        try:
-            self._check_open()
-            made = self._own_group(len(self.param_groups) - 1)
+        if self._swapper is None:
+            super().add_param_group(param_group)  # called by the constructor
+            return
+        self._check_open()
+        swapper, add = self._opened(), super().add_param_group
+
+        def work(transaction: Transaction) -> None:
+            add(param_group)
+            made: list[Owner] = []
             try:
-                subgroups = self._subgroups(made)
-                if self._swapper is not None:
-                    self._swapper.reserve(made, subgroups)
-                run_interruptible(lambda: engine.extend(made, subgroups, self._saved_groups))
-                if self._swapper is not None:
-                    self._swapper.extend(made, subgroups)
+                made = self._own_group(len(self.param_groups) - 1)
+                swapper.extend(made, self._subgroups(made), self.param_groups)
             except BaseException:
                 del self._owners[len(self._owners) - len(made) :]
+                self.param_groups.pop()
                 raise
-        except BaseException:
-            self.param_groups.pop()
-            raise
 
-    def _make_swapper(self, subgroups: Sequence[Any]) -> None:
-        engine = self._engine
-        if self._on_disk and engine is not None:
-            self._swapper = GradientSwapper(engine.directory, engine.handle)
-            self._swapper.reserve(self._owners, subgroups)
-            self._swapper.extend(self._owners, subgroups)
-            engine.swapper = self._swapper
-            # GradScaler then leaves the scaling to us: only this object reaches the gradients.
-            self._step_supports_amp_scaling = True
-
-    def _saved_groups(self) -> list[dict[str, Any]]:
-        return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.param_groups
-        ]
+        self._transactions.run(work)
 
     # Stepping
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step, as the class does in memory. Blocks; other threads run.
+
+        Several callers (threads, tasks with `async_step`) step one after the other, in the order
+        in which they asked; so do all other calls of this object.
 
         Args:
             closure: Refused: call ``loss.backward()`` yourself, then `step`.
@@ -279,82 +293,65 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 taken out of one) by hand; gradients on the drive were changed in memory only.
                 Nothing was changed.
             ClosedError: It is closed, or belongs to the parent of this forked process.
+            KeyboardInterrupt: The step has not happened, and may be made again; unless the weights
+                have no copy (`recoverable`) or state is in memory (`ratio`), or the interrupt came
+                as it returned: `generation` tells. A second interrupt is raised at once, and the
+                step is undone beside what comes next.
         """
         if closure is not None:
             raise TypeError(
                 "a swapped optimizer takes no closure: call loss.backward() first, then step()"
             )
         self._check_open()
-        self._check_groups()
-        factor = self._scaling()
-        if factor is False:
-            return
-        engine = self._opened()
-        self.last_step = run_interruptible(
-            lambda: engine.step(self.param_groups, factor, self._saved_groups)
-        )
-        if self._swapper is not None:
-            self._swapper.factor = None
+        inputs = self._given if self._transactions.owner.is_here else None
+        if inputs is None:
+            inputs = self._inputs()
+        self._transactions.run(lambda transaction: self._step(inputs, transaction))
 
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.
 
-        Leave parameters and gradients alone meanwhile. Cancelling waits for the step before
-        `CancelledError` is raised: the step has happened then, or has failed, which is its cause.
+        Leave parameters and gradients alone meanwhile. Cancelling waits until the step is undone
+        before `CancelledError` is raised: it has not happened then (as after an interrupt; see
+        `step`).
 
         Raises: As `step`.
         """
         self._check_open()
-        threads = torch.get_num_threads()
+        inputs = self._inputs()
 
-        def work() -> None:
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
-            self.step()
+        def work(transaction: Transaction) -> None:
+            self._given = inputs
+            try:
+                self.step()  # with the hooks that torch has put around it
+            finally:
+                self._given = None
 
-        await in_thread(work)
+        await self._transactions.async_run(work)
 
-    def _check_groups(self) -> None:
-        """Whether the groups have the parameters that they were given."""
-        mine = [[] for _ in self.param_groups]  # type: list[list[int]]
-        for owner in self._owners:
-            if owner.group < len(mine):
-                mine[owner.group].append(id(owner.parameter))
-        for number, (group, wanted) in enumerate(zip(self.param_groups, mine, strict=True)):
-            if [id(parameter) for parameter in group["params"]] != wanted:
-                raise RuntimeError(
-                    f"param_groups[{number}]['params'] was changed by hand, and the state on the "
-                    "drive was not: parameters are added with add_param_group, and left out of a "
-                    "step by having no gradient"
-                )
-        if self._owners and self._owners[-1].group >= len(mine):
-            raise RuntimeError(
-                "a group was taken out of param_groups by hand: leave it, and give its parameters "
-                "no gradient (requires_grad=False)"
-            )
+    def _inputs(self) -> StepInputs:
+        """What a step works with, as it is now."""
+        check_groups(self.param_groups, self._owners)
+        scaled = None
+        if self._on_disk and hasattr(self, "found_inf"):
+            scaled = Scaled(self.found_inf, getattr(self, "grad_scale", None))
+        grads = None if self._on_disk else grads_of(self._owners)
+        return StepInputs([dict(group) for group in self.param_groups], grads, scaled)
 
-    def _scaling(self) -> Any:
-        """What gradients are to be multiplied with: None, a tensor, or False to leave it all."""
-        swapper = self._swapper
-        if swapper is None:
-            return None
-        if not hasattr(self, "found_inf"):
-            swapper.check()
-            swapper.restore()
-            return swapper.factor
-        scale = getattr(self, "grad_scale", None)
-        if scale is None:
-            raise RuntimeError(
-                "GradScaler.unscale_ cannot reach gradients on the drive: leave it out, and "
-                "clip with optimizer.clip_grad_norm_(max_norm, scaler=scaler)"
-            )
-        if bool(self.found_inf):
-            swapper.factor = None
-            return False
-        swapper.check(scaled=True)
-        swapper.restore()
-        inverse = scale.double().reciprocal().float()
-        return inverse if swapper.factor is None else swapper.factor * inverse
+    def _step(self, inputs: StepInputs, transaction: Transaction) -> None:
+        self._check_open()
+        swapper = self._opened()
+        gradients, scaled, inverse = swapper.gradients, inputs.scaled, None
+        if gradients is not None:
+            if scaled is not None:
+                inverse = scaled.inverse()
+                if bool(scaled.found_inf):
+                    gradients.factor = None
+                    return
+            gradients.check(scaled=scaled is not None)
+            gradients.restore()
+        grads = grads_of(self._owners) if inputs.grads is None else inputs.grads
+        self.last_step = swapper.step(inputs.groups, grads, inverse, transaction)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those on the drive too.
@@ -363,11 +360,20 @@ class SwappedOptimizer(torch.optim.Optimizer):
             ValueError: `set_to_none` is False while gradients are on the drive, which holds none of
                 zeros.
         """
-        if self._swapper is not None:
-            if not set_to_none:
-                raise ValueError("gradients on the drive are set to none: set_to_none must be True")
-            self._swapper.clear()
-        super().zero_grad(set_to_none)
+        if self._on_disk and not set_to_none:
+            raise ValueError("gradients on the drive are set to none: set_to_none must be True")
+        forget = super().zero_grad
+        if self._closed or os.getpid() != self._pid:
+            forget(set_to_none)
+            return
+
+        def work(_: Transaction) -> None:
+            gradients = self._opened().gradients
+            if gradients is not None:
+                gradients.clear()
+            forget(set_to_none)
+
+        self._transactions.run(work)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, scaler: Any = None
@@ -388,15 +394,18 @@ class SwappedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The norm type is not known of gradients on the drive.
         """
-        parameters = [owner.parameter for owner in self._owners]
-        if self._swapper is None:
+        gradients = self._opened().gradients
+        if gradients is None:
+            parameters = [owner.parameter for owner in self._owners]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2.0:
             raise ValueError("of gradients on the drive only the 2-norm is known")
         inverse = (
             None if scaler is None else scaler._get_scale_async().double().reciprocal().float()
         )
-        return self._swapper.clip(max_norm, inverse)
+        return self._transactions.run(
+            lambda transaction: gradients.clip(max_norm, inverse, transaction)
+        )
 
     # State
 
@@ -408,10 +417,11 @@ class SwappedOptimizer(torch.optim.Optimizer):
         too, as "master", which torch's classes carry along and `load_state_dict` takes up.
         """
         self._check_open()
-        found: dict[str, Any] = super().state_dict()
+        found: dict[str, Any] = self._transactions.run(
+            lambda _: super(SwappedOptimizer, self).state_dict()
+        )
         return found
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of an optimizer of this class, swapped or not.
 
@@ -426,17 +436,20 @@ class SwappedOptimizer(torch.optim.Optimizer):
             TransferError: The drive failed; nothing has changed.
         """
         self._check_open()
-        engine = self._opened()
         hooked: Any = self
         for hook in hooked._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         loaded = _state.prepared(self, state_dict)
-        run_interruptible(lambda: engine.load(loaded.states, lambda: loaded.groups))
-        _state.apply_groups(self.param_groups, loaded.groups)
+
+        def work(transaction: Transaction) -> None:
+            self._check_open()
+            self._opened().load(loaded.states, loaded.groups, transaction)
+            _state.apply_groups(self.param_groups, loaded.groups)
+
+        self._transactions.run(work)
         for hook in hooked._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    @torch.no_grad()
     def reload_weights(self) -> None:
         """Take the parameters' present values for the weights that are on the drive.
 
@@ -445,8 +458,10 @@ class SwappedOptimizer(torch.optim.Optimizer):
         step that is undone before that brings back what was on the drive.
         """
         self._check_open()
-        engine = self._opened()
-        run_interruptible(lambda: engine.store_weights(self._saved_groups))
+        swapper = self._opened()
+        self._transactions.run(
+            lambda transaction: swapper.store_weights(self.param_groups, transaction)
+        )
 
     def snapshot(self, directory: str | os.PathLike[str]) -> None:
         """Copy the swap files of the last step, from which ``resume=True`` goes on.
@@ -464,7 +479,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
         Both generations are copied: twice the state.
         """
         self._check_open()
-        run_interruptible(lambda: self._opened().snapshot(directory))
+        swapper = self._opened()
+        self._transactions.run(lambda transaction: swapper.snapshot(directory, transaction))
 
     # Properties
 
@@ -516,9 +532,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
         The swap files are removed, unless it was made with ``resume=True``. Idempotent. Without it
         the same happens when the object goes, or the process ends.
         """
-        if not self._closed:
-            self._closed = True
-            self._finalizer()
+        self._closed = True
+        if self._ending is not None:
+            self._ending.close()
 
     def __enter__(self) -> SwappedOptimizer:
         return self
@@ -528,18 +544,18 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the optimizer is closed")
+            raise ClosedError(_CLOSED)
         if os.getpid() != self._pid:
             raise ClosedError(
                 "this process was forked from the optimizer's owner: make one of its own here"
             )
-        if self._engine is not None and self._engine.broken:
-            raise NvmeioError(self._engine.broken)
+        if self._swapper is not None and self._swapper.broken:
+            raise NvmeioError(self._swapper.broken)
 
-    def _opened(self) -> Engine:
-        if self._engine is None:
+    def _opened(self) -> StateSwapper:
+        if self._swapper is None:
             raise ClosedError("the optimizer was never opened")
-        return self._engine
+        return self._swapper
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -550,29 +566,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
         raise TypeError("a swapped optimizer cannot be copied: make another in another swap_dir")
 
     def __repr__(self) -> str:
-        if self._engine is None or self._closed:
+        if self._swapper is None or self._closed:
             return f"<SwappedOptimizer of {self._optimizer_class.__name__}, closed>"
         return (
             f"<SwappedOptimizer of {self._optimizer_class.__name__} in {self.swap_dir}, "
             f"generation {self.generation}: {self.plan}>"
         )
-
-
-def _finish(
-    engine: Engine,
-    swapper: GradientSwapper | None,
-    directory: SwapDir,
-    remove: bool,
-    pid: int,
-) -> None:
-    """What `close` does, without the object."""
-    if os.getpid() != pid:
-        return  # a forked child: everything is the parent's
-    try:
-        if swapper is not None:
-            swapper.close()
-    finally:
-        try:
-            engine.close()
-        finally:
-            directory.release(remove)

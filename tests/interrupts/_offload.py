@@ -381,5 +381,6 @@ class Modules(Scenario):
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "swapped-optimizer-step": StepInMemory,
     "swapped-optimizer-snapshot": Snapshot,
 }

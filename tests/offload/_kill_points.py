@@ -93,12 +93,12 @@ def killed(folder: Path, at: int, from_the_start: bool) -> None:
     module, optimizer, _ = made_in(folder, FakeEngine(fail=block))
     if not from_the_start:
         train(module, optimizer, BEFORE)
-        optimizer._engine.store.settle()
+        optimizer._swapper.store.settle()
         killer.patch()
         armed[0] = True
         train(module, optimizer, 1, BEFORE)
         (folder / "stepped").write_text("")
-    optimizer._engine.store.settle()
+    optimizer._swapper.store.settle()
     (folder / "all").write_text(json.dumps(killer.seen))
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -144,7 +144,7 @@ def resume(folder: Path, world: int) -> None:
     own = Path(optimizer.swap_dir)
     assert not optimizer.resumed
     train(ours, optimizer, 3)
-    engine: Any = optimizer._engine
+    engine: Any = optimizer._swapper
     engine.store.settle()
     if dist.get_rank():
         shutil.copytree(own, folder / "before")

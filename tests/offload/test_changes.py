@@ -11,7 +11,7 @@ import torch
 from _offload_models import assert_same_weights, loss_of, model, train
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _engine
+from nvmeio.offload import SwappedModule, SwappedOptimizer, _state_swapper, _swapped
 from nvmeio.offload._swap_dir import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
@@ -100,9 +100,9 @@ def test_a_group_that_cannot_be_added_changes_nothing(
                 left.append(0)
                 return pool(nbytes)
 
-            allocate, pool = SwapDir.allocate, _engine.PinnedPool
+            allocate, pool = SwapDir.allocate, _swapped.PinnedPool
             if where == "buffers":
-                patch.setattr(_engine, "PinnedPool", no_memory)
+                patch.setattr(_swapped, "PinnedPool", no_memory)
             else:
                 patch.setattr(SwapDir, "allocate", full)
             with pytest.raises((nvmeio.TransferError, MemoryError)):
@@ -155,7 +155,7 @@ def test_masters_that_cannot_be_brought_back_break_it(
         def fail(*args: Any) -> None:
             raise nvmeio.TransferError(errno.EIO, operation="read", path="state.0")
 
-        monkeypatch.setattr(_engine.Engine, "_restore", fail)
+        monkeypatch.setattr(_state_swapper.StateSwapper, "_restore", fail)
         with pytest.raises(nvmeio.TransferError):
             two.load_state_dict(one.state_dict())
         with pytest.raises(nvmeio.NvmeioError, match="load again"):

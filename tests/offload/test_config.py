@@ -196,7 +196,7 @@ def test_closing_closes_the_handle_that_was_made(tmp_path: Path) -> None:
     """It was left to the garbage collector."""
     config = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     made = offload(gpt(), torch.optim.Adam, config)
-    engine: Any = made.optimizer._engine  # type: ignore[attr-defined]
+    engine: Any = made.optimizer._swapper  # type: ignore[attr-defined]
     made.close()
     assert engine.handle.closed
     with nvmeio.AioHandle() as handle:

@@ -44,7 +44,7 @@ def test_data_that_was_lost_is_told_of_every_time(
     made = model()
     optimizer = swapped(made, tmp_path)
     train(made, optimizer, 1)
-    engine: Any = optimizer._engine
+    engine: Any = optimizer._swapper
     engine.store.settle()
 
     def lose(file: Any, data_only: bool) -> None:
@@ -84,7 +84,7 @@ def test_a_mark_that_fails_is_made_before_anything_is_overwritten(
 
     mark = _manifest.mark_durable
     with swapped(made, tmp_path) as optimizer:
-        engine: Any = optimizer._engine
+        engine: Any = optimizer._swapper
         engine.store.settle()
         monkeypatch.setattr(_manifest, "mark_durable", fail)
         loss_of(made, 0).backward()
@@ -138,7 +138,7 @@ def test_a_commit_that_fails_leaves_no_manifest_of_it(
 
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._engine
+        engine: Any = optimizer._swapper
         engine.store.settle()
         loss_of(made, 2).backward()
         before = [p.detach().clone() for p in made.parameters()]
@@ -166,7 +166,7 @@ def test_the_generation_that_is_written_over_loses_its_manifest_first(tmp_path: 
     made = model()
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
-        engine: Any = optimizer._engine
+        engine: Any = optimizer._swapper
         assert len(_manifest.complete(optimizer.swap_dir)) == 2
         engine.store.prepare()
         assert [each.generation for each in _manifest.complete(optimizer.swap_dir)] == [3]
@@ -241,7 +241,7 @@ def test_a_snapshot_that_fails_leaves_nothing(
     with swapped(made, tmp_path) as optimizer:
         train(made, optimizer, 1)
 
-        def full(source: str, target: str) -> None:
+        def full(source: str, target: str, check: Any) -> None:
             copy_file(source, target)
             if target.endswith("state.1"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,98 @@
+"""How something ends that an owner thread keeps: closed, dropped, or at the end of the program.
+
+Whichever comes first; and at the end of the program before the engines, for who imports this has
+imported those, and ``atexit`` calls last what was registered first. `weakref.finalize` cannot be
+relied on for that: its hook is registered when somebody in the process first makes one, which may
+be long before anything of ours is imported.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+
+from nvmeio._io.owner import OwnerThread
+from nvmeio.errors import ClosedError
+
+_DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends all the same
+
+
+class Ending:
+    """Ends something once, in its owner's thread, and the owner with it.
+
+    Keep it where it dies with the object that stands for what ends. Made by what the owner runs.
+
+    Args:
+        owner: The owner.
+        end: Called in its thread. Must not refer to this object, or to who keeps it.
+    """
+
+    def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
+        self._pid = os.getpid()
+        self._owner = owner
+        self._closing = closing = _Closing(owner, end)
+        self._lease = owner.lease(closing.run)
+        _open[id(closing)] = closing
+
+    def close(self) -> None:
+        """End it now, and wait; raises what the end raised. Idempotent.
+
+        An interrupted one goes on, and who calls it again waits for it.
+        """
+        if os.getpid() == self._pid:  # in a forked child everything is the parent's
+            with contextlib.suppress(ClosedError):
+                self._owner.call(self._closing.run)
+
+    def __del__(self) -> None:
+        if os.getpid() != self._pid or self._closing.done or self._owner.is_here:
+            return
+        # Not for long: the collector may have come here while this thread holds a lock that the
+        # end needs.
+        self._lease.end()
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._owner.post(gate.release)
+        gate.acquire(timeout=_DROPPED_S)
+
+
+class _Closing:
+    def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
+        self.owner = owner
+        self._end = end
+        self._pid = os.getpid()
+        self.done = False
+
+    def run(self) -> None:
+        if self.done:
+            return
+        self.done = True
+        try:
+            self._end()
+        finally:
+            _open.pop(id(self), None)
+            self.owner.close()
+
+    def run_at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            with contextlib.suppress(ClosedError):
+                self.owner.call(self.run)
+
+
+_open: dict[int, _Closing] = {}  # in the order in which they were made
+
+
+def _at_exit() -> None:
+    failure: BaseException | None = None
+    for closing in reversed(list(_open.values())):
+        try:
+            closing.run_at_exit()
+        except BaseException as failed:
+            failure = failure or failed
+    if failure is not None:
+        raise failure
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,107 @@
+"""A state dict on its way to the drive, subgroup by subgroup."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nvmeio.offload import _weights
+from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
+from nvmeio.offload._pipeline import Move, Turn
+from nvmeio.offload._swapped import Swapped
+from nvmeio.offload._tensors import local, part, view
+
+MASTER = "master"
+
+
+class Load:
+    """Takes over states by parameter number; None for one without.
+
+    Args:
+        swapped: The optimizer's state.
+        states: As a state dict has them.
+
+    Attributes:
+        turns: For the pipeline.
+        moved: The numbers of the pieces that are written to their other place.
+        small: The state outside of the files, by piece number.
+        begun: Whether the state of a piece exists, by its number.
+    """
+
+    def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
+        self._swapped = swapped
+        self._states = states
+        self.turns: list[Turn] = []
+        self.moved: set[int] = set()
+        self.small: dict[int, dict[str, Any]] = {}
+        self.begun: dict[int, bool] = {}
+        self._resident: list[Subgroup] = []
+        for subgroup in swapped.subgroups:
+            if subgroup.resident:
+                self._resident.append(subgroup)
+                continue
+            at_home = [p for p in subgroup.pieces if swapped.owner_of(p).home is not None]
+            reads = swapped.store.weights(subgroup, at_home)
+            self.turns.append(Turn(reads, functools.partial(self._take_over, subgroup)))
+            self.moved.update(piece.number for piece in subgroup.pieces if piece.spans)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are master weights, which the parameters have to follow."""
+        return any(entry and MASTER in entry for entry in self._states.values())
+
+    def load_resident(self) -> None:
+        """Take over what stays in memory."""
+        for subgroup in self._resident:
+            self._take_over(subgroup, self._swapped.resident[id(subgroup)])
+
+    def follow_resident_masters(self) -> None:
+        """Bring the master weights that stay in memory into their parameters."""
+        for subgroup in self._resident:
+            slot = self._swapped.resident[id(subgroup)]
+            stored = [piece for piece in subgroup.pieces if piece.stored]
+            for piece in stored:
+                _weights.weights_out(subgroup, piece, self._swapped.owner_of(piece), slot)
+            self._swapped.write_now(slot, self._swapped.home_writes(subgroup, stored))
+
+    def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[Move]:
+        for piece in subgroup.pieces:
+            entry = self._states.get(piece.owner)
+            if piece.stored:
+                self._take_weights(subgroup, piece, entry, slot)
+            self.begun[piece.number] = bool(entry)
+            self.small[piece.number] = self._take_state(piece, entry, slot) if entry else {}
+        # Both sorts move, or a piece without state would be left behind by its weights.
+        old = [p for p in subgroup.pieces if self.begun[p.number]]
+        new = [p for p in subgroup.pieces if not self.begun[p.number]]
+        store = self._swapped.store
+        return store.writes(subgroup, old) + store.writes(subgroup, new, False)
+
+    def _take_weights(
+        self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor
+    ) -> None:
+        owner = self._swapped.owner_of(piece)
+        if entry and MASTER in entry:
+            given = part(local(entry[MASTER]), piece.start, piece.stop, piece.shape)
+            view(slot, piece.spans[WEIGHTS]).copy_(given)
+        elif owner.home is None:
+            _weights.weights_in(subgroup, piece, owner, slot)
+
+    def _take_state(
+        self, piece: Piece, entry: dict[str, Any], slot: torch.Tensor
+    ) -> dict[str, Any]:
+        """Copy what is swapped into the slot; what is not."""
+        small = {}
+        for name, value in entry.items():
+            if name in piece.spans:
+                kind = next(kind for kind in piece.kinds if kind.name == name)
+                given = local(value)
+                if kind.shape is None:
+                    given = part(given, piece.start, piece.stop, piece.shape)
+                view(slot, piece.spans[name]).copy_(given)
+            elif name != MASTER:
+                small[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return small

@@ -1,0 +1,417 @@
+"""What moves an optimizer's state between the drive, memory and the parameters."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvmeio._io.handles import new_handle
+from nvmeio.buffers import empty_aligned
+from nvmeio.handle import AioHandle
+from nvmeio.offload import _weights
+from nvmeio.offload._homes import Extent
+from nvmeio.offload._layout import Piece, Subgroup
+from nvmeio.offload._loading import Load
+from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._owners import Owner
+from nvmeio.offload._pipeline import Move, Times, Turn
+from nvmeio.offload._plan import MemoryPlan, plan_of
+from nvmeio.offload._ranks import DurableSteps
+from nvmeio.offload._step import Step
+from nvmeio.offload._stepping import Stepper
+from nvmeio.offload._store import Store
+from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._swapped import Buffers, Swapped
+from nvmeio.offload._tensors import view
+from nvmeio.offload._transactions import Transaction, Transactions
+from nvmeio.offload.gradients import GradientSwapper
+
+Groups = Sequence[dict[str, Any]]
+
+
+class StateSwapper:
+    """Takes the state of one optimizer to the drive and back.
+
+    One thread makes it and calls all that changes something: that of `transactions`.
+
+    Args:
+        directory: Locked by this process.
+        handle: Moves the bytes and stays open; None makes one.
+        transactions: Whose thread this is used in.
+        stepper: Does the arithmetic.
+        on_disk: Gradients are on the drive too.
+        durable: As for `SwappedOptimizer`, like the next two.
+        read_ahead: Read the next subgroup during a step.
+        write_behind: Write the last subgroup during a step.
+
+    Attributes:
+        store: The files.
+        gradients: Has the gradients, where those are on the drive.
+        broken: Why no further step can be made, or "".
+        closed: `close` was called.
+    """
+
+    def __init__(
+        self,
+        directory: SwapDir,
+        handle: AioHandle | None,
+        transactions: Transactions,
+        stepper: Stepper,
+        *,
+        on_disk: bool,
+        durable: bool,
+        read_ahead: bool,
+        write_behind: bool,
+    ) -> None:
+        self.directory = directory
+        self._own_handle = handle is None
+        self.handle = new_handle(directory.path) if handle is None else handle
+        ranks = DurableSteps.of_default_group(directory.path) if durable else None
+        self.store = Store(directory, self.handle, durable, ranks)
+        self.gradients = GradientSwapper(directory, self.handle, transactions) if on_disk else None
+        self.broken = ""
+        self.closed = False
+        self._stepper = stepper
+        self._buffers = Buffers(self.handle, read_ahead, write_behind)
+        self._swapped = Swapped(self.handle, self.store, self._buffers, self.gradients)
+
+    # Making
+
+    def open(
+        self,
+        owners: Sequence[Owner],
+        subgroups: Sequence[Subgroup],
+        resume: bool,
+        groups: Groups,
+        transaction: Transaction,
+    ) -> Manifest | None:
+        """Open the files; bring weights there, or, where there is something to resume, back.
+
+        Returns:
+            What was resumed; None where this is the beginning.
+        """
+        if self.gradients is not None:
+            self.gradients.reserve(owners, subgroups)
+        self._add(owners, subgroups)
+        manifest = self.store.resume() if resume else None
+        self.store.open()
+        self._swapped.make_buffers()
+        if manifest is None:
+            self.store_weights(groups, transaction)
+        else:
+            self._swapped.evict_homes()
+            self._restore(self._swapped.subgroups)
+        self._relocate(owners)
+        if self.gradients is not None:
+            self.gradients.extend(owners, subgroups)
+        return manifest
+
+    def extend(
+        self, owners: Sequence[Owner], subgroups: Sequence[Subgroup], groups: Groups
+    ) -> None:
+        """Take further parameters on."""
+        if self.gradients is not None:
+            self.gradients.reserve(owners, subgroups)
+        self.store.settle()
+        swapped = self._swapped
+        before = len(swapped.owners), len(swapped.subgroups), self.store.nbytes
+        try:
+            self._add(owners, subgroups)
+            self.store.open()
+            swapped.make_buffers()
+            self._store_weights(subgroups, groups)
+        except BaseException as failed:
+            del swapped.owners[before[0] :], swapped.subgroups[before[1] :]
+            for subgroup in subgroups:
+                swapped.resident.pop(id(subgroup), None)
+            self.store.forget(subgroups, before[2])
+            try:
+                swapped.make_buffers()  # none are left if there was no memory for larger ones
+            except BaseException as again:
+                self.broken = f"adding a group failed ({failed}), and then its buffers: {again}"
+            raise
+        self._relocate(owners)
+        if self.gradients is not None:
+            self.gradients.extend(owners, subgroups)
+
+    def _add(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+        """Take parameters on: places in the files, and memory for what stays there."""
+        self.store.place(subgroups)
+        self._swapped.owners += owners
+        self._swapped.subgroups += subgroups
+        for subgroup in subgroups:
+            if subgroup.resident:
+                nbytes = max(1, subgroup.slot_nbytes(self._swapped.with_grads))
+                memory = empty_aligned(nbytes, dtype=torch.uint8)
+                self._swapped.resident[id(subgroup)] = memory
+
+    def _relocate(self, owners: Sequence[Owner]) -> None:
+        for owner in owners:
+            if owner.home is not None and not owner.casts_home:
+                locate = functools.partial(_extents, self.store, owner.pieces)
+                owner.home.relocate(owner.parameter, locate)
+
+    # The step
+
+    def step(
+        self,
+        groups: Groups,
+        grads: Mapping[int, torch.Tensor],
+        inverse_scale: torch.Tensor | None,
+        transaction: Transaction,
+    ) -> Times:
+        """Step every parameter that has a gradient.
+
+        Args:
+            groups: The parameter groups, as they were when the step was asked for.
+            grads: The gradients that are in memory, by the numbers of their parameters.
+            inverse_scale: What undoes a GradScaler for gradients on the drive, or None.
+            transaction: Whose step it is. It is left undone, or taken back, if nobody wants it any
+                more, and if that is possible: not without a copy of the weights on the drive,
+                and not once state that stays in memory was stepped.
+
+        Raises: As `SwappedOptimizer.step`.
+        """
+        for owner in self._swapped.owners:
+            owner.check_unchanged()
+        factor = before = None
+        if self.gradients is not None:
+            self.gradients.flush()
+            factor = before = self.gradients.factor
+        if inverse_scale is not None:
+            factor = inverse_scale if before is None else before * inverse_scale
+        self._swapped.evict_homes()
+        step = Step(self._swapped, self._stepper, groups, grads, factor)
+        if step.is_empty and not self.store.lockstep:
+            return Times()
+
+        def check() -> None:
+            if _why_no_undo(step) == "":
+                transaction.check()
+
+        self.store.prepare()
+        try:
+            times = self._buffers.run(step.turns, check)
+            check()
+            # What stays in memory cannot be undone, and cannot fail: it is stepped last.
+            step.step_resident()
+            self.store.commit(step.moved, step.begun, step.small, saved(groups))
+        except BaseException as failed:
+            self._undo(step, failed)
+            raise
+        self._tell_changed(step)
+        if self.gradients is not None:
+            self.gradients.factor = None
+        # Other ranks count on this step from now on.
+        if _why_no_undo(step) == "" and not self.store.lockstep:
+            transaction.on_rollback(lambda: self._roll_back(step, before))
+        return times
+
+    def _undo(self, step: Step, failed: BaseException) -> None:
+        """After a failed step: the drive has the last one; memory gets it back from there."""
+        why = _why_no_undo(step)
+        if not why:
+            try:
+                self._restore(step.touched)
+                return
+            except BaseException as again:
+                why = f"bringing back the weights failed: {again}"
+        self.broken = (
+            f"a step failed and could not be undone: {why}. Weights in memory are partly stepped; "
+            f"load a checkpoint, or resume from {self.directory.path}. The step failed with: "
+            f"{failed}"
+        )
+
+    def _roll_back(self, step: Step, factor: torch.Tensor | None) -> None:
+        """The last step is complete, and who asked for it was interrupted: as if it were not."""
+        try:
+            self._swapped.evict_homes()
+            self.store.revert()
+            self._restore(step.touched)
+            self._tell_changed(step)
+            if self.gradients is not None:
+                self.gradients.factor = factor
+        except BaseException as failed:
+            self.broken = (
+                f"a step was interrupted and could not be taken back: {failed}. Load a "
+                f"checkpoint, or resume from {self.directory.path}"
+            )
+
+    def _tell_changed(self, step: Step) -> None:
+        """Count a change of the parameters that changed on the drive only; backward looks at it."""
+        for owner in step.stepped_owners():
+            if owner.home is not None:
+                torch.autograd.graph.increment_version(owner.parameter)
+
+    # Weights
+
+    def store_weights(self, groups: Groups, transaction: Transaction) -> None:
+        """Take the parameters as they are now for the weights on the drive."""
+        self._store_weights(self._swapped.subgroups, groups, transaction)
+
+    def _store_weights(
+        self, subgroups: Sequence[Subgroup], groups: Groups, transaction: Transaction | None = None
+    ) -> None:
+        self.store.prepare()
+        turns, moved = [], {}
+        for subgroup in subgroups:
+            pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
+            reads = self._swapped.home_reads(pieces, subgroup)
+            compute = functools.partial(self._take_weights, subgroup, pieces)
+            if subgroup.resident:
+                memory = self._swapped.resident[id(subgroup)]
+                self._swapped.read_now(memory, reads)
+                compute(memory)
+                continue
+            reads += self.store.reads(subgroup, [p for p in pieces if p.begun], weights=False)
+            turns.append(Turn(reads, compute))
+            moved.update({piece.number: piece.begun for piece in pieces})
+        self._buffers.run(turns, None if transaction is None else transaction.check)
+        self.store.commit(set(moved), moved, {}, saved(groups))
+
+    def _take_weights(
+        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> list[Move]:
+        for piece in pieces:
+            _weights.weights_in(subgroup, piece, self._swapped.owner_of(piece), slot)
+        old = [piece for piece in pieces if piece.begun]
+        new = [piece for piece in pieces if not piece.begun]
+        return self.store.writes(subgroup, old) + self.store.writes(subgroup, new, False)
+
+    def _reads_weights(self, piece: Piece) -> bool:
+        """Whether the parameter can differ from the drive: one that lives there does not."""
+        owner = self._swapped.owner_of(piece)
+        return owner.home is None or owner.casts_home or not self.store.generation
+
+    def _restore(self, subgroups: Sequence[Subgroup]) -> None:
+        """Bring the weights of the last complete step back into the parameters."""
+        turns = []
+        for subgroup in subgroups:
+            if not subgroup.resident:
+                pieces = [piece for piece in subgroup.pieces if piece.stored]
+                compute = functools.partial(self._give_weights, subgroup, pieces)
+                turns.append(Turn(self.store.weights(subgroup, pieces), compute))
+        self._buffers.run(turns)
+
+    def _give_weights(
+        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> list[Move]:
+        for piece in pieces:
+            _weights.weights_out(subgroup, piece, self._swapped.owner_of(piece), slot)
+        return self._swapped.home_writes(subgroup, pieces)
+
+    def load(
+        self, states: Mapping[int, dict[str, Any] | None], groups: Groups, transaction: Transaction
+    ) -> None:
+        """Take over states by parameter number; None for one without."""
+        self.store.prepare()
+        load = Load(self._swapped, states)
+        self._swapped.evict_homes()
+        self._buffers.run(load.turns, transaction.check)
+        load.load_resident()
+        self.store.commit(load.moved, load.begun, load.small, list(groups))
+        if load.has_masters:
+            try:
+                self._restore(self._swapped.subgroups)
+                load.follow_resident_masters()
+            except BaseException as failed:
+                self.broken = (
+                    "a state dict was loaded, and its master weights could not be brought into "
+                    f"the parameters, which are partly those of before: {failed}. Make the "
+                    "optimizer anew, and load again"
+                )
+                raise
+
+    # Looking
+
+    def snapshot(self, directory: str | os.PathLike[str], transaction: Transaction) -> None:
+        """See `SwappedOptimizer.snapshot`."""
+        if self._swapped.resident:
+            raise ValueError(
+                "with ratio below 1 a part of the state is in memory: use state_dict()"
+            )
+        self.store.snapshot(directory, transaction)
+
+    def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
+        """A piece's state where it is in memory; None where it is on the drive."""
+        memory = self._swapped.resident.get(id(self.store.subgroup_of(piece)))
+        return None if memory is None else view(memory, piece.spans[name])
+
+    def memory_plan(self) -> MemoryPlan:
+        """See `SwappedOptimizer.plan`."""
+        gradients = self.gradients
+        return plan_of(
+            self._swapped.owners,
+            self._swapped.subgroups,
+            self._buffers.slots,
+            0 if gradients is None else gradients.file_bytes,
+            sum(memory.nbytes for memory in self._swapped.resident.values())
+            + (0 if gradients is None else gradients.memory_bytes),
+        )
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the buffers are page-locked, or there are none."""
+        return self._buffers.pinned
+
+    @property
+    def read_bytes(self) -> int:
+        """Read from the drive since this was made, gradients included."""
+        grads = 0 if self.gradients is None else self.gradients.read_bytes
+        return self._buffers.read_bytes + grads
+
+    @property
+    def written_bytes(self) -> int:
+        """Written to the drive since this was made, gradients included."""
+        grads = 0 if self.gradients is None else self.gradients.written_bytes
+        return self._buffers.written_bytes + grads
+
+    # The end
+
+    def close(self, remove: bool) -> None:
+        """Wait for what is being made durable; give back files, memory, handle and directory.
+
+        Args:
+            remove: What is in the directory.
+        """
+        self.closed = True
+        ends: list[Callable[[], None]] = [self.store.close, self._free]
+        if self.gradients is not None:
+            ends.insert(0, self.gradients.close)
+        if self._own_handle:
+            ends.append(self.handle.close)
+        ends.append(functools.partial(self.directory.release, remove))
+        failure: BaseException | None = None
+        for end in ends:
+            try:
+                end()
+            except BaseException as failed:
+                failure = failure or failed
+        if failure is not None:
+            raise failure
+
+    def _free(self) -> None:
+        self._buffers.free()
+        self._swapped.resident.clear()
+
+
+def saved(groups: Groups) -> list[dict[str, Any]]:
+    """What the manifest keeps of parameter groups."""
+    return [{name: v for name, v in group.items() if name != "params"} for group in groups]
+
+
+def _why_no_undo(step: Step) -> str:
+    """Why a step cannot be undone, or ""."""
+    if step.in_memory:
+        return "the part of the state that is in memory (ratio) was stepped already"
+    if any(not piece.stored for subgroup in step.touched for piece in subgroup.pieces):
+        return "the weights have no copy on the drive (recoverable=False)"
+    return ""
+
+
+def _extents(store: Store, pieces: Sequence[Piece]) -> list[Extent]:
+    return [store.extent(piece) for piece in pieces]

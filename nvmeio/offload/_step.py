@@ -1,0 +1,180 @@
+"""One step: what is read, computed and written, subgroup by subgroup."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvmeio.offload import _weights
+from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
+from nvmeio.offload._owners import Owner
+from nvmeio.offload._pipeline import Move, Turn
+from nvmeio.offload._stepping import Stepper, Work
+from nvmeio.offload._swapped import Swapped
+from nvmeio.offload._tensors import local, part, view
+
+
+class Step:
+    """A step of every parameter that has a gradient.
+
+    Args:
+        swapped: The optimizer's state.
+        stepper: Does the arithmetic.
+        groups: The parameter groups, as they were when the step was asked for.
+        grads: The gradients that are in memory, by the numbers of their parameters.
+        factor: What gradients are multiplied with; None for nothing.
+
+    Attributes:
+        turns: For the pipeline.
+        touched: Subgroups that were computed, and whose weights may have changed in memory.
+        in_memory: State that stays in memory was stepped: this cannot be undone.
+        small: The state outside of the files of the pieces that were stepped, by number.
+    """
+
+    def __init__(
+        self,
+        swapped: Swapped,
+        stepper: Stepper,
+        groups: Sequence[dict[str, Any]],
+        grads: Mapping[int, torch.Tensor],
+        factor: torch.Tensor | None,
+    ) -> None:
+        self._swapped = swapped
+        self._stepper = stepper
+        self._groups = groups
+        self._grads = grads
+        self._factor = factor
+        self.turns: list[Turn] = []
+        self.touched: list[Subgroup] = []
+        self.in_memory = False
+        self.small: dict[int, dict[str, Any]] = {}
+        self._moved: list[Piece] = []
+        self._resident: list[tuple[Subgroup, list[Piece]]] = []
+        for subgroup in swapped.subgroups:
+            pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.owner_of(p))]
+            if not pieces:
+                continue
+            if subgroup.resident:
+                self._resident.append((subgroup, pieces))
+                continue
+            self._moved += pieces
+            compute = functools.partial(self._turn, subgroup, pieces)
+            self.turns.append(Turn(self._reads(subgroup, pieces), compute))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return not self.turns and not self._resident
+
+    @property
+    def moved(self) -> set[int]:
+        """The numbers of the pieces that are written to their other place."""
+        return {piece.number for piece in self._moved}
+
+    @property
+    def begun(self) -> dict[int, bool]:
+        """The numbers of the pieces whose state exists after this step."""
+        resident = [piece for _, pieces in self._resident for piece in pieces]
+        return {piece.number: True for piece in [*self._moved, *resident]}
+
+    def stepped_owners(self) -> list[Owner]:
+        """The parameters whose weights are others after this step."""
+        touched = [*self.touched, *(subgroup for subgroup, _ in self._resident)]
+        numbers = dict.fromkeys(piece.owner for each in touched for piece in each.pieces)
+        owners = [self._swapped.owners[number] for number in numbers]
+        return [owner for owner in owners if self._has_gradient(owner)]
+
+    def step_resident(self) -> None:
+        """Step what stays in memory: last, for it cannot be undone."""
+        for subgroup, pieces in self._resident:
+            slot = self._swapped.resident[id(subgroup)]
+            if self._swapped.gradients is not None:
+                base = subgroup.nbytes + subgroup.scratch_nbytes
+                moves = self._swapped.gradients.reads(subgroup, pieces, base)
+                self._swapped.read_now(slot, moves)
+            self.in_memory = True
+            self._compute(subgroup, pieces, slot)
+            self._swapped.write_now(slot, self._swapped.home_writes(subgroup, pieces))
+
+    def _has_gradient(self, owner: Owner) -> bool:
+        gradients = self._swapped.gradients
+        if gradients is not None:
+            if gradients.has(owner.number):
+                return True
+            if gradients.stands_in(owner):
+                return False
+        return owner.number in self._grads
+
+    def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[Move]:
+        """State, weights where the step works on them, gradients where they are on the drive."""
+        staged = [piece for piece in pieces if piece.staged]
+        plain = [piece for piece in pieces if not piece.staged]
+        store = self._swapped.store
+        reads: list[Move] = []
+        if staged:
+            reads += store.reads(subgroup, staged, weights=True)
+        if plain:
+            reads += store.reads(subgroup, [p for p in plain if p.begun], weights=False)
+        if self._swapped.gradients is not None:
+            base = subgroup.nbytes + subgroup.scratch_nbytes
+            reads += self._swapped.gradients.reads(subgroup, pieces, base)
+        return reads
+
+    def _turn(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
+        self.touched.append(subgroup)
+        self._compute(subgroup, pieces, slot)
+        writes = self._swapped.store.writes(subgroup, pieces)
+        return writes + self._swapped.home_writes(subgroup, pieces)
+
+    def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+        """Step some pieces of a subgroup in a slot."""
+        works = []
+        for piece in pieces:
+            owner = self._swapped.owner_of(piece)
+            weights = (
+                view(slot, piece.spans[WEIGHTS])
+                if piece.staged
+                else part(local(owner.parameter), piece.start, piece.stop, piece.shape)
+            )
+            stepped = torch.nn.Parameter(weights)
+            stepped.grad = self._gradient(subgroup, piece, owner, slot)
+            works.append(Work(piece, owner.group, stepped, slot))
+        small = self._stepper.step(works, self._groups, self._swapped.store.small)
+        for work in works:
+            owner = self._swapped.owner_of(work.piece)
+            if work.piece.staged:
+                _weights.weights_out(subgroup, work.piece, owner, slot)
+            elif work.piece.stored:
+                view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
+        self.small.update(small)
+
+    def _gradient(
+        self, subgroup: Subgroup, piece: Piece, owner: Owner, slot: torch.Tensor
+    ) -> torch.Tensor:
+        """The piece's gradient, in the dtype of the step."""
+        base = subgroup.nbytes + subgroup.scratch_nbytes
+        gradients, factor = self._swapped.gradients, self._factor
+        if gradients is not None and gradients.has(owner.number) and piece.grad is not None:
+            gradient = view(slot, piece.grad, base)
+            if factor is not None:
+                gradient.mul_(factor)
+        else:
+            given = self._grads[owner.number]
+            if given.layout is not torch.strided:
+                raise TypeError(
+                    f"parameter {owner.number} has a {given.layout} gradient: only dense ones "
+                    "can be stepped (an embedding wants sparse=False)"
+                )
+            gradient = part(local(given), piece.start, piece.stop, piece.shape)
+            if factor is not None:
+                gradient = gradient * factor
+        if gradient.dtype == piece.step_dtype and gradient.device.type == "cpu":
+            return gradient
+        if piece.scratch is None:
+            return gradient.to("cpu", piece.step_dtype)
+        wide = view(slot, piece.scratch, subgroup.nbytes)
+        wide.copy_(gradient)
+        return wide

@@ -1,0 +1,140 @@
+"""What belongs to one swapped optimizer: its parameters, their subgroups, files and buffers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nvmeio.handle import AioHandle
+from nvmeio.offload._layout import Piece, Subgroup
+from nvmeio.offload._owners import Owner
+from nvmeio.offload._pipeline import Move, Pipeline, Times, Turn, move_all
+from nvmeio.offload._store import Store
+from nvmeio.offload._weights import home_moves
+from nvmeio.offload.gradients import GradientSwapper
+from nvmeio.pool import PinnedPool
+
+
+class Buffers:
+    """The slots that subgroups pass through, and the pipeline over them.
+
+    Args:
+        handle: Moves the bytes.
+        read_ahead: Read the next subgroup while one is computed.
+        write_behind: Write the last subgroup while one is computed.
+
+    Attributes:
+        slots: The buffers.
+        read_bytes: Since this was made.
+        written_bytes: Since this was made.
+    """
+
+    def __init__(self, handle: AioHandle, read_ahead: bool, write_behind: bool) -> None:
+        self.slots: list[torch.Tensor] = []
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self._handle = handle
+        self._read_ahead = read_ahead
+        self._write_behind = write_behind
+        self._pool: PinnedPool | None = None
+        self._leases = contextlib.ExitStack()
+
+    def make(self, nbytes: int, most: int) -> None:
+        """Have a buffer for each stage of the pipeline; those there are stay if long enough.
+
+        Args:
+            nbytes: The length of each.
+            most: How many are of use.
+        """
+        count = min(1 + self._read_ahead + self._write_behind, max(1, most))
+        if not nbytes or (len(self.slots) >= count and self.slots[0].nbytes >= nbytes):
+            return
+        self.free()
+        self._pool = PinnedPool(count * nbytes)
+        for _ in range(count):
+            self.slots.append(self._leases.enter_context(self._pool.take(nbytes)))
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.slots = []
+        self._leases.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def run(self, turns: Sequence[Turn], check: Callable[[], None] | None = None) -> Times:
+        """Take turns in a pipeline; see `Pipeline.run`."""
+        if not turns:
+            return Times()
+        pipeline = Pipeline(self._handle, self.slots, self._read_ahead, self._write_behind)
+        times = pipeline.run(turns, check)
+        self.read_bytes += times.read_bytes
+        self.written_bytes += times.written_bytes
+        return times
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the buffers are page-locked, or there are none."""
+        return self._pool is None or self._pool.locked
+
+
+@dataclass(eq=False)
+class Swapped:
+    """The state of one optimizer, where it is and what it passes through.
+
+    Attributes:
+        handle: Moves the bytes.
+        store: The files.
+        buffers: The slots.
+        gradients: Has the gradients, where those are on the drive.
+        owners: The parameters, by number.
+        subgroups: In the order of the parameters.
+        resident: By id of a subgroup: its memory, where it stays there (`ratio`).
+    """
+
+    handle: AioHandle
+    store: Store
+    buffers: Buffers
+    gradients: GradientSwapper | None = None
+    owners: list[Owner] = field(default_factory=list)
+    subgroups: list[Subgroup] = field(default_factory=list)
+    resident: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def with_grads(self) -> bool:
+        """Whether a buffer has room for gradients: of the drive, or rounded weights to it."""
+        return self.gradients is not None or any(owner.casts_home for owner in self.owners)
+
+    def make_buffers(self) -> None:
+        """Have buffers for the largest subgroup."""
+        swapped = [each for each in self.subgroups if not each.resident]
+        need = max((each.slot_nbytes(self.with_grads) for each in swapped), default=0)
+        self.buffers.make(need, len(swapped))
+
+    def owner_of(self, piece: Piece) -> Owner:
+        """The parameter that a piece is of."""
+        return self.owners[piece.owner]
+
+    def evict_homes(self) -> None:
+        """What is in memory of parameters that live on the drive is about to be of the past."""
+        for home in {id(o.home): o.home for o in self.owners if o.home is not None}.values():
+            home.evict()
+
+    def home_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
+        """The moves that bring the weights of parameters that live on the drive."""
+        return [m for p in pieces for m in home_moves(subgroup, p, self.owner_of(p))]
+
+    def home_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[Move]:
+        """The moves that take rounded weights to parameters that live on the drive."""
+        return self.home_reads((p for p in pieces if self.owner_of(p).casts_home), subgroup)
+
+    def read_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
+        """Outside of the pipeline; awaited."""
+        move_all(self.handle, slot, moves, writing=False)
+
+    def write_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
+        """Outside of the pipeline; awaited."""
+        move_all(self.handle, slot, moves, writing=True)

@@ -1,0 +1,83 @@
+"""What ends with its object: when it is closed, dropped, or the program ends; once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support import run_python
+
+from nvmeio._io.ending import Ending
+from nvmeio._io.owner import OwnerThread
+
+
+@pytest.fixture
+def owner() -> Iterator[OwnerThread]:
+    made = OwnerThread("nvmeio-test-ending")
+    yield made
+    made.close()
+
+
+def test_it_ends_once_in_the_owners_thread(owner: OwnerThread) -> None:
+    seen: list[int] = []
+    ident = owner.call(threading.get_ident)
+    ending = owner.call(lambda: Ending(owner, lambda: seen.append(threading.get_ident())))
+    ending.close()
+    ending.close()
+    del ending
+    assert seen == [ident]
+    assert owner.closed
+
+
+def test_what_was_dropped_ends(owner: OwnerThread) -> None:
+    ended = threading.Event()
+    ending = owner.call(lambda: Ending(owner, ended.set))
+    del ending
+    assert ended.wait(60)
+
+
+def test_dropped_where_the_owner_is_busy_nobody_waits_for_long(owner: OwnerThread) -> None:
+    """The collector may drop it in a thread that holds what the owner waits for."""
+    gate, ended = threading.Event(), threading.Event()
+    ending = owner.call(lambda: Ending(owner, ended.set))
+    owner.post(gate.wait)
+    del ending
+    assert not ended.is_set()
+    gate.set()
+    assert ended.wait(60)
+
+
+def test_an_error_at_the_end_is_the_callers(owner: OwnerThread) -> None:
+    def fail() -> None:
+        raise OSError("it cannot be closed")
+
+    ending = owner.call(lambda: Ending(owner, fail))
+    with pytest.raises(OSError, match="cannot be closed"):
+        ending.close()
+    ending.close()
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "raise KeyboardInterrupt"])
+def test_the_last_one_made_ends_first_and_all_of_them_before_the_engines(end: str) -> None:
+    """Also where somebody made a `weakref.finalize` before anything was imported."""
+    done = run_python(
+        f"""
+        import sys, weakref
+        class Early: pass
+        early = Early()
+        weakref.finalize(early, print, "early")
+        import nvmeio
+        from nvmeio._io.ending import Ending
+        from nvmeio._io.owner import OwnerThread
+        handle = nvmeio.AioHandle()
+        kept = []
+        for name in ("first", "second", "third"):
+            owner = OwnerThread(name)
+            end = lambda name=name: print(name, handle.closed)
+            kept.append(owner.call(lambda: Ending(owner, end)))
+        {end}
+        """
+    )
+    assert done.stdout.split("\n")[:3] == ["third False", "second False", "first False"]
+    assert "Exception ignored" not in done.stderr
