@@ -36,6 +36,10 @@ class EmptyFileError(NoCheckpointError, EOFError):
     """A file without a byte; an `EOFError` too, for that is what torch.load raises."""
 
 
+class TruncatedFileError(NoCheckpointError, EOFError):
+    """A file that ends in the middle; an `EOFError` too, for that is what torch.load raises."""
+
+
 def kind_of(path: str | os.PathLike[str]) -> Kind:
     """The format of a file.
 

@@ -80,6 +80,10 @@ class Checkpoint:
             )
         return self._read_few([(entry.offset, entry.nbytes)])[0]
 
+    def is_text(self, name: str) -> bool:
+        """Whether a record is as small as those that are neither storages nor the pickle."""
+        return self.records[name].nbytes <= _MAX_TEXT_BYTES
+
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         if len(wanted) <= _FEW:
             return self._read_few(wanted)

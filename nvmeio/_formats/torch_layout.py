@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._formats import torch_zip
+from nvmeio._io.caller import InCaller, at_once
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.errors import BackendUnavailableError
@@ -92,7 +93,10 @@ class Layout(NamedTuple):
 
 
 def plan_layout(
-    obj: object, pickle_module: Any = pickle, pickle_protocol: int = DEFAULT_PROTOCOL
+    obj: object,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = DEFAULT_PROTOCOL,
+    in_caller: InCaller = at_once,
 ) -> Layout:
     """The layout of what `torch.save` would write.
 
@@ -100,6 +104,8 @@ def plan_layout(
         obj: What torch.save takes.
         pickle_module: As for torch.save.
         pickle_protocol: As for torch.save.
+        in_caller: Has the pickling done in another thread: the user's, who may have changed what
+            his objects' own code depends on. The two settings are never in force there.
 
     Returns:
         The layout. It holds the object's storages, without a copy, until it is dropped.
@@ -117,7 +123,7 @@ def plan_layout(
     sink = _Sink()
     seen: dict[str, torch.UntypedStorage] = {}
     switch = _Switch(skip_data)
-    watching = _PickleModule(pickle_module, seen, switch)
+    watching = _PickleModule(pickle_module, seen, switch, in_caller)
     try:
         with switch:
             torch.save(obj, sink, watching, pickle_protocol)  # type: ignore[arg-type]
@@ -250,15 +256,23 @@ def _aligned_storages() -> Iterator[None]:
 class _PickleModule:
     """The user's pickle module, with a Pickler that notes which storage each record is."""
 
-    def __init__(self, module: Any, seen: dict[str, torch.UntypedStorage], switch: _Switch) -> None:
+    def __init__(
+        self,
+        module: Any,
+        seen: dict[str, torch.UntypedStorage],
+        switch: _Switch,
+        in_caller: InCaller,
+    ) -> None:
         self._module = module
-        self.Pickler = _watching(module.Pickler, seen, switch)
+        self.Pickler = _watching(module.Pickler, seen, switch, in_caller)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
-def _watching(base: Any, seen: dict[str, torch.UntypedStorage], switch: _Switch) -> Any:
+def _watching(
+    base: Any, seen: dict[str, torch.UntypedStorage], switch: _Switch, in_caller: InCaller
+) -> Any:
     class Pickler(base):  # type: ignore[misc]
         def __init_subclass__(cls, **options: Any) -> None:
             """Torch derives its own pickler from this, and answers `persistent_id` in that."""
@@ -277,7 +291,7 @@ def _watching(base: Any, seen: dict[str, torch.UntypedStorage], switch: _Switch)
         def dump(self, obj: Any) -> Any:
             switch.off()
             try:
-                return super().dump(obj)
+                return in_caller(super().dump, obj)
             finally:
                 switch.on()
 

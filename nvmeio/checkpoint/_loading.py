@@ -18,15 +18,17 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import struct
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from nvmeio._formats import torch_pickle
-from nvmeio._formats.sniff import check_older
+from nvmeio._formats.sniff import TruncatedFileError, check_older
 from nvmeio._formats.torch_file import (
     Checkpoint,
     check_calls,
@@ -38,8 +40,9 @@ from nvmeio._formats.torch_file import (
     unsafe_globals,
 )
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
+from nvmeio._io.caller import Cancellation, InCaller, at_once, run_with_caller
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.spans import Load, Span
+from nvmeio._io.spans import Load
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.locks import open_reading
 from nvmeio.files import File
@@ -51,14 +54,24 @@ MapLocation = (
 
 _CPU = torch.device("cpu")
 
+# What torch says of a file in its older formats that ends too early.
+_TRUNCATED = (
+    "Ran out of input",
+    "unexpected EOF",
+    "pickle data was truncated",
+    "index out of range",
+    "unpack requires",
+)
+
 
 def load(
     path: str | os.PathLike[str],
     map_location: MapLocation = None,
-    weights_only: bool = True,
-    *,
-    handle: AioHandle | None = None,
     pickle_module: Any = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool | None = None,
+    handle: AioHandle | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load what `nvmeio.save` or `torch.save` wrote, at the drive's speed.
@@ -73,10 +86,12 @@ def load(
             torch.load; TorchScript archives are treated as torch.load treats them.
         map_location: As for torch.load: None, a device, a str, a dict, or a callable. A callable
             sees each storage in host memory.
+        pickle_module: As for torch.load, with ``weights_only=False``.
         weights_only: Refuse to unpickle what is not known to be harmless. Pass False only for
             files of a source that you trust: they can run any code.
+        mmap: True: torch.load maps the file, which reads a page when it is touched; for files that
+            are larger than memory, or of which little is used. None and False read all of it here.
         handle: Moves the bytes, and stays open; None makes one for this call.
-        pickle_module: As for torch.load, with ``weights_only=False``.
         pickle_load_args: As for torch.load, such as ``encoding``.
 
     Returns:
@@ -86,26 +101,37 @@ def load(
         IntegrityError: The archive is damaged, or says what cannot be: a record past the end,
             overlapping, compressed, encrypted, there twice, or of another size than the pickle
             says. Names file and record; known before anything is allocated.
-        NvmeioError: The file is no checkpoint of torch at all; a `pickle.UnpicklingError` too, or
-            an `EOFError` if it is empty, as of torch.load.
+        NvmeioError: The file is no checkpoint of torch at all, or a truncated one in the format
+            from before its zip files; a `pickle.UnpicklingError` too, or an `EOFError` if it is
+            empty, as of torch.load.
         pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids, or nvmeio's of
             a call that would allocate far more than the pickle holds; likewise.
         TransferError: The file cannot be opened or read.
+        TypeError: `path` is an open file.
         MemoryError: There is less memory than the state needs.
+
+    After an error or interrupt: nothing is in flight, and nothing is kept. Unpickling is done in
+    the calling thread; all else in another one, where that is the main thread.
 
     Cost: the memory of the state, and no copy. The records' CRC-32 are not checked, as torch does
     not: `nvmeio verify` does.
     """
-    return _Loading(path, map_location, weights_only, handle, pickle_module, pickle_load_args).run()
+    options = LoadOptions.checked(map_location, pickle_module, weights_only, mmap, pickle_load_args)
+    stop = Cancellation()
+    return run_with_caller(
+        lambda in_caller: load_file(_checked_path(path), options, handle, stop, in_caller),
+        stop.cancel,
+    )
 
 
 async def async_load(
     path: str | os.PathLike[str],
     map_location: MapLocation = None,
-    weights_only: bool = True,
-    *,
-    handle: AioHandle | None = None,
     pickle_module: Any = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool | None = None,
+    handle: AioHandle | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """`load`, awaited: a thread does it, so that the event loop goes on meanwhile.
@@ -113,20 +139,54 @@ async def async_load(
     Parameters and errors as for `load`. Cancelling stops the reading; `CancelledError` is raised
     once nothing is in flight any more.
     """
-    work = _Loading(path, map_location, weights_only, handle, pickle_module, pickle_load_args)
-    return await in_thread(work.run, work.cancel)
+    options = LoadOptions.checked(map_location, pickle_module, weights_only, mmap, pickle_load_args)
+    stop = Cancellation()
+    return await in_thread(
+        lambda: load_file(_checked_path(path), options, handle, stop, at_once), stop.cancel
+    )
 
 
-class _Loading:
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        map_location: MapLocation,
-        weights_only: bool,
-        handle: AioHandle | None,
-        pickle_module: Any,
-        pickle_load_args: dict[str, Any],
-    ) -> None:
+def _checked_path(path: Any) -> str | os.PathLike[str]:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"expected a path, not {type(path).__name__}; for an open file use torch.load, or "
+            "torch.load(nvmeio.FastFileReader(path))"
+        )
+    return path  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How something is to be loaded; as for `load`."""
+
+    map_location: MapLocation
+    pickle_module: Any
+    weights_only: bool
+    mmap: bool
+    pickle_load_args: dict[str, Any]
+    fake: bool
+    """Whether tensors without data are made, by a mode of the calling thread."""
+
+    @classmethod
+    def checked(
+        cls,
+        map_location: MapLocation = None,
+        pickle_module: Any = None,
+        weights_only: bool = True,
+        mmap: bool | None = None,
+        pickle_load_args: dict[str, Any] | None = None,
+    ) -> LoadOptions:
+        """Those that go together, for a load by this thread.
+
+        Raises:
+            TypeError: `pickle_module` is a bool: `weights_only` was the third parameter once.
+            RuntimeError: `pickle_module` is given, and weights alone are wanted.
+        """
+        if isinstance(pickle_module, bool):
+            raise TypeError(
+                "the third parameter is pickle_module, as of torch.load: name weights_only= and "
+                "those behind it"
+            )
         weights_only = weights_only is not False  # None is no way to ask for less safety
         if _asked_for("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):  # torch.load's switch for the careful
             weights_only = True
@@ -134,144 +194,171 @@ class _Loading:
             raise RuntimeError(
                 "pickle_module cannot be given with weights_only=True, which has its own unpickler"
             )
-        self._path = path
-        self._map_location = map_location
-        self._weights_only = weights_only
-        self._handle = handle
-        self._pickle_module = pickle_module
-        self._pickle_load_args = pickle_load_args
-        self._loads: list[Load] = []
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Stop soon; from any thread."""
-        self._cancelled = True
-        for load in list(self._loads):
-            load.cancel()
-
-    def run(self) -> Any:
-        with open_reading(self._path) as file:
-            if read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC or _seam() is None:
-                if self._pickle_module is None:  # another one may read anything
-                    check_older(file)
-                return self._through_torch(self._path)
-            with CallHandle(self._handle, self._path) as handle:
-                checkpoint = Checkpoint(file, handle.get, self._new_load())
-                if checkpoint.archive.is_script:
-                    with same_file(file) as same:
-                        return self._through_torch(same)
-                scan = scan_pickle(checkpoint)
-                if self._weights_only:
-                    check_calls(checkpoint, scan)
-                if self._nothing_to_read():
-                    with same_file(file) as same:
-                        return self._through_torch(same)
-                spans = spans_of(checkpoint, file, scan)
-                if self._weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
-                    self._check_globals(file)
-                devices = self._devices(scan, checkpoint)
-                found = self._read(handle.get(), spans, devices)
-                handle.done()
-                return self._unpickle(file, _Reader(checkpoint, found))
-
-    # What is left to torch
-
-    def _through_torch(self, path: str | os.PathLike[str]) -> Any:
-        return torch.load(
-            path,
-            self._map_location,  # type: ignore[arg-type]
-            self._pickle_module,
-            weights_only=self._weights_only,
-            mmap=False,
-            **self._pickle_load_args,
+        fake = torch._guards.detect_fake_mode(None) is not None
+        return cls(
+            map_location, pickle_module, weights_only, bool(mmap), pickle_load_args or {}, fake
         )
 
-    def _nothing_to_read(self) -> bool:
-        """Whether tensors without data are asked for: on the meta device, or fake ones."""
-        where = self._map_location
-        if isinstance(where, (str, torch.device)) and str(where).partition(":")[0] == "meta":
-            return True
-        return torch._guards.detect_fake_mode(None) is not None
 
-    def _check_globals(self, file: File) -> None:
-        """Let torch refuse what it forbids, in its own words, before anything is allocated."""
-        if unsafe_globals(file):
+def load_file(
+    path: str | os.PathLike[str],
+    options: LoadOptions,
+    handle: AioHandle | None,
+    stop: Cancellation,
+    in_caller: InCaller,
+) -> Any:
+    """Load a file; what unpickles is called through `in_caller`. See `load`."""
+    with open_reading(path) as file:
+        older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
+        if older and options.pickle_module is None:  # another one may read anything
+            check_older(file)
+            return in_caller(_load_older, file, options)
+        if older or options.mmap or _seam() is None:
+            return in_caller(_load_through_torch, path, options)
+        with CallHandle(handle, path) as call_handle:
+            return _load_archive(file, options, call_handle, stop, in_caller)
+
+
+def _load_archive(
+    file: File,
+    options: LoadOptions,
+    handle: CallHandle,
+    stop: Cancellation,
+    in_caller: InCaller,
+) -> Any:
+    checkpoint = Checkpoint(file, handle.get, _new_load(stop))
+    if checkpoint.archive.is_script:
+        with same_file(file) as same:
+            return in_caller(_load_through_torch, same, options)
+    scan = scan_pickle(checkpoint)
+    if options.weights_only:
+        check_calls(checkpoint, scan)
+    if _nothing_to_read(options):
+        with same_file(file) as same:
+            return in_caller(_load_through_torch, same, options)
+    spans = spans_of(checkpoint, file, scan)
+    if options.weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
+        _check_globals(file)
+    found: dict[str, torch.Tensor] = {}
+    for device, keys in _devices(scan, checkpoint, options.map_location).items():
+        tensors = _new_load(stop).run(handle.get(), [spans[key] for key in keys], device)
+        found.update(zip(keys, tensors, strict=True))
+    handle.done()
+    reader = _Reader(checkpoint, found)
+    try:
+        return in_caller(_unpickle, reader, options)
+    except pickle.UnpicklingError:
+        if options.weights_only:
             with same_file(file) as same:
-                self._refuse(same)
+                _refuse(same)
+        raise
 
-    def _refuse(self, path: str) -> None:
-        """Unpickle to the meta device, which needs no storage: for torch's error."""
-        with torch.serialization.skip_data(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.load(path, "meta", weights_only=True, mmap=False)
 
-    def _unpickle(self, file: File, reader: _Reader) -> Any:
-        arguments = {"encoding": "utf-8", **self._pickle_load_args}
-        unpickle = _seam()
-        if not self._weights_only:
-            module = pickle if self._pickle_module is None else self._pickle_module
-            return unpickle(reader, self._map_location, module, **arguments)
-        module = torch._weights_only_unpickler
-        try:
-            return unpickle(reader, self._map_location, module, **arguments)
-        except pickle.UnpicklingError:
-            with same_file(file) as same:
-                self._refuse(same)
+def _new_load(stop: Cancellation) -> Load:
+    load = Load()
+    stop.then(load.cancel)
+    return load
+
+
+# What is left to torch
+
+
+def _load_through_torch(path: str | os.PathLike[str], options: LoadOptions) -> Any:
+    return torch.load(
+        path,
+        options.map_location,  # type: ignore[arg-type]
+        options.pickle_module,
+        weights_only=options.weights_only,
+        mmap=options.mmap,
+        **options.pickle_load_args,
+    )
+
+
+def _load_older(file: File, options: LoadOptions) -> Any:
+    """A file from before torch's zip files: torch's errors do not name it."""
+    try:
+        with same_file(file) as same:
+            return _load_through_torch(same, replace(options, mmap=False))
+    except (EOFError, RuntimeError, IndexError, struct.error, pickle.PickleError) as e:
+        ends = isinstance(e, EOFError) or any(text in str(e) for text in _TRUNCATED)
+        if not ends:
             raise
+        raise TruncatedFileError(
+            f"{file.path} ends in the middle, at byte {file.size()}: what wrote it was "
+            f"interrupted; take another checkpoint (torch says {str(e) or type(e).__name__:.200})"
+        ) from e
 
-    # Where the storages go
 
-    def _devices(
-        self, scan: torch_pickle.Scan, checkpoint: Checkpoint
-    ) -> dict[torch.device, list[str]]:
-        """The keys of the storages, by the device that they are read to.
+def _nothing_to_read(options: LoadOptions) -> bool:
+    """Whether tensors without data are asked for: on the meta device, or fake ones."""
+    where = options.map_location
+    if isinstance(where, (str, torch.device)) and str(where).partition(":")[0] == "meta":
+        return True
+    return options.fake
 
-        torch tells, given a storage of no bytes: so a device that is not there is refused by it,
-        and in its words, before anything is read.
-        """
-        where = self._map_location
-        on_host = callable(where) or _is_swapped(checkpoint)
-        devices: dict[str, torch.device] = {}
-        found: dict[torch.device, list[str]] = {}
-        for key, ref in scan.storages.items():
-            if ref.location not in devices:
-                device = _CPU if on_host else _destination(where, ref.location)
-                devices[ref.location] = device
-            found.setdefault(devices[ref.location], []).append(key)
-        return found
 
-    def _read(
-        self,
-        handle: AioHandle,
-        spans: dict[str, Span],
-        devices: dict[torch.device, list[str]],
-    ) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for device, keys in devices.items():
-            tensors = self._new_load().run(handle, [spans[key] for key in keys], device)
-            found.update(zip(keys, tensors, strict=True))
-        return found
+def _check_globals(file: File) -> None:
+    """Let torch refuse what it forbids, in its own words, before anything is allocated."""
+    if unsafe_globals(file):
+        with same_file(file) as same:
+            _refuse(same)
 
-    def _new_load(self) -> Load:
-        load = Load()
-        self._loads.append(load)
-        if self._cancelled:
-            load.cancel()
-        return load
+
+def _refuse(path: str) -> None:
+    """Unpickle to the meta device, which needs no storage: for torch's error."""
+    with torch.serialization.skip_data(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.load(path, "meta", weights_only=True, mmap=False)
+
+
+def _unpickle(reader: _Reader, options: LoadOptions) -> Any:
+    arguments = {"encoding": "utf-8", **options.pickle_load_args}
+    if options.weights_only:
+        module: Any = torch._weights_only_unpickler
+    else:
+        module = pickle if options.pickle_module is None else options.pickle_module
+    return _seam()(reader, options.map_location, module, **arguments)
+
+
+# Where the storages go
+
+
+def _devices(
+    scan: torch_pickle.Scan, checkpoint: Checkpoint, where: MapLocation
+) -> dict[torch.device, list[str]]:
+    """The keys of the storages, by the device that they are read to.
+
+    torch tells, given a storage of no bytes: so a device that is not there is refused by it,
+    and in its words, before anything is read.
+    """
+    on_host = callable(where) or _is_swapped(checkpoint)
+    devices: dict[str, torch.device] = {}
+    found: dict[torch.device, list[str]] = {}
+    for key, ref in scan.storages.items():
+        if ref.location not in devices:
+            devices[ref.location] = _CPU if on_host else _destination(where, ref.location)
+        found.setdefault(devices[ref.location], []).append(key)
+    return found
 
 
 class _Reader:
-    """What torch's unpickler asks of its zip reader."""
+    """What torch's unpickler asks of its zip reader: everything is in memory already."""
 
     def __init__(self, checkpoint: Checkpoint, storages: dict[str, torch.Tensor]) -> None:
         self._checkpoint = checkpoint
         self._storages = storages
+        self._texts = {
+            name: checkpoint.read(name)
+            for name in checkpoint.records
+            if name == "data.pkl" or (not name.startswith("data/") and checkpoint.is_text(name))
+        }
 
     def has_record(self, name: str) -> bool:
         return name in self._checkpoint.records
 
     def get_record(self, name: str) -> bytes:
-        return self._checkpoint.read(name)
+        found = self._texts.get(name)
+        return self._checkpoint.read(name) if found is None else found
 
     def get_all_records(self) -> list[str]:
         return list(self._checkpoint.records)

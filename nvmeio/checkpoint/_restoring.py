@@ -5,140 +5,128 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from nvmeio._io.caller import Cancellation, InCaller
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _generations
 from nvmeio.checkpoint._generations import Generation
-from nvmeio.checkpoint._loading import MapLocation, _Loading
+from nvmeio.checkpoint._loading import LoadOptions, load_file
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 
 _ATTEMPTS = 5
 
 
-class Restoring:
-    """One restore. Parameters as for `Checkpointer.restore`.
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be restored; as for `Checkpointer.restore`.
 
-    Args:
+    Attributes:
         size: How many ranks there are now.
         own: Which of them this is.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        step: int | None,
-        map_location: MapLocation,
-        weights_only: bool,
-        rank: int | None,
-        size: int,
-        own: int,
-        handle: AioHandle | None,
-    ) -> None:
-        self._directory = directory
-        self._step = step
-        self._rank = rank
-        self._size = size
-        self._own = own
-        self._how: tuple[Any, ...] = (map_location, weights_only, handle, None, {})
-        self._loading: _Loading | None = None
-        self._cancelled = False
+    directory: str
+    step: int | None
+    rank: int | None
+    size: int
+    own: int
 
-    def cancel(self) -> None:
-        """Stop soon; from any thread."""
-        self._cancelled = True
-        loading = self._loading
-        if loading is not None:
-            loading.cancel()
 
-    def run(self) -> Any:
-        """The state, or a list of states."""
-        for attempt in range(_ATTEMPTS):
-            generation = self._find()
-            try:
-                return self._load(generation)
-            except OSError as failed:
-                # Recycled between the look into the directory and the opening, or replaced.
-                gone = failed.errno == errno.ESTALE or (
-                    failed.errno == errno.ENOENT and not os.path.exists(generation.path)
-                )
-                if not gone or attempt + 1 == _ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
+def restore(
+    wanted: Wanted,
+    options: LoadOptions,
+    handle: AioHandle | None,
+    stop: Cancellation,
+    in_caller: InCaller,
+) -> Any:
+    """The state, or a list of states."""
 
-    def _find(self) -> Generation:
-        if self._step is None:
-            newest = _generations.newest(self._directory)
-            if newest is None:
-                raise TransferError(
-                    errno.ENOENT,
-                    operation="open",
-                    path=self._directory,
-                    detail="there is no complete checkpoint yet",
-                )
-            return newest
-        there = _generations.generations(self._directory)
-        found = [each for each in there if each.step == self._step]
-        if not found:
-            steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
+    def load(path: str) -> Any:
+        return load_file(path, options, handle, stop, in_caller)
+
+    for attempt in range(_ATTEMPTS):
+        generation = _find(wanted)
+        try:
+            if generation.of_ranks:
+                return _load_directory(wanted, generation.path, load)
+            return load(generation.path)
+        except OSError as failed:
+            # Recycled between the look into the directory and the opening, or replaced.
+            gone = failed.errno == errno.ESTALE or (
+                failed.errno == errno.ENOENT and not os.path.exists(generation.path)
+            )
+            if not gone or attempt + 1 == _ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _find(wanted: Wanted) -> Generation:
+    if wanted.step is None:
+        newest = _generations.newest(wanted.directory)
+        if newest is None:
             raise TransferError(
                 errno.ENOENT,
                 operation="open",
-                path=_generations.file_path(self._directory, self._step),
-                detail=f"there is no step {self._step}; there is {steps or 'none at all'}",
+                path=wanted.directory,
+                detail="there is no complete checkpoint yet",
             )
-        return found[-1]
-
-    def _load(self, generation: Generation) -> Any:
-        if not generation.of_ranks:
-            return self._load_file(generation.path)
-        try:
-            fd = os.open(generation.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="open", path=generation.path
-            ) from failed
-        try:
-            with reading(fd, generation.path) as is_it:
-                if is_it:
-                    try:
-                        found = self._load_ranks(generation.path)
-                    except (OSError, IntegrityError):
-                        if leads_to(generation.path, fd):
-                            raise
-                    # A save of the same step may have put a new directory in its place: then some
-                    # files may have been of the one, some of the other.
-                    if leads_to(generation.path, fd):
-                        return found
-        finally:
-            os.close(fd)
+        return newest
+    there = _generations.generations(wanted.directory)
+    found = [each for each in there if each.step == wanted.step]
+    if not found:
+        steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
         raise TransferError(
-            errno.ESTALE,
+            errno.ENOENT,
             operation="open",
-            path=generation.path,
-            detail="the checkpoint was replaced while it was being read",
+            path=_generations.file_path(wanted.directory, wanted.step),
+            detail=f"there is no step {wanted.step}; there is {steps or 'none at all'}",
         )
+    return found[-1]
 
-    def _load_ranks(self, path: str) -> Any:
-        names = _files_of(path)
-        rank = self._rank
-        if rank is None and self._size == len(names):
-            rank = self._own
-        if rank is None:
-            return [self._load_file(os.path.join(path, name)) for name in names]
-        if rank >= len(names):
-            raise ValueError(
-                f"{path}: there is no rank {rank}: it was saved by {len(names)}, 0 to "
-                f"{len(names) - 1}"
-            )
-        return self._load_file(os.path.join(path, names[rank]))
 
-    def _load_file(self, path: str) -> Any:
-        self._loading = _Loading(path, *self._how)
-        if self._cancelled:
-            self._loading.cancel()
-        return self._loading.run()
+def _load_directory(wanted: Wanted, path: str, load: Callable[[str], Any]) -> Any:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+    try:
+        with reading(fd, path) as is_it:
+            if is_it:
+                try:
+                    found = _load_ranks(wanted, path, load)
+                except (OSError, IntegrityError):
+                    if leads_to(path, fd):
+                        raise
+                # A save of the same step may have put a new directory in its place: then some
+                # files may have been of the one, some of the other.
+                if leads_to(path, fd):
+                    return found
+    finally:
+        os.close(fd)
+    raise TransferError(
+        errno.ESTALE,
+        operation="open",
+        path=path,
+        detail="the checkpoint was replaced while it was being read",
+    )
+
+
+def _load_ranks(wanted: Wanted, path: str, load: Callable[[str], Any]) -> Any:
+    names = _files_of(path)
+    rank = wanted.rank
+    if rank is None and wanted.size == len(names):
+        rank = wanted.own
+    if rank is None:
+        return [load(os.path.join(path, name)) for name in names]
+    if rank >= len(names):
+        raise ValueError(
+            f"{path}: there is no rank {rank}: it was saved by {len(names)}, 0 to {len(names) - 1}"
+        )
+    return load(os.path.join(path, names[rank]))
 
 
 def _files_of(path: str) -> list[str]:

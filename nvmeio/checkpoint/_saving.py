@@ -11,8 +11,9 @@ import torch
 
 from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
+from nvmeio._io.caller import Cancellation, InCaller, at_once, run_with_caller
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint.file_objects import FastFileWriter
@@ -52,12 +53,20 @@ def save(
         TransferError: The disk is full, the directory cannot be written in, the drive failed.
         Exception: What pickling the object raises.
 
-    After an error or interrupt: `path` is as it was, and the partial file is gone.
+    After an error or interrupt: `path` is as it was, and the partial file is gone. (A save that an
+    interrupt meets after its rename is complete.) The object is pickled in the calling thread; all
+    else is done in another one, where that is the main thread.
 
     Cost: no copy of the state; 16 MiB of staging and the handle's bounce memory, 128 MiB in all,
     whatever the size. Storages on a GPU go through 64 MiB of page-locked memory.
     """
-    _Save(obj, path, pickle_module, pickle_protocol, checksum, handle).run()
+    stop = Cancellation()
+    run_with_caller(
+        lambda in_caller: _save(
+            obj, path, (pickle_module, pickle_protocol), checksum, handle, stop, in_caller
+        ),
+        stop.cancel,
+    )
 
 
 async def async_save(
@@ -77,58 +86,44 @@ async def async_save(
     Cancelling stops the writing; `CancelledError` is raised once nothing is in flight, the partial
     file is gone, and `path` is as it was. A save that was being renamed at that moment is complete.
     """
-    work = _Save(obj, path, pickle_module, pickle_protocol, checksum, handle)
-    await in_thread(work.run, work.cancel)
+    stop = Cancellation()
+    await in_thread(
+        lambda: _save(obj, path, (pickle_module, pickle_protocol), checksum, handle, stop, at_once),
+        stop.cancel,
+    )
 
 
-class _Save:
-    def __init__(
-        self,
-        obj: object,
-        path: str | os.PathLike[str],
-        pickle_module: Any,
-        pickle_protocol: int,
-        checksum: bool,
-        handle: AioHandle | None,
-    ) -> None:
-        self._obj = obj
-        self._path = path
-        self._pickle = (pickle_module, pickle_protocol)
-        self._checksum = checksum
-        self._handle = handle
-        self._flight = InFlight()
-        self._cancelled = False
+def _save(
+    obj: object,
+    path: str | os.PathLike[str],
+    pickled_by: tuple[Any, int],
+    checksum: bool,
+    handle: AioHandle | None,
+    stop: Cancellation,
+    in_caller: InCaller,
+) -> None:
+    with (
+        Replacement(path) as replacement,
+        CallHandle(handle, replacement.temporary) as call_handle,
+    ):
+        try:
+            layout = plan_layout(obj, *pickled_by, in_caller)
+        except BackendUnavailableError as unknown:
+            logger.warning("saving through torch.save, which is slower: %s", unknown)
+            in_caller(_save_through_torch, obj, path, pickled_by, call_handle.get())
+            return
+        replacement.reserve(padded_nbytes(layout))
+        flight = InFlight()
+        stop.then(flight.cancel)
+        write_part(call_handle.get(), replacement.file, layout, checksum=checksum, flight=flight)
+        call_handle.done()
+        replacement.truncate(layout.nbytes)
+        stop.check()
+        replacement.commit()
 
-    def cancel(self) -> None:
-        """Stop soon; from any thread."""
-        self._cancelled = True
-        self._flight.cancel()
 
-    def run(self) -> None:
-        with (
-            Replacement(self._path) as replacement,
-            CallHandle(self._handle, replacement.temporary) as handle,
-        ):
-            try:
-                layout = plan_layout(self._obj, *self._pickle)
-            except BackendUnavailableError as unknown:
-                logger.warning("saving through torch.save, which is slower: %s", unknown)
-                self._save_through_torch(handle.get())
-                return
-            replacement.reserve(padded_nbytes(layout))
-            write_part(
-                handle.get(),
-                replacement.file,
-                layout,
-                checksum=self._checksum,
-                flight=self._flight,
-            )
-            handle.done()
-            replacement.truncate(layout.nbytes)
-            if self._cancelled:
-                raise Cancelled
-            replacement.commit()
-
-    def _save_through_torch(self, handle: AioHandle) -> None:
-        with FastFileWriter(self._path, handle=handle) as writer:
-            torch.save(self._obj, writer, *self._pickle)  # type: ignore[arg-type]
+def _save_through_torch(
+    obj: object, path: str | os.PathLike[str], pickled_by: tuple[Any, int], handle: AioHandle
+) -> None:
+    with FastFileWriter(path, handle=handle) as writer:
+        torch.save(obj, writer, *pickled_by)  # type: ignore[arg-type]

@@ -11,12 +11,13 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nvmeio._io.caller import Cancellation, at_once, run_with_caller
 from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._loading import MapLocation
+from nvmeio.checkpoint._loading import LoadOptions, MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._restoring import Restoring
+from nvmeio.checkpoint._restoring import Wanted, restore
 from nvmeio.checkpoint._saver import JOBS, Call, Saver
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
@@ -238,7 +239,12 @@ class Checkpointer:
 
         Works on a closed Checkpointer, too. No rank waits for another.
         """
-        return self._restoring(step, map_location, weights_only, rank).run()
+        options = LoadOptions.checked(map_location, weights_only=weights_only)
+        wanted, stop = self._wanted(step, rank), Cancellation()
+        return run_with_caller(
+            lambda in_caller: restore(wanted, options, self._saver.open_handle, stop, in_caller),
+            stop.cancel,
+        )
 
     async def async_restore(
         self,
@@ -249,25 +255,17 @@ class Checkpointer:
         rank: int | None = None,
     ) -> Any:
         """`restore`, awaited: a thread does it. Cancelling stops the reading."""
-        work = self._restoring(step, map_location, weights_only, rank)
-        return await in_thread(work.run, work.cancel)
+        options = LoadOptions.checked(map_location, weights_only=weights_only)
+        wanted, stop = self._wanted(step, rank), Cancellation()
+        return await in_thread(
+            lambda: restore(wanted, options, self._saver.open_handle, stop, at_once), stop.cancel
+        )
 
-    def _restoring(
-        self, step: int | None, map_location: MapLocation, weights_only: bool, rank: int | None
-    ) -> Restoring:
+    def _wanted(self, step: int | None, rank: int | None) -> Wanted:
         number = None if step is None else _checked_step(step)
         if rank is not None:
             _checked_count("rank", rank, 0)
-        return Restoring(
-            self.directory,
-            number,
-            map_location,
-            weights_only,
-            rank,
-            self._store.size,
-            self._store.rank,
-            self._saver.open_handle,
-        )
+        return Wanted(self.directory, number, rank, self._store.size, self._store.rank)
 
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.

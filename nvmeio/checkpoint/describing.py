@@ -22,6 +22,7 @@ from nvmeio._formats.torch_pickle import Call, Global, StorageRef
 from nvmeio._formats.torch_zip import Archive, Entry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
+from nvmeio._io.threads import run_interruptible
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint.safetensors import read_header
@@ -102,6 +103,10 @@ def describe(path: str | os.PathLike[str]) -> Description:
         IntegrityError: It is damaged.
         TransferError: It cannot be opened or read.
     """
+    return run_interruptible(lambda: _describe(path))
+
+
+def _describe(path: str | os.PathLike[str]) -> Description:
     kind = kind_of(path)
     if kind == "safetensors":
         return _of_safetensors(path)

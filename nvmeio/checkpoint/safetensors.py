@@ -18,7 +18,7 @@ from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
 from nvmeio._formats.safetensors_header import Entry, Header
 from nvmeio._io.handles import handle_for
 from nvmeio._io.spans import Load, Span
-from nvmeio._io.threads import in_thread
+from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio.checkpoint._safetensors_save import Saving
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
@@ -63,6 +63,10 @@ def save_safetensors(
     that are not contiguous.
     """
     saving = Saving(tensors, path, metadata, max_shard_size)
+    run_interruptible(lambda: _save(saving, handle), saving.cancel)
+
+
+def _save(saving: Saving, handle: AioHandle | None) -> None:
     with handle_for(handle, saving.path) as writer:
         saving.run(writer)
 
@@ -81,12 +85,7 @@ async def async_save_safetensors(
     new file are gone. A save that had reached its last rename is complete.
     """
     saving = Saving(tensors, path, metadata, max_shard_size)
-
-    def run() -> None:
-        with handle_for(handle, saving.path) as writer:
-            saving.run(writer)
-
-    await in_thread(run, saving.cancel)
+    await in_thread(lambda: _save(saving, handle), saving.cancel)
 
 
 def load_safetensors(
@@ -117,8 +116,8 @@ def load_safetensors(
 
     Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype.
     """
-    loading = _Loading(path, device, handle)
-    return loading.run()
+    to, load = torch.device(device), Load()
+    return run_interruptible(lambda: _load(path, to, handle, load), load.cancel)
 
 
 async def async_load_safetensors(
@@ -131,8 +130,8 @@ async def async_load_safetensors(
 
     Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
     """
-    loading = _Loading(path, device, handle)
-    return await in_thread(loading.run, loading.cancel)
+    to, load = torch.device(device), Load()
+    return await in_thread(lambda: _load(path, to, handle, load), load.cancel)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -142,51 +141,40 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         IntegrityError: The header is malformed, or does not match the size of the file.
         TransferError: The file cannot be opened or read.
     """
-    with files.open(path) as file, handle_for(None, path) as handle:
-        return header_of(file, handle)
+
+    def read() -> Header:
+        with files.open(path) as file, handle_for(None, path) as handle:
+            return header_of(file, handle)
+
+    return run_interruptible(read)
 
 
-class _Loading:
-    """One `load_safetensors`."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        device: str | int | torch.device,
-        handle: AioHandle | None,
-    ) -> None:
-        self._path = path
-        self._device = torch.device(device)
-        self._handle = handle
-        self._load = Load()
-
-    def cancel(self) -> None:
-        self._load.cancel()
-
-    def run(self) -> dict[str, torch.Tensor]:
-        path = shards.find(self._path)
-        with contextlib.ExitStack() as opened:
-            # Opened once for header and tensors: a file that replaces it meanwhile is another.
-            parts = [
-                (opened.enter_context(files.open(shard)), names) for shard, names in shards_of(path)
-            ]
-            handle = opened.enter_context(handle_for(self._handle, path))
-            found: dict[str, Entry] = {}
-            spans: list[Span] = []
-            for file, names in parts:
-                tensors = header_of(file, handle).tensors
-                for name in tensors if names is None else names:
-                    if name not in tensors:
-                        raise IntegrityError(
-                            f"{path} says that {name!r} is in {file.path}, which lacks it",
-                            expected=name,
-                            found=list(tensors),
-                        )
-                    entry = found[name] = tensors[name]
-                    entry.for_torch()  # refused before anything is read
-                    spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
-            memories = self._load.run(handle, spans, self._device)
-            return {
-                name: tensor_on(memory, found[name])
-                for name, memory in zip(found, memories, strict=True)
-            }
+def _load(
+    path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None, load: Load
+) -> dict[str, torch.Tensor]:
+    place = shards.find(path)
+    with contextlib.ExitStack() as opened:
+        # Opened once for header and tensors: a file that replaces it meanwhile is another.
+        parts = [
+            (opened.enter_context(files.open(shard)), names) for shard, names in shards_of(place)
+        ]
+        reader = opened.enter_context(handle_for(handle, place))
+        found: dict[str, Entry] = {}
+        spans: list[Span] = []
+        for file, names in parts:
+            tensors = header_of(file, reader).tensors
+            for name in tensors if names is None else names:
+                if name not in tensors:
+                    raise IntegrityError(
+                        f"{place} says that {name!r} is in {file.path}, which lacks it",
+                        expected=name,
+                        found=list(tensors),
+                    )
+                entry = found[name] = tensors[name]
+                entry.for_torch()  # refused before anything is read
+                spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
+        memories = load.run(reader, spans, device)
+        return {
+            name: tensor_on(memory, found[name])
+            for name, memory in zip(found, memories, strict=True)
+        }

@@ -25,6 +25,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load
 from nvmeio._io.staging import Stagings
+from nvmeio._io.threads import run_interruptible
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint.safetensors import read_header
@@ -95,8 +96,19 @@ def verify(
 
     Cost: one read of the file, in 64 MiB of memory.
     """
+    flight = InFlight()
+    return run_interruptible(
+        lambda: _verify(path, handle, progress or _no_progress, flight), flight.cancel
+    )
+
+
+def _verify(
+    path: str | os.PathLike[str],
+    handle: AioHandle | None,
+    progress: Callable[[int], None],
+    flight: InFlight,
+) -> Verdict:
     kind = kind_of(path)
-    progress = progress or _no_progress
     if kind == "safetensors":
         return _verify_safetensors(path, progress)
     if kind == "torch legacy":
@@ -104,7 +116,7 @@ def verify(
             f"{path} is in torch's format from before its zip files, which has no checksums"
         )
     with open_reading(path) as file, CallHandle(handle, path) as call_handle:
-        return _Verification(file, call_handle, progress).run()
+        return _Verification(file, call_handle, progress, flight).run()
 
 
 def _no_progress(nbytes: int) -> None:
@@ -124,7 +136,14 @@ def _verify_safetensors(path: str | os.PathLike[str], progress: Callable[[int], 
 class _Verification:
     """One torch archive."""
 
-    def __init__(self, file: File, handle: CallHandle, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        file: File,
+        handle: CallHandle,
+        progress: Callable[[int], None],
+        flight: InFlight,
+    ) -> None:
+        self._flight = flight
         self._file = file
         self._handle = handle
         self._progress = progress
@@ -173,7 +192,7 @@ class _Verification:
             self._progress(nbytes)
             stagings.give_back(chunk)
 
-        with InFlight() as flight:
+        with self._flight as flight:
             for offset in range(0, size, _CHUNK_BYTES):
                 chunk, nbytes = stagings.take(flight), min(_CHUNK_BYTES, size - offset)
                 begin = partial(handle.async_pread, chunk[:nbytes], self._file, offset)

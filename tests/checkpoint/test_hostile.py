@@ -50,7 +50,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Load, "run", refuse)
     monkeypatch.setattr(_memory.Mapping, "__new__", refuse)
-    monkeypatch.setattr(_loading._Loading, "_through_torch", refuse)
+    monkeypatch.setattr(_loading, "_load_through_torch", refuse)
 
 
 def record(file: Path, name: str) -> str:

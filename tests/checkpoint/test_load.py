@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import os
 import pickle
 import struct
@@ -46,10 +47,10 @@ def load(path: Path, *arguments: Any, **options: Any) -> Any:
 def through_nvmeio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this module may pass because torch.load stood in, but those that say so."""
     if "stands_in" not in request.fixturenames:
-        monkeypatch.setattr(_loading._Loading, "_through_torch", _not_by_torch)
+        monkeypatch.setattr(_loading, "_load_through_torch", _not_by_torch)
 
 
-def _not_by_torch(self: Any, path: Any) -> Any:
+def _not_by_torch(path: Any, options: Any) -> Any:
     raise AssertionError(f"torch.load stood in for {path}")
 
 
@@ -512,3 +513,52 @@ async def test_many_loads_at_once(tmp_path: Path) -> None:
         )
     assert_same(dict(enumerate(found)), wanted)
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
+
+
+# As torch.load takes it
+
+
+def test_parameters_stand_in_torchs_order(path: Path) -> None:
+    nvmeio.save({"a": noise(10)}, path)
+    assert_same(nvmeio.load(path, None, pickle, weights_only=False), {"a": noise(10)})
+    with pytest.raises(TypeError, match="third parameter is pickle_module"):
+        nvmeio.load(path, None, True)
+
+
+def test_open_file_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"not BytesIO; for an open file use torch\.load"):
+        nvmeio.load(io.BytesIO(b"PK"))  # type: ignore[arg-type]
+
+
+def test_mmap_maps_the_file(path: Path, stands_in: None) -> None:
+    """torch maps it: nothing is read before it is touched."""
+    nvmeio.save({"a": noise(100_000)}, path)
+    found = nvmeio.load(path, mmap=True)
+    assert_same(found, {"a": noise(100_000)})
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert_same(nvmeio.load(path, mmap=False), found)
+
+
+def test_fake_mode_makes_fake_tensors(path: Path, stands_in: None) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    nvmeio.save({"a": noise(100)}, path)
+    with FakeTensorMode():
+        found = nvmeio.load(path)
+    assert isinstance(found["a"], FakeTensor)
+    assert found["a"].shape == (100,)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.9])
+def test_truncated_legacy_file_is_named(
+    share: float, weights_only: bool, path: Path, stands_in: None
+) -> None:
+    """torch's own errors ("Ran out of input") name no file."""
+    torch.save({"a": noise(1000)}, path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(nvmeio.NvmeioError, match=r"ends in the middle") as told:
+        nvmeio.load(path, weights_only=weights_only)
+    assert str(path) in str(told.value)
+    assert isinstance(told.value, EOFError)

@@ -31,6 +31,8 @@ from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
 from nvmeio._formats import torch_layout
+from nvmeio._io.caller import Cancellation, at_once
+from nvmeio._io.inflight import Cancelled
 from nvmeio.checkpoint import _saving
 
 
@@ -466,16 +468,16 @@ async def test_a_save_cancelled_before_it_began(path: Path) -> None:
 def test_cancelled_between_the_last_write_and_the_rename(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving = _saving._Save({"a": noise(10)}, path, pickle, 2, True, None)
+    stop = Cancellation()
     truncate = _saving.Replacement.truncate
 
     def late(self: Any, nbytes: int) -> None:
         truncate(self, nbytes)
-        saving.cancel()
+        stop.cancel()
 
     monkeypatch.setattr(_saving.Replacement, "truncate", late)
-    with pytest.raises(_saving.Cancelled):
-        saving.run()
+    with pytest.raises(Cancelled):
+        _saving._save({"a": noise(10)}, path, (pickle, 2), True, None, stop, at_once)
     assert names_in(path.parent) == []
 
 

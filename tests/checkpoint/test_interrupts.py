@@ -1,0 +1,200 @@
+"""Ctrl-C, and errors of a user's own code, at any moment: nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint._objects import assert_same, noise
+from interrupt_points import interrupted
+
+import nvmeio
+
+
+def state() -> dict[str, Any]:
+    return {"a": noise(300_000), "b": [noise(n, seed=n) for n in range(5)], "c": "text"}
+
+
+class Resources:
+    """Threads and descriptors as before, temporary files gone: soon, for threads end alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads = self._count_threads()
+        self._files = self._open_files()
+
+    @staticmethod
+    def _count_threads() -> int:
+        return sum("nvmeio" in thread.name for thread in threading.enumerate())
+
+    def _open_files(self) -> set[str]:
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+            except OSError:
+                continue
+        return {path for path in found if str(self._folder) in path}
+
+    def check(self) -> None:
+        deadline = time.monotonic() + 60
+        while not (
+            self._count_threads() <= self._threads
+            and self._open_files() == self._files
+            and not [name for name in os.listdir(self._folder) if name.endswith("nvmeio-tmp")]
+        ):
+            assert time.monotonic() < deadline, (
+                [thread.name for thread in threading.enumerate()],
+                self._open_files(),
+                os.listdir(self._folder),
+            )
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def handle() -> Iterator[nvmeio.AioHandle]:
+    with nvmeio.AioHandle(engine="threads") as made:
+        yield made
+
+
+def works(path: Path, kind: str, handle: nvmeio.AioHandle) -> tuple[Callable[[], Any], Any]:
+    """What is interrupted, and what a load finds when it was done."""
+    saved = state()
+    tensors = {"a": saved["a"], "b": saved["b"][4]}
+    if kind == "save":
+        return lambda: nvmeio.save(saved, path, handle=handle), saved
+    if kind == "load":
+        nvmeio.save(saved, path, handle=handle)
+        return lambda: nvmeio.load(path, handle=handle), saved
+    if kind == "save_safetensors":
+        return lambda: nvmeio.save_safetensors(tensors, path, handle=handle), tensors
+    nvmeio.save_safetensors(tensors, path, handle=handle)
+    return lambda: nvmeio.load_safetensors(path, handle=handle), tensors
+
+
+KINDS = ["save", "load", "save_safetensors", "load_safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_at_any_point(kind: str, tmp_path: Path, handle: nvmeio.AioHandle) -> None:
+    path = tmp_path / ("a.safetensors" if "safetensors" in kind else "a.pt")
+    load = nvmeio.load_safetensors if "safetensors" in kind else nvmeio.load
+    work, wanted = works(path, kind, handle)
+    work()
+    resources = Resources(tmp_path)
+    count = 0
+    for _ in interrupted(work, 120):
+        count += 1
+        resources.check()
+        assert_same(load(path, handle=handle), wanted)
+    assert count > 15
+    work()
+    assert_same(load(path, handle=handle), wanted)
+
+
+# Of one that meets a destructor Python says that it is ignored.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_signals_at_random_moments(kind: str, tmp_path: Path) -> None:
+    """It hung in a wait for a handle that was being made, in one of three runs."""
+    path = tmp_path / ("a.safetensors" if "safetensors" in kind else "a.pt")
+    load = nvmeio.load_safetensors if "safetensors" in kind else nvmeio.load
+    chance = random.Random(kind)
+    with nvmeio.AioHandle(engine="threads") as made:
+        work, wanted = works(path, kind, made)
+        work()
+    # With a handle of each call's own, which is made and closed beside it.
+    own: dict[str, Callable[[], Any]] = {
+        "save": lambda: nvmeio.save(wanted, path),
+        "load": lambda: nvmeio.load(path),
+        "save_safetensors": lambda: nvmeio.save_safetensors(wanted, path),
+        "load_safetensors": lambda: nvmeio.load_safetensors(path),
+    }
+    work = own[kind]
+    began = time.monotonic()
+    work()
+    usual = time.monotonic() - began
+    resources = Resources(tmp_path)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(25):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-4, chance.random() * 1.2 * usual))
+                work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert_same(load(path), wanted)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    resources.check()
+
+
+class Raises:
+    """An object whose own code ends its pickling, or its unpickling."""
+
+    def __init__(self, error: BaseException, when: str) -> None:
+        self.error = error
+        self.when = when
+
+    def __reduce__(self) -> Any:
+        if self.when == "pickling":
+            raise self.error
+        return _rebuild, (), {"error": self.error}
+
+
+class _Rebuilt:
+    def __setstate__(self, told: dict[str, BaseException]) -> None:
+        raise told["error"]
+
+
+def _rebuild() -> _Rebuilt:
+    return _Rebuilt()
+
+
+ERRORS = [ValueError("mine"), KeyboardInterrupt("mine"), SystemExit("mine")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_error_of_a_users_reduce(error: BaseException, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    nvmeio.save({"a": 1}, path)
+    resources = Resources(tmp_path)
+    with pytest.raises(type(error), match="mine"):
+        nvmeio.save({"t": noise(10_000), "r": Raises(error, "pickling")}, path)
+    resources.check()
+    assert nvmeio.load(path) == {"a": 1}
+    assert not torch.serialization._serialization_tls.skip_data
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_error_of_a_users_setstate(error: BaseException, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    nvmeio.save({"t": noise(10_000), "r": Raises(error, "unpickling")}, path)
+    resources = Resources(tmp_path)
+    with pytest.raises(type(error), match="mine"):
+        nvmeio.load(path, weights_only=False)
+    resources.check()
+
+
+def test_pickling_sees_the_thread_of_the_caller(tmp_path: Path) -> None:
+    """torch's modes belong to a thread: an object's own code must find those of its user."""
+    seen: list[Any] = []
+
+    class Looks:
+        def __reduce__(self) -> Any:
+            seen.append((threading.get_ident(), torch.empty(0).device.type))
+            return str, ()
+
+    with torch.device("meta"):
+        nvmeio.save([Looks()], tmp_path / "a.pt")
+    assert seen == [(threading.get_ident(), "meta")]
