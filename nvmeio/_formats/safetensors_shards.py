@@ -81,7 +81,7 @@ def read_index(path: Path) -> dict[Path, list[str]]:
         raise _bad(path, "it has no weight_map", "an object of file names", type(names).__name__)
     shards: dict[Path, list[str]] = {}
     for name, file_name in names.items():
-        if not _is_inside(file_name):
+        if not is_inside(file_name):
             raise _bad(path, f"{name!r} lies outside", "a file beside the index", repr(file_name))
         shards.setdefault(path.parent / file_name, []).append(name)
     return shards
@@ -147,8 +147,13 @@ def parse_size(size: int | str) -> int:
     return nbytes
 
 
-def _is_inside(name: object) -> bool:
+def is_inside(name: object) -> bool:
+    """Whether a file name that a file gives stays in the directory of that file."""
     if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # a half of a surrogate pair, which no file is called
         return False
     pure = PurePosixPath(name)
     return not pure.is_absolute() and ".." not in pure.parts and pure.name != ""

@@ -46,6 +46,7 @@ from nvmeio._storage.replace import replace_file
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names
+from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
 from nvmeio.integrations._dcp.writing import write_file
 
@@ -288,8 +289,8 @@ class NvmeStorageReader(StorageReader):
     file, a failed drive) or `IntegrityError` (a file that is cut off, damaged, or not what
     ``.metadata`` says), with the names of the file and the item. Some tensors are filled by then.
 
-    Like torch's own reader, this unpickles ``.metadata``, and the planner unpickles what is no
-    tensor: load what you trust.
+    Of ``.metadata`` nothing but DCP's own classes is unpickled, and files are those beside it. But
+    torch's planners unpickle what is no tensor with ``weights_only=False``: load what you trust.
 
     Cost: no copy of contiguous tensors on the CPU but what the handle bounces; up to 256 MiB for
     items below 1 MiB, and 128 MiB (page-locked for CUDA) of chunks where those are needed.
@@ -321,7 +322,8 @@ class NvmeStorageReader(StorageReader):
 
         Raises:
             TransferError: There is no checkpoint (also a FileNotFoundError), or it cannot be read.
-            IntegrityError: The metadata file is damaged, or none.
+            IntegrityError: The metadata file is damaged, or none, or names what is not DCP's own or
+                lies outside of the checkpoint.
         """
         path = names.metadata_path(self._path, kwargs.get("rank"))
         try:
@@ -330,21 +332,7 @@ class NvmeStorageReader(StorageReader):
             raise TransferError(
                 failed.errno or errno.EIO, operation="open", path=str(path)
             ) from failed
-        try:
-            metadata = pickle.loads(data)
-        except Exception as wrong:  # unpickling raises whatever it comes upon
-            raise IntegrityError(
-                f"{path}: not a DCP metadata file, or damaged: {wrong}",
-                expected="a pickle of Metadata",
-                found=str(wrong),
-            ) from wrong
-        if not isinstance(metadata, Metadata):
-            raise IntegrityError(
-                f"{path}: not a DCP metadata file: expected Metadata, found "
-                f"{type(metadata).__name__}",
-                expected="Metadata",
-                found=type(metadata).__name__,
-            )
+        metadata = load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         if metadata.storage_meta is not None:

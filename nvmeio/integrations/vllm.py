@@ -108,8 +108,23 @@ class Loader:
         _directory_of(model_config)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Hand every weight to the model's own `load_weights`."""
-        model.load_weights(iterate_weights(_directory_of(model_config)))
+        """Hand every weight to the model's own `load_weights`.
+
+        Raises:
+            ValueError: The model says which parameters it was given, and one is missing: it would
+                compute with uninitialised memory. As vLLM's default loader, where nothing is
+                quantised.
+        """
+        directory = _directory_of(model_config)
+        loaded = model.load_weights(iterate_weights(directory))
+        if loaded is None or getattr(model_config, "quantization", None) is not None:
+            return
+        missing = {name for name, _ in model.named_parameters()} - set(loaded)
+        if missing:
+            raise ValueError(
+                f"following weights were not initialized from the checkpoint in {directory}: "
+                f"{', '.join(sorted(missing))}"
+            )
 
 
 def _directory_of(model_config: Any) -> str:

@@ -411,6 +411,7 @@ def test_a_shard_may_hold_more_than_the_index_names(tmp_path: Path) -> None:
         '{"weight_map": {"a": 1}}',
         '{"weight_map": {"a": ""}}',
         '{"weight_map": {"a": "../s.safetensors"}}',
+        '{"weight_map": {"a": "x\\ud800.safetensors"}}',
         '{"weight_map": {"a": "/etc/passwd"}}',
         '{"weight_map": {"a": "s\\u0000"}}',
         "[" * 100_000,

@@ -566,6 +566,66 @@ def test_metadata_that_is_none_is_refused(tmp_path: Path) -> None:
         NvmeStorageReader(tmp_path).read_metadata()
 
 
+class Runs:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("where", ["instead", "planner_data", "version", "storage_data"])
+def test_metadata_runs_no_code(tmp_path: Path, where: str) -> None:
+    """torch's reader unpickles whatever the file says."""
+    _, _, metadata = saved(tmp_path)
+    hostile = Runs(tmp_path / "it ran")
+    found: Any = metadata
+    if where == "instead":
+        found = hostile
+    elif where == "storage_data":
+        metadata.storage_data[hostile] = None
+    else:
+        setattr(metadata, where, hostile)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(nvmeio.IntegrityError, match=r"\.metadata: .*mkdir, which is none of DCP's"):
+        NvmeStorageReader(tmp_path).read_metadata()
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_metadata_of_dotted_names_runs_no_code(tmp_path: Path) -> None:
+    """From protocol 4 on a name may have dots: what a module has imported can be reached."""
+    code = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.getpid\x93)R."
+    (tmp_path / ".metadata").write_bytes(code)
+    with pytest.raises(nvmeio.IntegrityError, match=r"os\.getpid"):
+        NvmeStorageReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("name", ["../{}", "{}/../../{}", "/etc/hostname", "", "a\0b", 5, None])
+def test_places_outside_of_the_checkpoint_are_refused(tmp_path: Path, name: Any) -> None:
+    _, path, metadata = saved(tmp_path / "a")
+    if isinstance(name, str):
+        name = name.format("a", path.name)
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path=name)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(nvmeio.IntegrityError, match=r"\.metadata: '.*' lies outside of the check"):
+        NvmeStorageReader(tmp_path / "a").read_metadata()
+
+
+def test_metadata_of_every_kind_of_tensor_is_read(tmp_path: Path) -> None:
+    """All that torch's own writer may name: dtypes, memory formats, layouts, paths."""
+    state: dict[str, Any] = {
+        f"{dtype}": torch.zeros(2, 2, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int8)
+    }
+    state["nested"] = {"list": [1, {"a": torch.ones(3)}], "text": "x", "set": {1, 2}}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    metadata = NvmeStorageReader(tmp_path).read_metadata()
+    assert set(metadata.state_dict_metadata) >= {"torch.bool", "nested.text"}
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     state, path, _ = saved(tmp_path)
     path.unlink()

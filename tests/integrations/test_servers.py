@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -208,6 +209,34 @@ def test_all_weights_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     loader.load_weights(Model(), Config)
     assert given.keys() == whole.keys()
     assert all(given[name].equal(tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_weight_that_the_checkpoint_lacks_is_refused(
+    tmp_path: Path, quantization: str | None
+) -> None:
+    """The names that the model took were dropped, and it answered with uninitialised memory.
+
+    Of quantised models vLLM does not know, and does not ask.
+    """
+    saved(llama, tmp_path)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.Parameter(torch.empty(3))
+
+        def load_weights(self, weights: Any) -> set[str]:
+            return {name for name, _ in weights}
+
+    class Config:
+        model = str(tmp_path)
+
+    config: Any = Config()
+    config.quantization = quantization
+    refused = pytest.raises(ValueError, match=r"not initialized from the checkpoint in .*: norm")
+    with refused if quantization is None else contextlib.nullcontext():
+        for_vllm.Loader().load_weights(Model(), config)
 
 
 def test_a_file_that_is_written_to_while_it_is_loaded(
