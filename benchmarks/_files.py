@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from nvmeio.cli._measure import disk
+
 BLOCK = 8 << 20
 HUGE_PAGE = 2 << 20
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -53,12 +55,7 @@ def remove(*paths: Path) -> None:
 def drop_from_cache(*paths: Path) -> None:
     """The next read of a file, or of those in a directory, comes from the drive."""
     for file in _all_files(paths):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # dirty pages are not dropped
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        disk.drop_from_cache(file)
 
 
 def bring_into_cache(*paths: Path) -> None:
@@ -77,18 +74,6 @@ def _all_files(paths: Sequence[Path]) -> Iterator[Path]:
                 yield file
 
 
-def supports_direct(directory: Path) -> bool:
-    """Whether O_DIRECT works here: some file systems refuse the open, some the transfer."""
-    probe = directory / "probe"
-    try:
-        write_file(probe, 4096)
-    except OSError:
-        return False
-    finally:
-        probe.unlink(missing_ok=True)
-    return True
-
-
 @contextmanager
 def huge_pages(nbytes: int) -> Iterator[str | None]:
     """Have that many bytes of hugetlb pages free meanwhile.
@@ -98,7 +83,7 @@ def huge_pages(nbytes: int) -> Iterator[str | None]:
     """
     needed = -(-nbytes // HUGE_PAGE)
     before = int(NR_HUGEPAGES.read_text()) if NR_HUGEPAGES.exists() else 0
-    missing = needed - _free_huge_pages()
+    missing = needed - disk.free_huge_pages()
     try:
         if missing > 0:
             try:
@@ -106,15 +91,8 @@ def huge_pages(nbytes: int) -> Iterator[str | None]:
             except OSError as error:
                 yield f"cannot reserve huge pages ({error.strerror})"
                 return
-        free = _free_huge_pages()
+        free = disk.free_huge_pages()
         yield None if free >= needed else f"only {free} of {needed} huge pages could be had"
     finally:
         if missing > 0 and os.access(NR_HUGEPAGES, os.W_OK):
             NR_HUGEPAGES.write_text(str(before))
-
-
-def _free_huge_pages() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("HugePages_Free:"):
-            return int(line.split()[1])
-    return 0

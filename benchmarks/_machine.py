@@ -10,6 +10,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from nvmeio.cli import _facts
+
 DISTRIBUTIONS = (
     "nvmeio",
     "torch",
@@ -25,19 +27,18 @@ DISTRIBUTIONS = (
 )
 
 
-def machine(directory: Path, device: str | None) -> dict[str, str]:
+def machine(directory: Path) -> dict[str, str]:
     """Kernel, processor, memory, file system and device, as plain strings."""
-    mount, file_system = _mount_of(directory)
-    thp = _first_line("/sys/kernel/mm/transparent_hugepage/enabled")
+    there, software = _facts.look_at(directory), _facts.software()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "kernel": platform.release(),
+        "kernel": software.kernel,
         "cpu": _cpu_model(),
         "cores": str(os.cpu_count()),
         "memory": f"{memory / (1 << 30):.0f} GiB",
-        "file system": f"{file_system} on {mount}",
-        "device": _device(device),
-        "transparent huge pages": thp.partition("[")[2].partition("]")[0] or thp or "absent",
+        "file system": f"{there.file_system or 'unknown'} on {there.mount_point}",
+        "device": _device(there.device),
+        "transparent huge pages": _facts.memory().huge_pages or "absent",
         "busy before the run": f"{_busy_share():.0%} of all cores",
     }
 
@@ -75,32 +76,9 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _mount_of(directory: Path) -> tuple[str, str]:
-    """The longest mount point that is a parent, and its type."""
-    best = ("/", "unknown")
-    resolved = directory.resolve()
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, kind, *_ = line.split()
-        if resolved.is_relative_to(mount) and len(mount) >= len(best[0]):
-            best = (mount, kind)
-    return best
-
-
-def _device(name: str | None) -> str:
-    if name is None:
+def _device(device: _facts.Device | None) -> str:
+    if device is None:
         return "no block device"
-    queue = Path("/sys/class/block", name, "queue")
-    if not queue.is_dir():  # a partition has none; its parent does
-        queue = Path("/sys/class/block", name).resolve().parent / "queue"
-    model = _first_line(str(queue.parent / "device" / "model"))
-    rotational = _first_line(str(queue / "rotational"))
-    sector = _first_line(str(queue / "logical_block_size"))
-    kind = {"0": "solid state", "1": "rotational"}.get(rotational, "unknown kind")
-    return " ".join(part for part in (name, model, f"({kind}, {sector} B sectors)") if part)
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip().splitlines()[0]
-    except (OSError, IndexError):
-        return ""
+    kind = {False: "solid state", True: "rotational", None: "unknown kind"}[device.rotational]
+    what = f"({kind}, {device.logical_block_size} B sectors)"
+    return " ".join(part for part in (device.name, device.model, what) if part)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from nvmeio.cli._measure.disk import cpu_seconds
+from nvmeio.cli._measure.turns import order
 
 GIB = 1 << 30
-SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
 
 
 @dataclass
@@ -76,32 +75,17 @@ class Contender:
 def timed(nbytes: int = 0, operations: int = 0) -> Iterator[Sample]:
     """Fill a `Sample` with the wall and CPU time of the block, all threads included."""
     sample = Sample(nbytes=nbytes, operations=operations)
-    cpu = _cpu_seconds()
+    cpu = cpu_seconds()
     start = time.perf_counter()
     yield sample
     sample.seconds = time.perf_counter() - start
-    sample.cpu_seconds = _cpu_seconds() - cpu
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    sample.cpu_seconds = cpu_seconds() - cpu
 
 
 def turns(contenders: Sequence[Contender], repeats: int) -> Iterator[tuple[int, Contender]]:
-    """Each repeat runs everybody once, each time starting with somebody else.
-
-    The step spreads the starting points over the whole list, and odd repeats run backwards, so
-    that nobody always follows the same neighbour (whose dirty host pages it would pay for).
-    """
-    count = len(contenders)
-    step = max(1, count // max(1, repeats))
+    """Each repeat runs everybody once, each time starting with somebody else."""
     for repeat in range(repeats):
-        first = repeat * step % count if count else 0
-        order = [*contenders[first:], *contenders[:first]]
-        if repeat % 2:
-            order.reverse()
-        for contender in order:
+        for contender in order(contenders, repeat, repeats):
             yield repeat, contender
 
 
@@ -113,28 +97,3 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """Nearest rank: an observed value, never an average of two."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
-class Disk:
-    """The counters of the block device that holds a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        device = os.stat(directory).st_dev
-        self._numbers = (str(os.major(device)), str(os.minor(device)))
-        self.name = next((fields[2] for fields in self._lines()), None)
-
-    def counters(self) -> tuple[int, int] | None:
-        """Bytes read and written since boot, or None where no block device is below."""
-        for fields in self._lines():
-            return int(fields[5]) * SECTOR, int(fields[9]) * SECTOR
-        return None
-
-    def _lines(self) -> Iterator[list[str]]:
-        try:
-            text = Path("/proc/diskstats").read_text()
-        except OSError:
-            return
-        for line in text.splitlines():
-            fields = line.split()
-            if (fields[0], fields[1]) == self._numbers:
-                yield fields

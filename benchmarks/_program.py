@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-try:
-    from rich.console import Console
-except ImportError:
-    sys.exit("the benchmarks need rich: pip install rich")
-
-from _files import supports_direct
 from _lines import Line
 from _machine import machine, versions
-from _session import Session
+from _session import Session, Skipped
 from _table import as_json, show
+from rich.console import Console
+
+from nvmeio.cli._scratch import scratch
+from nvmeio.cli._units import parse_size
+from nvmeio.files import probe_direct
 
 SPARE_BYTES = 1 << 29
 PIPED_WIDTH = 132
-SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -74,28 +72,21 @@ class Program:
         size = options.size or (self.quick_size if options.quick else self.size)
         repeats = options.repeats or (self.quick_repeats if options.quick else self.repeats)
         self._check_space(options.dir, options.only, size, options.quick)
-        directory = Path(tempfile.mkdtemp(prefix="nvmeio-compare-", dir=options.dir))
-        session = Session(directory, size, repeats, options.quick, progress)
         interrupted = False
         lines: list[Line] = []
         facts: dict[str, dict[str, str]] = {}
+        skipped: dict[str, Skipped] = {}
+        if not probe_direct(options.dir).supported:
+            sys.exit(f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir")
         try:
-            if not supports_direct(directory):
-                sys.exit(
-                    f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir"
-                )
-            facts = {
-                "machine": machine(directory, session.disk.name),
-                "versions": versions(),
-            }
-            self._measure(session, options.only, lines)
+            with scratch([options.dir], "compare") as made:
+                facts = {"machine": machine(options.dir), "versions": versions()}
+                session = Session(made[options.dir], size, repeats, options.quick, progress)
+                skipped = session.skipped
+                with contextlib.closing(session):
+                    self._measure(session, options.only, lines)
         except KeyboardInterrupt:
             interrupted = True
-        finally:
-            try:
-                session.close()
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
         if interrupted:
             progress.print("interrupted; files removed", style="yellow")
             if not lines:
@@ -111,7 +102,7 @@ class Program:
         show(
             progress if options.json == "-" else _results(),
             lines,
-            session.skipped.values(),
+            skipped.values(),
             facts,
             conditions,
         )
@@ -122,13 +113,15 @@ class Program:
                 "only": options.only,
                 "quick": options.quick,
             }
-            report = as_json(lines, session.skipped.values(), facts, conditions, chosen)
+            report = as_json(lines, skipped.values(), facts, conditions, chosen)
             text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
             if options.json == "-":
                 sys.stdout.write(text)
             else:
                 Path(options.json).write_text(text)
-        return 130 if interrupted else 0
+        if interrupted:
+            return 130
+        return int(any(peer.failed for peer in skipped.values()))
 
     def _measure(self, session: Session, only: list[str], lines: list[Line]) -> None:
         """Each measuring function once, however many of its rows are wanted."""
@@ -157,7 +150,7 @@ class Program:
             description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         size, quick = _short(self.size), _short(self.quick_size)
-        parser.add_argument("--dir", type=_directory, default=Path("."), help="where the files go")
+        parser.add_argument("--dir", type=_directory, default=Path.cwd(), help="where the files go")
         parser.add_argument("--size", type=_bytes, help=f"in bytes ({size}; {quick} with --quick)")
         parser.add_argument(
             "--repeats",
@@ -199,19 +192,17 @@ def _short(nbytes: int) -> str:
 
 
 def _bytes(text: str) -> int:
-    number = text.upper().removesuffix("IB").removesuffix("B")
-    factor = SUFFIXES.get(number[-1:], 1)
     try:
-        value = int(number[:-1] if factor > 1 else number) * factor
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not a size: {text!r}") from None
-    if value <= 0 or value % (1 << 24):
+        value = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value % (1 << 24):
         raise argparse.ArgumentTypeError("a positive multiple of 16M is needed")
     return value
 
 
 def _directory(text: str) -> Path:
-    path = Path(text)
+    path = Path(text).absolute()  # peers run in directories of their own
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"no such directory: {text}")
     return path

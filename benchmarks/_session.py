@@ -10,10 +10,18 @@ from functools import partial
 from pathlib import Path
 
 from _files import write_file
-from _measure import Contender, Disk, Sample, turns
-from _worker import PeerFailed, PeerUnavailable, Worker
+from _measure import Contender, Sample, turns
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nvmeio.cli._measure import fio
+from nvmeio.cli._measure.disk import Disks
+from nvmeio.cli._measure.worker import Failed, Worker, opened, why_missing
+from nvmeio.errors import BackendUnavailableError
+
+HERE = Path(__file__).resolve().parent
+START_TIMEOUT_S = 1200  # DeepSpeed compiles its op at first use
+CALL_TIMEOUT_S = 300
 
 TARGETS = {
     "nvmeio": "peers.nvmeio_side:NvmeioPeer",
@@ -33,9 +41,12 @@ _COMPILING = ("DeepSpeed", "ZeRO-3", "ZeRO-3 inference")
 
 @dataclass(frozen=True)
 class Skipped:
+    """A peer without figures; `failed` if it was there and did not do the work."""
+
     name: str
     reason: str
     install: str
+    failed: bool = False
 
 
 class Session:
@@ -57,7 +68,7 @@ class Session:
         self.repeats = repeats
         self.quick = quick
         self.console = console
-        self.disk = Disk(directory)
+        self._disks = Disks([directory])
         self.skipped: dict[str, Skipped] = {}
         self._workers: dict[str, Worker] = {}
         self._started = 0
@@ -87,15 +98,31 @@ class Session:
             if worker is not None:
                 worker.close()
 
-    def skip(self, name: str, reason: str, install: str = "") -> None:
+    def skip(self, name: str, reason: str, install: str = "", *, failed: bool = False) -> None:
         if name not in self.skipped:
-            self.skipped[name] = Skipped(name, reason, install)
-            self.console.print(f"[yellow]skipped[/] {name}: {reason}")
+            self.skipped[name] = Skipped(name, reason, install, failed)
+            self.console.print(f"[yellow]{'failed' if failed else 'skipped'}[/] {name}: {reason}")
+
+    def leave_out(self, name: str, error: Exception) -> None:
+        """A peer that is missing, or has failed."""
+        if isinstance(error, BackendUnavailableError):
+            self.skip(name, why_missing(error), error.remedy)
+        else:
+            self.skip(name, str(error), failed=True)
+
+    def has_fio(self) -> bool:
+        """Whether fio is there; it is named where it is not."""
+        try:
+            fio.require()
+        except BackendUnavailableError as missing:
+            self.leave_out("fio", missing)
+            return False
+        return True
 
     def release(self, workers: Mapping[str, Worker]) -> None:
         """Give the tensors back at the end of a row; a worker that died has done so."""
         for worker in workers.values():
-            with suppress(PeerFailed):
+            with suppress(Failed):
                 worker.call("release")
 
     def close(self) -> None:
@@ -110,11 +137,9 @@ class Session:
         self._started += 1
         try:
             with self.console.status(f"starting {name}{hint}"):
-                return Worker(TARGETS[name], self.directory / f"worker-{self._started}.log")
-        except PeerUnavailable as error:
-            self.skip(name, error.reason, error.install)
-        except PeerFailed as error:
-            self.skip(name, str(error))
+                return start_worker(TARGETS[name], self.directory / f"worker-{self._started}.log")
+        except (BackendUnavailableError, Failed) as error:
+            self.leave_out(name, error)
         return None
 
     # Files
@@ -143,9 +168,9 @@ class Session:
                 if contender.name not in failed:
                     try:
                         samples[contender.name].append(self._run(contender))
-                    except (PeerFailed, PeerUnavailable) as error:
+                    except (Failed, BackendUnavailableError) as error:
                         failed.add(contender.name)
-                        self.skip(f"{contender.name} ({title})", str(error))
+                        self.leave_out(f"{contender.name} ({title})", error)
                 progress.advance(task)
         # A median of fewer repeats than the others' is not the same measurement.
         return {name: [] if name in failed else series for name, series in samples.items()}
@@ -154,21 +179,20 @@ class Session:
         """Run preparations in a worker; whether they worked."""
         try:
             with self.console.status(f"{name}: {method}"):
-                worker.call(method, **arguments)
-        except (PeerFailed, PeerUnavailable) as error:
-            self.skip(f"{name} ({method})", str(error))
+                worker.call(method, timeout_s=CALL_TIMEOUT_S, **arguments)
+        except (Failed, BackendUnavailableError) as error:
+            self.leave_out(f"{name} ({method})", error)
             return False
         return True
 
     def _run(self, contender: Contender) -> Sample:
         if contender.before is not None:
             contender.before()
-        before = self.disk.counters()
+        before = self._disks.look()
         sample = contender.run()
-        after = self.disk.counters()
+        after = self._disks.look()
         if before is not None and after is not None:
-            sample.disk_read = after[0] - before[0]
-            sample.disk_written = after[1] - before[1]
+            sample.disk_read, sample.disk_written = after.since(before)
         return sample
 
     def _progress(self) -> Progress:
@@ -182,6 +206,21 @@ class Session:
         )
 
 
+def start_worker(target: str, log: Path) -> Worker:
+    """A peer in a process of its own, ready.
+
+    Raises:
+        BackendUnavailableError, Failed: It cannot be had, or did not come up.
+    """
+    worker = Worker(target, log=log, path=[HERE])
+    try:
+        opened(worker.answer(START_TIMEOUT_S))
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
 def calling(
     name: str,
     worker: Worker,
@@ -191,4 +230,6 @@ def calling(
     **arguments: object,
 ) -> Contender:
     """A contender that is one call into a worker."""
-    return Contender(name, partial(worker.call, method, **arguments), before)
+    return Contender(
+        name, partial(worker.call, method, timeout_s=CALL_TIMEOUT_S, **arguments), before
+    )

@@ -19,11 +19,15 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from _files import huge_pages, remove, supports_direct, write_file
+from _files import huge_pages, remove, write_file
+
+from nvmeio.cli._measure import fio
+from nvmeio.cli._scratch import scratch
+from nvmeio.cli._units import parse_size
+from nvmeio.files import probe_direct
 
 BLOCK = 1 << 20
 DEPTH = 32
@@ -36,15 +40,14 @@ def main() -> int:
     options = _parse()
     if shutil.which("fio") is None:
         sys.exit("fio is not installed: apt-get install fio")
-    directory = Path(tempfile.mkdtemp(prefix="nvmeio-truth-", dir=options.dir))
-    try:
-        if not supports_direct(directory):
-            sys.exit(f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir")
-        # fio counts its buffers a little more generously than the blocks in flight.
-        with huge_pages((DEPTH + 8) * BLOCK) as missing:
-            rounds = _measure(directory, options.size, options.rounds, not missing)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    if not probe_direct(options.dir).supported:
+        sys.exit(f"{options.dir} does not take O_DIRECT; name a directory on a drive: --dir")
+    # fio counts its buffers a little more generously than the blocks in flight.
+    with (
+        scratch([options.dir], "truth") as made,
+        huge_pages((DEPTH + 8) * BLOCK) as missing,
+    ):
+        rounds = _measure(made[options.dir], options.size, options.rounds, not missing)
     print(f"{options.size >> 20} MiB, {BLOCK >> 20} MiB blocks, depth {DEPTH}, direct, no fsync;")
     print(f"GB = 10^9 bytes; medians of {options.rounds} rounds of {LOOPS} loops")
     print(f"buffers of fio on {'4 KiB pages: ' + missing if missing else 'huge pages'}\n")
@@ -119,41 +122,33 @@ def _bench(directory: Path, size: int) -> dict[str, Any]:
 
 
 def _fio(path: Path, size: int, op: str, huge: bool) -> float:
-    command = [
-        "fio",
-        "--name=itself",
-        f"--filename={path}",
-        f"--rw={op}",
-        f"--size={size}",
-        f"--bs={BLOCK}",
-        f"--iodepth={DEPTH}",
-        "--ioengine=libaio",
-        "--direct=1",
-        "--scramble_buffers=0",
-        "--overwrite=1",
-        *(["--mem=mmaphuge"] if huge else []),
-        "--output-format=json",
-    ]
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout[done.stdout.index("{") :])
-    rate: int = report["jobs"][0][op]["bw_bytes"]
-    return rate / 1e9
+    found = fio.figures(
+        fio.run(
+            [path],
+            [
+                f"--rw={op}",
+                f"--size={size}",
+                f"--bs={BLOCK}",
+                f"--iodepth={DEPTH}",
+                "--ioengine=libaio",
+                "--scramble_buffers=0",
+                "--overwrite=1",
+                *(["--mem=mmaphuge"] if huge else []),
+            ],
+        )
+    )
+    return found.nbytes / found.seconds / 1e9
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, default=Path("."), help="where the files go")
-    parser.add_argument("--size", type=_bytes, default=1 << 30, help="of the file (1G)")
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the files go")
+    parser.add_argument("--size", type=parse_size, default=1 << 30, help="of the file (1G)")
     parser.add_argument("--rounds", type=int, default=5, help="(5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     return parser.parse_args()
-
-
-def _bytes(text: str) -> int:
-    factor = {"M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    return int(text[:-1] if factor > 1 else text) * factor
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-try:
-    from rich.console import Console
-    from rich.table import Table
-except ImportError:
-    sys.exit("deepspeed_step needs rich: pip install rich")
-
 from _machine import machine, versions
-from _worker import PeerFailed, PeerUnavailable, Worker
+from _session import start_worker
+from rich.console import Console
+from rich.table import Table
+
+from nvmeio.cli._measure.worker import Failed, Worker
+from nvmeio.cli._units import parse_size
+from nvmeio.errors import BackendUnavailableError
 
 SIDES = {"nvmeio": "peers.zero3:OnNvmeio", "its own op": "peers.zero3:OnItsOwn"}
 PARTS = {
@@ -37,7 +37,6 @@ PARTS = {
     "cpu": "processor seconds",
 }
 BYTES_ON_DISK = 16  # a parameter: weight, two moments and gradient, in 32 bits
-SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 PIPED_WIDTH = 132
 
 
@@ -47,15 +46,15 @@ def main() -> int:
     if shutil.disk_usage(options.dir).free < needed + (1 << 29):
         sys.exit(f"{options.dir}: {needed / 1e9:.1f} GB are needed")
     progress = Console(stderr=True)
-    facts = machine(options.dir, None)
+    facts = machine(options.dir)
     results = []
     directory = Path(tempfile.mkdtemp(prefix="nvmeio-deepspeed-", dir=options.dir))
     try:
         for pipelined in (False, True):
             results.append(_compare(directory, options, pipelined, progress))
-    except PeerUnavailable as missing:
-        sys.exit(f"skipped: {missing.reason} - install: {missing.install}")
-    except PeerFailed as failed:
+    except BackendUnavailableError as missing:
+        sys.exit(f"skipped: {missing}")
+    except Failed as failed:
         sys.exit(str(failed))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -84,7 +83,7 @@ def _compare(
             progress.print(f"starting {side}, {'pipelined' if pipelined else 'plain'}")
             files = directory / side.replace(" ", "-")
             files.mkdir(exist_ok=True)
-            workers[side] = Worker(target, directory / f"{files.name}.log")
+            workers[side] = start_worker(target, directory / f"{files.name}.log")
             workers[side].call(
                 "prepare",
                 directory=str(files),
@@ -162,20 +161,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the files go")
-    parser.add_argument("--parameters", type=_count, default=_count("64M"), help="default 64M")
-    parser.add_argument("--group", type=_count, default=_count("8M"), help="sub_group_size, 8M")
+    parser.add_argument("--parameters", type=parse_size, default=64 << 20, help="default 64M")
+    parser.add_argument("--group", type=parse_size, default=8 << 20, help="sub_group_size, 8M")
     parser.add_argument("--repeats", type=int, default=15, help="turns of each side, 15")
     parser.add_argument("--steps", type=int, default=1, help="steps in a turn, default 1")
-    parser.add_argument("--block-size", type=_count, default=1 << 20, help="default 1M")
+    parser.add_argument("--block-size", type=parse_size, default=1 << 20, help="default 1M")
     parser.add_argument("--queue-depth", type=int, default=32, help="default 32")
     parser.add_argument("--io-parallel", type=int, default=1, help="default 1")
     parser.add_argument("--json", type=Path, help="write everything here too")
     return parser.parse_args(arguments)
-
-
-def _count(text: str) -> int:
-    factor = SUFFIXES.get(text[-1:].upper(), 1)
-    return int(text[:-1] if factor > 1 else text) * factor
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 from nvmeio.cli._scratch import scratch
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.space import DEFAULT, in_words, settings
+from nvmeio.cli._units import parse_size
 from nvmeio.engines.base import Options
 
 OPS = ("read", "write")
@@ -108,17 +109,12 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, default=Path("."), help="where the files go")
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the files go")
     parser.add_argument("--budget", default="60s", help="of tune (60s)")
-    parser.add_argument("--size", type=_bytes, default=400 << 20, help="of a transfer (400M)")
+    parser.add_argument("--size", type=parse_size, default=400 << 20, help="of a transfer (400M)")
     parser.add_argument("--passes", type=int, default=2, help="over the full grid (2)")
     parser.add_argument("--rounds", type=int, default=15, help="of the last comparison (15)")
     return parser.parse_args()
-
-
-def _bytes(text: str) -> int:
-    factor = {"M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    return int(text[:-1] if factor > 1 else text) * factor
 
 
 if __name__ == "__main__":

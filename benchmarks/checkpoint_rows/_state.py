@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 
 from _session import Session
-from _worker import Worker
+
+from nvmeio.cli._measure.worker import Worker
 
 NAME = "checkpoints"
 

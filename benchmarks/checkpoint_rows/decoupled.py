@@ -8,11 +8,11 @@ from _files import huge_pages, remove, write_file
 from _lines import Line, at_least, at_most, best, compare, gb_per_s
 from _measure import Contender, Sample, median
 from _session import Session, calling
-from _worker import PeerFailed
 from peers import fio
 
 from checkpoint_rows._state import worker_with_state
 from checkpoint_rows.saving import fio_settings
+from nvmeio.cli._measure.worker import Failed
 
 KEEP = 2
 TRAIN_STEPS = 4
@@ -124,8 +124,8 @@ def measure_training(session: Session) -> list[Line]:
                     f"compute of {times:g} times the write, on all cores",
                 )
             )
-    except PeerFailed as error:
-        session.skip("nvmeio (training)", str(error))
+    except Failed as error:
+        session.leave_out("nvmeio (training)", error)
     finally:
         worker.call("close_checkpointer")
         remove(*directory.glob("*"))

@@ -9,11 +9,11 @@ from _files import drop_from_cache, huge_pages
 from _lines import Line, at_least, best, compare, gb_per_s
 from _measure import Contender
 from _session import Session
-from _worker import PeerUnavailable
 from peers import fio
 
 from checkpoint_rows._state import touch_memory, worker_with_state
 from checkpoint_rows.saving import fio_settings
+from nvmeio.errors import BackendUnavailableError
 
 TORCH = ("torch.load", "torch.load, mmap")
 SAFETENSORS = ("safetensors", "fastsafetensors", "runai")
@@ -37,8 +37,8 @@ def measure(session: Session) -> list[Line]:
     for how in (*TORCH, "nvmeio.load", *SAFETENSORS, "nvmeio.load_safetensors"):
         try:
             worker.call("require", how=how)
-        except PeerUnavailable as error:
-            session.skip(how, error.reason, error.install)
+        except BackendUnavailableError as error:
+            session.leave_out(how, error)
             continue
         path = files["pt" if how in TORCH or how == "nvmeio.load" else "st"]
         run = partial(worker.call, "load", how=how, path=str(path))

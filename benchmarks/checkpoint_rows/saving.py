@@ -8,10 +8,11 @@ from _files import huge_pages, remove
 from _lines import Line, at_least, at_most, best, compare, gb_per_s
 from _measure import Contender
 from _session import Session, calling
-from _worker import PeerFailed, PeerUnavailable
 from peers import fio
 
 from checkpoint_rows._state import NAME, worker_with_state
+from nvmeio.cli._measure.worker import Failed
+from nvmeio.errors import BackendUnavailableError
 
 MIB = 1 << 20
 
@@ -58,8 +59,8 @@ def measure_memory(session: Session) -> list[Line]:
             return []
         try:
             extra = worker.call("extra_memory_of_save", path=str(path))
-        except (PeerFailed, PeerUnavailable) as error:
-            session.skip("nvmeio (extra memory)", str(error))
+        except (Failed, BackendUnavailableError) as error:
+            session.leave_out("nvmeio (extra memory)", error)
             return []
         finally:
             remove(path)
@@ -79,10 +80,7 @@ def measure_memory(session: Session) -> list[Line]:
 
 def fio_settings(session: Session, refused: str | None) -> list[fio.Setting]:
     """fio with large queues, on huge pages where they can be had."""
-    try:
-        fio.require()
-    except PeerUnavailable as error:
-        session.skip("fio", error.reason, error.install)
+    if not session.has_fio():
         return []
     if refused:
         session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=128")

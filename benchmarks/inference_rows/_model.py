@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from _session import Session
-from _worker import Worker
+
+from nvmeio.cli._measure.worker import Worker
 
 NAME = "streaming"
 PASSES = 4

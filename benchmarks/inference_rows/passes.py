@@ -45,11 +45,8 @@ def measure_pass(session: Session) -> list[Line]:
         ):
             contenders.append(calling("in memory", whole, "whole_passes", count=PASSES))
         with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
-            try:
-                fio.require()
-                settings = [*fio.DEFAULT_BUFFERS, *([] if refused else fio.HUGE_PAGES)]
-            except Exception as missing:
-                session.skip("fio", str(missing), fio.INSTALL)
+            settings = [*fio.DEFAULT_BUFFERS, *([] if refused else fio.HUGE_PAGES)]
+            if not session.has_fio():
                 settings = []
             size = file.stat().st_size >> 20 << 20
             contenders += [

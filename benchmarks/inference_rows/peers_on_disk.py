@@ -9,10 +9,10 @@ from pathlib import Path
 from _files import bring_into_cache, drop_from_cache
 from _lines import Line, at_least, compare
 from _session import Session, calling
-from _worker import Worker
 
 from inference_rows._model import PASSES, streaming
 from inference_rows.passes import tokens_per_s
+from nvmeio.cli._measure.worker import Worker
 
 MANY = 64  # prompts whose token takes about as long to compute as the weights to come
 ALL_ON_DISK = "every layer on disk, as device_map has it"

@@ -11,9 +11,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _measure import Disk, median
+from _measure import median
 from rich.console import Console
 from rich.table import Table
+
+from nvmeio.cli._measure.disk import Disks
 
 # Sizes for --dummy: width, layers, heads.
 DUMMIES = {
@@ -127,7 +129,7 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     stream = model.weight_stream
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(3, size, (options.batch_size, options.prompt_len)).to(options.device)
-    disk = Disk(directory)
+    disks = Disks([directory])
     runs: list[dict[str, float]] = []
 
     def generate(count: int) -> float:
@@ -145,9 +147,9 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
     for _ in range(options.loops):
         prefill = generate(1)
-        read, waited, moved = stream.stats.bytes_read, stream.stats.waited_s, disk.counters()
+        read, waited, moved = stream.stats.bytes_read, stream.stats.waited_s, disks.look()
         total = generate(options.gen_len)
-        stats, now = stream.stats, disk.counters()
+        stats, now = stream.stats, disks.look()
         decode = max(total - prefill, 1e-9)
         runs.append(
             {
@@ -158,7 +160,7 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 "total latency, s": total,
                 "total, tokens/s": options.batch_size * options.gen_len / total,
                 "read, GB/s": (stats.bytes_read - read) / total / 1e9,
-                "drive, GB/s": (now[0] - moved[0]) / total / 1e9 if now and moved else 0.0,
+                "drive, GB/s": now.since(moved).read / total / 1e9 if now and moved else 0.0,
                 "computation waited for weights": (stats.waited_s - waited) / total,
             }
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 from _files import huge_pages
 from _measure import Contender, Sample
 from _session import Session
-from _worker import PeerUnavailable
 from peers import fio
 
 MIB = 1 << 20
@@ -36,10 +35,7 @@ def together(
 @contextlib.contextmanager
 def contenders(session: Session, paths: tuple[Path, Path], read_bytes: int, written_bytes: int):  # type: ignore[no-untyped-def]
     """fio's settings as contenders; none where it is missing, which is said."""
-    try:
-        fio.require()
-    except PeerUnavailable as error:
-        session.skip("fio", error.reason, error.install)
+    if not session.has_fio():
         yield []
         return
     with huge_pages(2 * max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:

@@ -7,8 +7,8 @@ from functools import partial
 from _lines import Line, at_least, at_most, compare
 from _measure import Contender, Sample, median
 from _session import Session, calling
-from _worker import PeerFailed, Worker
 
+from nvmeio.cli._measure.worker import Failed, Worker
 from offload_rows import _limits
 
 GROUP = 8 << 20  # elements of a subgroup, on both sides
@@ -163,5 +163,5 @@ def measure_deepspeed(session: Session) -> list[Line]:
 def _zero3(worker: Worker) -> Sample:
     taken = worker.call("steps", count=1)
     if not taken:
-        raise PeerFailed("no step was taken")
+        raise Failed("no step was taken")
     return Sample(seconds=taken[0]["optimizer"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _worker import PeerUnavailable
+
+from nvmeio.cli._measure.worker import PeerUnavailable
 
 BYTES_A_PARAMETER = 12  # the weight and Adam's two moments, in 32 bits
 LARGE = 1 << 30

@@ -12,8 +12,8 @@ import os
 from typing import Any
 
 from _measure import Sample
-from _worker import PeerUnavailable
 
+from nvmeio.cli._measure.worker import PeerUnavailable
 from peers._loops import block_offsets, read_blocks, run_on_uvloop
 
 INSTALL = "pip install caio"

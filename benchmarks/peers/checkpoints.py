@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from _measure import Sample, timed
-from _worker import PeerUnavailable
 
 import nvmeio
+from nvmeio.cli._measure.worker import PeerUnavailable
 from peers import _model_state
 
 Load = Callable[[], Any]

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
-import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from _measure import Sample
-from _worker import PeerFailed, PeerUnavailable
 
-INSTALL = "apt-get install fio"
+from nvmeio.cli._measure import fio
+
 BLOCK_SIZE = 1 << 20
 
 
@@ -40,11 +33,6 @@ class Setting:
 
 DEFAULT_BUFFERS = [Setting(e, d) for e in ("libaio", "io_uring") for d in (32, 128)]
 HUGE_PAGES = [Setting(s.engine, s.queue_depth, "mmaphuge") for s in DEFAULT_BUFFERS]
-
-
-def require() -> None:
-    if shutil.which("fio") is None:
-        raise PeerUnavailable("not on PATH", INSTALL)
 
 
 def sequential(path: Path, nbytes: int, write: bool, setting: Setting) -> Sample:
@@ -106,47 +94,5 @@ def random_reads(path: Path, nbytes: int, count: int, block: int, depth: int) ->
 
 
 def _run(path: Path, *options: str) -> Sample:
-    fio = shutil.which("fio") or "fio"
-    command = [
-        fio,
-        "--name=compare",
-        f"--filename={path}",
-        "--direct=1",
-        "--end_fsync=0",
-        "--fsync_on_close=0",
-        "--output-format=json",
-        *options,
-    ]
-    # A session of its own, so that its job process can be ended together with it. The directory
-    # is the file's: fio leaves state files where it runs.
-    process = subprocess.Popen(
-        command,
-        cwd=path.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=300)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    if process.returncode:
-        lines = (errors or output).strip().splitlines()
-        raise PeerFailed(lines[0] if lines else f"fio ended with status {process.returncode}")
-    return _sample(json.loads(output[output.index("{") :]))
-
-
-def _sample(report: dict[str, Any]) -> Sample:
-    job = report["jobs"][0]
-    side = job["read"] if job["read"]["io_bytes"] else job["write"]
-    busy = (job["usr_cpu"] + job["sys_cpu"]) / 100
-    return Sample(
-        seconds=side["io_bytes"] / side["bw_bytes"],
-        nbytes=side["io_bytes"],
-        operations=side["total_ios"],
-        cpu_seconds=busy * job["job_runtime"] / 1000,
-    )
+    found = fio.figures(fio.run([path], options, timeout_s=300))
+    return Sample(found.seconds, found.nbytes, found.operations, found.cpu_s)

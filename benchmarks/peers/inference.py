@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from _measure import Sample, percentile, timed
-from _worker import PeerUnavailable
 
 import nvmeio
+from nvmeio.cli._measure.worker import PeerUnavailable
 from nvmeio.inference import run_in_blocks
 
 VOCABULARY = 4096

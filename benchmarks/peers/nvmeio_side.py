@@ -12,12 +12,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from _measure import Sample, percentile, timed
-from _worker import PeerUnavailable
 
+import nvmeio
 from peers._loops import block_offsets, read_blocks, run_on_uvloop
 from peers._tensors import TensorPeer
 
-INSTALL = "pip install ."
 BLOCKED_S = 0.1
 TICK_S = 0.001
 
@@ -27,18 +26,8 @@ Disturbance = Literal["idle", "blocked loop", "GIL hog"]
 class NvmeioPeer(TensorPeer):
     name: ClassVar[str] = "nvmeio"
 
-    def __init__(self) -> None:
-        super().__init__()
-        try:
-            import nvmeio
-        except ImportError as error:
-            raise PeerUnavailable(f"cannot be imported ({error})", INSTALL) from error
-        self._nvmeio: Any = nvmeio
-        if not hasattr(nvmeio, "AioHandle"):  # some directory of that name, taken for a package
-            raise PeerUnavailable("what is imported as nvmeio is not it", INSTALL)
-
     def make_handle(self, **options: Any) -> Any:
-        return self._nvmeio.AioHandle(**options)
+        return nvmeio.AioHandle(**options)
 
     def use_queue_depth(self, queue_depth: int) -> None:
         """Swap the handle for one of another depth; its own tensors go with it."""
@@ -85,7 +74,7 @@ class NvmeioPeer(TensorPeer):
         Args:
             slices: The buffers are slices of one `empty_aligned` tensor, else one each.
         """
-        empty = self._nvmeio.empty_aligned
+        empty = nvmeio.empty_aligned
         offsets = block_offsets(nbytes, count, block)
         if slices:
             whole = empty(depth * block, dtype=torch.uint8)
@@ -95,7 +84,7 @@ class NvmeioPeer(TensorPeer):
         handle = self.handle
 
         async def main() -> Sample:
-            with self._nvmeio.open(path, "r") as file:
+            with nvmeio.open(path, "r") as file:
 
                 def read(number: int, offset: int) -> Awaitable[int]:
                     operation: Awaitable[int] = handle.async_pread(buffers[number], file, offset)

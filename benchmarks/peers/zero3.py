@@ -11,9 +11,8 @@ import sys
 import time
 from typing import Any, ClassVar
 
-from _worker import PeerUnavailable
-
-from peers.deepspeed import INSTALL, INSTALL_BUILD
+from nvmeio.cli._measure.deepspeed import INSTALL, INSTALL_BUILD
+from nvmeio.cli._measure.worker import PeerUnavailable
 
 WIDTH = 1024
 

@@ -14,8 +14,8 @@ from _files import remove, write_file
 from _lines import Line, at_least, compare, gb_per_s
 from _measure import Contender, Sample
 from _session import Session
-from _worker import Worker
 
+from nvmeio.cli._measure.worker import Worker
 from rows.sequential import TENSOR_PEERS
 
 ROW = "many"

@@ -7,7 +7,6 @@ from functools import partial
 from _lines import Line, at_least, best, compare, kiops
 from _measure import Contender
 from _session import Session, calling
-from _worker import PeerUnavailable
 from peers import fio
 from peers._loops import HAS_UVLOOP
 
@@ -37,11 +36,7 @@ def measure(session: Session) -> list[Line]:
             contenders.append(calling(name, nvmeio, "random_reads", slices=slices, **common))
     if not HAS_UVLOOP:
         session.skip("uvloop", "not installed; asyncio's own loop runs", "pip install uvloop")
-    try:
-        fio.require()
-    except PeerUnavailable as error:
-        session.skip("fio", error.reason, error.install)
-    else:
+    if session.has_fio():
         run = partial(fio.random_reads, path, session.size, count, BLOCK, DEPTH)
         contenders.append(Contender("fio libaio", run))
     caio = session.worker("caio")

@@ -10,8 +10,9 @@ from _files import huge_pages, remove
 from _lines import Line, at_least, at_most, best, compare, cpu_per_gib, gb_per_s
 from _measure import Contender, Sample
 from _session import Session, calling
-from _worker import PeerFailed, PeerUnavailable, Worker
 from peers import fio
+
+from nvmeio.cli._measure.worker import Failed, Worker
 
 TENSOR_PEERS = ("nvmeio", "DeepSpeed")
 DEFAULT_BUFFERS = [setting.name for setting in fio.DEFAULT_BUFFERS]
@@ -80,7 +81,7 @@ def memory_note(workers: dict[str, Worker]) -> str:
     """How contiguous the peers' memory happens to be, which explains much of their speed."""
     known = []
     for name, worker in workers.items():
-        with suppress(PeerFailed):
+        with suppress(Failed):
             kib = worker.call("contiguous_kib")
             if kib is not None:
                 known.append(f"{name}'s of {kib:.0f} KiB")
@@ -88,10 +89,7 @@ def memory_note(workers: dict[str, Worker]) -> str:
 
 
 def _settings(session: Session, refused: str | None) -> list[fio.Setting]:
-    try:
-        fio.require()
-    except PeerUnavailable as error:
-        session.skip("fio", error.reason, error.install)
+    if not session.has_fio():
         return []
     if refused:
         session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=128")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from _lines import Line, at_least, at_most, compare, gb_per_s
 from _session import Session, calling
-from _worker import PeerFailed, Worker
+
+from nvmeio.cli._measure.worker import Failed, Worker
 
 ROW = "unpinned"
 
@@ -53,8 +54,8 @@ def measure(session: Session) -> list[Line]:
 def _memory(session: Session, worker: Worker, path: Path) -> list[Line]:
     try:
         memory = worker.call("extra_memory", path=str(path))
-    except PeerFailed as error:
-        session.skip("nvmeio (extra memory)", str(error))
+    except Failed as error:
+        session.leave_out("nvmeio (extra memory)", error)
         return []
     mib = 1 << 20
     return [

@@ -117,8 +117,21 @@ def run_on_nvmeio(
         raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from error
 
 
-# ds_io and ds_nvme_tune spell their flags with underscores: both spellings mean the same option.
-_UNDERSCORES = {"token_normalize_func": lambda token: token.replace("_", "-")}
+# Other names of options, which would not fit beside them in a terminal of 80 columns.
+_ALIASES = {
+    "no-overlap-events": "sequential-requests",
+    "intra-op-parallelism": "io-parallel",
+    "different-file-each-iteration": "new-files",
+}
+
+
+def _normal(token: str) -> str:
+    """ds_io and ds_nvme_tune spell flags with underscores: both spellings mean the same option."""
+    name = token.replace("_", "-")
+    return _ALIASES.get(name, name)
+
+
+_UNDERSCORES = {"token_normalize_func": _normal}
 
 app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)

@@ -8,8 +8,14 @@ from nvmeio.cli import _facts
 from nvmeio.errors import BackendUnavailableError
 
 
-def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,)) -> None:
+def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,), asked: str = "--gpu") -> None:
     """Makes sure that what was asked for is there.
+
+    Args:
+        gpu: A CUDA device is wanted.
+        gds: GPUDirect Storage is.
+        devices: Which CUDA devices.
+        asked: The flag that wants the device, for the message.
 
     Raises:
         BackendUnavailableError: It is not; says what was tried, and how to fix it.
@@ -17,22 +23,22 @@ def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,)) -> None:
     if gds:
         _require_cufile()
     if gpu or gds:
-        _require_cuda(devices)
+        _require_cuda(devices, asked)
 
 
-def _require_cuda(devices: tuple[int, ...]) -> None:
+def _require_cuda(devices: tuple[int, ...], asked: str) -> None:
     cuda = _cuda()
     if cuda:
         raise BackendUnavailableError(
-            "--gpu: there is no CUDA device to move tensors to and from",
+            f"{asked}: there is no CUDA device to move tensors to and from",
             attempts=[("torch", cuda)],
-            remedy="leave --gpu away, or install torch with CUDA on a machine with a GPU "
+            remedy=f"leave {asked} away, or install torch with CUDA on a machine with a GPU "
             "(https://pytorch.org/get-started)",
         )
     missing = [d for d in devices if d >= torch.cuda.device_count()]
     if missing:
         raise BackendUnavailableError(
-            f"--gpu: there is no CUDA device {missing[0]}",
+            f"{asked}: there is no CUDA device {missing[0]}",
             attempts=[("torch", f"{torch.cuda.device_count()} CUDA devices, counted from 0")],
             remedy="name one of them: DIR:DEVICE",
         )

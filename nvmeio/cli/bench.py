@@ -14,7 +14,7 @@ from rich.console import Console
 from nvmeio.cli import _accelerator
 from nvmeio.cli._bench import ask, report
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload
-from nvmeio.cli._exits import exit_statuses
+from nvmeio.cli._exits import FAILED, complain, exit_statuses
 from nvmeio.cli._units import size_option
 
 _WHERE = "Where"
@@ -133,10 +133,20 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Measure these engines in turns; ratios are to the first.",
+            help="Measure these engines in turns; ratios are to the first. Those that are not "
+            "there are named, and the others measured.",
             rich_help_panel=_HOW,
         ),
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="With --compare: measure nothing where an engine is not there, and end where one "
+            "fails.",
+            rich_help_panel=_HOW,
+        ),
+    ] = False,
     block_size: Annotated[
         int | None,
         typer.Option(
@@ -164,7 +174,6 @@ def command(
         bool | None,
         typer.Option(
             "--sequential-requests",
-            "--no-overlap-events",
             help="Refill the queue only when it has run empty; also --no-overlap-events.",
             rich_help_panel=_HOW,
         ),
@@ -173,7 +182,6 @@ def command(
         int | None,
         typer.Option(
             "--io-parallel",
-            "--intra-op-parallelism",
             metavar="N",
             help="Lanes that share each transfer; also --intra-op-parallelism.",
             show_default="1",
@@ -221,8 +229,9 @@ def command(
     new_files: Annotated[
         bool,
         typer.Option(
-            "--different-file-each-iteration",
-            help="A file of its own for each loop; writes then go to new files.",
+            "--new-files",
+            help="A file of its own for each loop; writes then go to new files. Also "
+            "--different-file-each-iteration.",
             rich_help_panel=_WHEN,
         ),
     ] = False,
@@ -267,8 +276,8 @@ def command(
 
     Example: [bold]nvmeio bench /mnt/nvme0 --compare libaio,python,fio --io-size 4G[/]
 
-    Exit status: 0 measured, 1 a transfer failed, 2 it makes no sense or does not fit, 3 an engine
-    or device is not there, 130 interrupted.
+    Exit status: 0 measured, 1 a transfer or an engine failed, 2 it makes no sense or does not fit,
+    3 an engine or device is not there, 130 interrupted: what was measured is told all the same.
     """
     places = ask.parse_places([*(directories or []), *(folder or [])], mapping or [], processes)
     names = ask.engine_names(engine, compare)
@@ -310,14 +319,34 @@ def command(
     errors = Console(stderr=True)
     with exit_statuses(errors):
         devices = tuple(place.device for place in places)
-        _accelerator.require(gpu or gds or accelerator_memory, gds, devices)
-        result = ask.measure(
-            workload, names, ops, errors, reference=not no_reference, include_warmup=include_warmup
+        asked = "--gpu" if gpu or gds else "--use-accelerator-pin-memory"
+        _accelerator.require(gpu or gds or accelerator_memory, gds, devices, asked)
+        measurement = ask.Measurement(
+            workload,
+            names,
+            ops,
+            errors,
+            reference=not no_reference,
+            include_warmup=include_warmup,
+            strict=strict,
         )
+        try:
+            measurement.run()
+        finally:  # whatever ended it: what was measured is told
+            result = measurement.result()
+            if result is not None:
+                _tell(result, errors, as_json)
+        if result is not None and result.failed:
+            raise typer.Exit(FAILED)
+
+
+def _tell(result: report.Result, errors: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=2))
     else:
         report.render(result, Console())
+    for line in result.not_measured():
+        complain(errors, line, "yellow" if line.startswith("not") else "red")
 
 
 def _check_slow_bounce(gpu: bool, names: list[str], hint: str) -> None:

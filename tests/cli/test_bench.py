@@ -10,22 +10,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import _scratch, app
-from nvmeio.cli._bench import ask, engines, fio
+from nvmeio.cli._bench import ask, engines, fio, report
+from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.pools import ProcessPool
-from nvmeio.cli._bench.session import Loop, Series, Session
+from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Place, Turn, Workload, disk_needs
 from nvmeio.cli._exits import Failed, Refused
+from nvmeio.cli._measure import deepspeed, turns
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
@@ -100,6 +104,23 @@ def test_table_names_engines_conditions_and_unit(tmp_path: Path) -> None:
     assert "GB = 10^9 bytes" in done.stdout
     assert "write" not in done.stdout.replace("written", "")
     assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones(width: int) -> None:
+    """Headings were wrapped letter by letter, and figures cut, in 60 columns."""
+    loops = [Loop([s], s, 10**9, 0.5, None, None) for s in (1.0, 2.0, 4.0)]
+    series = [Series(name, "read", loops=loops) for name in ("torch_save", "aio_basic", REFERENCE)]
+    workload = Workload((Place(Path("/mnt")),), 10**9)
+    result = report.Result(workload, series, ["read"], ("libaio", "it works"), [], "")
+    console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
+    report.render(result, console)
+    head, first, second = console.file.getvalue().splitlines()[:3]
+    assert "end-to-end GB/s" in head and "0.50" in first
+    assert first.split()[0] == "torch_save" and second.split()[0] == "aio_basic"
+    assert len(head) <= width
+    assert "ratio" in head
+    assert ("task ms" in head) is (width == 200)
 
 
 @pytest.mark.parametrize("name", [n for n in engines.NAMES if n not in ("deepspeed", "fio")])
@@ -250,7 +271,7 @@ def test_the_list_of_ds_io_flags_is_whole() -> None:
         (("--gpu",), "--gpu"),
         (("--gds",), "--gds"),
         (("--gpu", "--use_gds"), "--gds"),
-        (("--use_accelerator_pin_memory",), "--gpu"),
+        (("--use_accelerator_pin_memory",), "--use-accelerator-pin-memory"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_unavailable(
@@ -303,12 +324,12 @@ def test_processes_start_together_and_one_failure_ends_all(tmp_path: Path) -> No
         (tmp_path / "task1.bin").unlink()
         with pytest.raises(Failed, match=r"No such file|task1"):
             pool.run(Turn("threads", "read", 1, 4 * MIB))
-        pool._workers[0].process.kill()
+        pool._workers[0].kill()
         with pytest.raises(Failed, match="the process of task 0 ended with signal SIGKILL"):
             pool.run(Turn("threads", "read", 2, 4 * MIB))
     finally:
         pool.close()
-    assert all(worker.process.poll() is not None for worker in pool._workers)
+    assert not any(worker.alive for worker in pool._workers)
 
 
 # What does not fit, is not there, or makes no sense
@@ -385,26 +406,87 @@ def test_a_file_system_that_is_full_fails_and_is_cleaned(
 def test_engines_that_are_not_installed_are_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fio.shutil, "which", lambda program: None)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
     done = invoke(tmp_path, "--io-size", "1M", "--engine", "fio")
     assert done.exit_code == 3
     assert "fio: not on PATH" in done.stderr and "apt-get install fio" in done.stderr
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", None)
     with pytest.raises(BackendUnavailableError, match="pip install deepspeed"):
-        engines.load_deepspeed()
+        deepspeed.load()
+
+
+def test_what_is_missing_is_named_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing at all was measured, because of a peer that nobody had installed."""
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    flags = ["--io-size", "1M", "--compare", "fio,auto,python", "--json"]
+    done = invoke(tmp_path, *flags)
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [e["engine"] for e in told["results"] if e["op"] == "read"][:2] == ["auto", "python"]
+    assert told["results"][0]["ratio"] == 1.0
+    line = "not measured: fio: not on PATH (apt-get install fio)"
+    assert told["not_measured"] == [line]
+    assert line in done.stderr.splitlines()
+    strict = invoke(tmp_path, *flags, "--strict")
+    assert (strict.exit_code, strict.stdout) == (3, "")
+    assert "apt-get install fio" in strict.stderr
+
+
+def test_a_peer_that_fails_is_left_out_and_ends_in_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, tensor: object, path: Path) -> None:
+        raise OSError(f"{path.name} is not for me")
+
+    monkeypatch.setattr(engines.Python, "write", fail)
+    done = invoke(tmp_path, "--io-size", "1M", "--compare", "auto,python", "--json")
+    assert done.exit_code == 1
+    told = json.loads(done.stdout)
+    shown = [(e["op"], e["engine"]) for e in told["results"] if e["engine"] != "reference"]
+    assert shown == [("read", "auto"), ("read", "python"), ("write", "auto")]
+    assert "failed: python: task0.bin is not for me" in done.stderr
+    strict = invoke(tmp_path, "--io-size", "1M", "--compare", "auto,python", "--strict", "--json")
+    assert strict.exit_code == 1
+    assert "failed: task0.bin is not for me" in strict.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_it_tells_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C threw hundreds of loops away."""
+    write, writes = engines.Nvmeio.write, iter(range(3))
+
+    def interrupt(self: engines.Nvmeio, tensor: torch.Tensor, path: Path) -> None:
+        if next(writes, None) is None:
+            raise KeyboardInterrupt
+        write(self, tensor, path)
+
+    monkeypatch.setattr(engines.Nvmeio, "write", interrupt)
+    done = invoke(tmp_path, "--io-size", "1M", "--loops", "5", "--json")
+    assert done.exit_code == 130
+    told = json.loads(done.stdout)
+    assert {e["op"]: len(e["loops"]) for e in told["results"] if e["engine"] == "auto"} == {
+        "read": 5,
+        "write": 2,
+    }
+    assert "interrupted after 2 to 5 of 5 loops" in told["conditions"][0]
+    assert list(tmp_path.iterdir()) == []
 
 
 # fio
 
 
 def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fio.shutil, "which", lambda program: "/usr/bin/fio")
+    monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/fio")
     options = Options(MIB, 16, True, False, 2)
     pool = fio.FioPool(Workload((Place(tmp_path),), 8 * MIB, options=options, fsync=True))
     asked = pool._common(Turn("fio", "write", 0, 8 * MIB))
     for option in (
-        "--direct=1", "--rw=write", f"--bs={MIB}", f"--size={4 * MIB}", "--iodepth=16",
+        "--rw=write", f"--bs={MIB}", f"--size={4 * MIB}", "--iodepth=16",
         "--numjobs=2", f"--offset_increment={4 * MIB}", "--iodepth_batch=1", "--end_fsync=1",
         "--iodepth_batch_complete_min=16",
     ):  # fmt: skip
@@ -413,6 +495,25 @@ def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         fio.FioPool(Workload((Place(tmp_path),), 9 * MIB, options=options))
     with pytest.raises(Refused, match="--validate cannot look into fio"):
         fio.FioPool(Workload((Place(tmp_path),), 8 * MIB, validate=True))
+
+
+def test_fio_finds_the_files_of_a_relative_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fio runs in the files' directory and looked for them below it: it measured other ones, or
+    refused ("refusing extend of file"). A colon separates files for it."""
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed (apt-get install fio)")
+    (tmp_path / "with:colon").mkdir()
+    if not probe_direct(tmp_path).supported:
+        pytest.skip(f"no direct I/O in {tmp_path}")
+    monkeypatch.chdir(tmp_path)
+    for write in ("--read", "--write"):
+        told = measured(
+            Path("with:colon"), "--io-size", "4M", "--compare", "libaio,fio", "--loops", 1, write
+        )
+        assert [e["engine"] for e in told["results"][:2]] == ["libaio", "fio"]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "with:colon"]
 
 
 def test_fio_takes_its_turns(tmp_path: Path) -> None:
@@ -432,9 +533,8 @@ def test_fio_takes_its_turns(tmp_path: Path) -> None:
 # Turns, and figures made of them
 
 
-def test_engines_take_turns_and_nobody_always_follows_the_same_one(tmp_path: Path) -> None:
-    session = Session(Workload((Place(tmp_path),), MIB), ["auto", "python", "threads"], ["read"])
-    orders = [session._order(loop) for loop in range(8)]
+def test_engines_take_turns_and_nobody_always_follows_the_same_one() -> None:
+    orders = [turns.order(["auto", "python", "threads"], loop, 8) for loop in range(8)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     followers = {(order[i], order[i + 1]) for order in orders for i in range(len(order) - 1)}
     assert all(len([f for f in followers if f[1] == name]) > 1 for name in orders[0])

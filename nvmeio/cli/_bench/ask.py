@@ -120,37 +120,88 @@ def resolve(options: Options) -> tuple[str, str]:
     return name, next(how for engine, _, how in select.describe() if engine == name)
 
 
-def measure(
-    workload: Workload,
-    names: Sequence[str],
-    ops: Sequence[Op],
-    errors: Console,
-    *,
-    reference: bool,
-    include_warmup: bool,
-) -> Result:
-    """Checks that it fits, measures in directories of its own, and removes them.
+class Measurement:
+    """One run: checks that it fits, measures in directories of its own, and removes them.
 
-    Raises:
-        Refused: It does not fit on the drive or in memory.
-        Failed, BackendUnavailableError, NvmeioError, OSError: What stood in the way.
+    Args:
+        workload: With the user's own directories.
+        names: The engines.
+        ops: Directions.
+        errors: Where progress goes.
+        reference: Measure the plain loop beside them.
+        include_warmup: Count the warm-up loops too.
+        strict: An engine that is missing or fails ends everything.
     """
-    resolved = resolve(workload.options)
-    measured = [*names, engines.REFERENCE] if reference else list(names)
-    needs = disk_needs(workload, ops, suffixes(measured))
-    check_space(needs)
-    check_memory(_memory_needed(workload, names), needs)
-    with scratch((place.directory for place in workload.places), "bench") as made:
-        there = replace(
-            workload,
-            places=tuple(
-                replace(place, directory=made[place.directory]) for place in workload.places
-            ),
+
+    def __init__(
+        self,
+        workload: Workload,
+        names: Sequence[str],
+        ops: Sequence[Op],
+        errors: Console,
+        *,
+        reference: bool,
+        include_warmup: bool,
+        strict: bool,
+    ) -> None:
+        self._workload = workload
+        self._names = names
+        self._ops = ops
+        self._errors = errors
+        self._reference = reference
+        self._include_warmup = include_warmup
+        self._strict = strict
+        self._resolved = resolve(workload.options)
+        self._session: Session | None = None
+
+    def run(self) -> None:
+        """Everything.
+
+        Raises:
+            Refused: It does not fit on the drive or in memory.
+            Failed, BackendUnavailableError, NvmeioError, OSError: What stood in the way.
+        """
+        workload = self._workload
+        measured = [*self._names, engines.REFERENCE] if self._reference else list(self._names)
+        needs = disk_needs(workload, self._ops, suffixes(measured))
+        check_space(needs)
+        check_memory(_memory_needed(workload, self._names), needs)
+        with scratch((place.directory for place in workload.places), "bench") as made:
+            there = replace(
+                workload,
+                places=tuple(
+                    replace(place, directory=made[place.directory]) for place in workload.places
+                ),
+            )
+            session = self._session = Session(
+                there,
+                self._names,
+                self._ops,
+                reference=self._reference,
+                include_warmup=self._include_warmup,
+                strict=self._strict,
+            )
+            with _progress.steps(self._errors, session.steps) as step:
+                session.run(step)
+
+    def result(self) -> Result | None:
+        """What was measured, if anything was: all of it, or up to an interrupt."""
+        session = self._session
+        if session is None:
+            return None
+        series = [s for s in session.series if s.loops]
+        if all(s.engine == engines.REFERENCE for s in series):
+            return None
+        return Result(
+            self._workload,
+            series,
+            [op for op in self._ops if any(s.op == op for s in series)],
+            self._resolved,
+            session.buffered,
+            session.fio_memory,
+            session.missing,
+            session.failed,
         )
-        session = Session(there, names, ops, reference=reference, include_warmup=include_warmup)
-        with _progress.steps(errors, session.steps) as step:
-            series = session.run(step)
-    return Result(workload, series, ops, resolved, session.buffered, session.fio_memory)
 
 
 def _memory_needed(workload: Workload, names: Sequence[str]) -> int:

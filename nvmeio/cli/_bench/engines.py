@@ -5,9 +5,7 @@ An engine does one transfer when it is told; files, buffers and clocks are the t
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint.file_objects import FastFileReader, Stream
 from nvmeio.cli._bench.workload import Workload
 from nvmeio.cli._exits import Failed, Refused
+from nvmeio.cli._measure import deepspeed
 from nvmeio.cli._scratch import buffer_of, fill
-from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
 
 REFERENCE_BLOCK_BYTES = 8 << 20
@@ -225,7 +223,7 @@ class DeepSpeed(Engine):
 
     def __init__(self, workload: Workload, directory: Path) -> None:
         block, depth, single, overlap, lanes = workload.options
-        self._handle = load_deepspeed().aio_handle(block, depth, single, overlap, lanes)
+        self._handle = deepspeed.load().aio_handle(block, depth, single, overlap, lanes)
         alignment = self._handle.get_alignment()
         if workload.nbytes % alignment:
             raise Refused(
@@ -250,35 +248,6 @@ class DeepSpeed(Engine):
     def _check(self, status: int, path: Path) -> None:
         if status != 0 or self._handle.wait() != 1:
             raise Failed(f"DeepSpeed did not transfer {path}")
-
-
-def load_deepspeed() -> Any:
-    """DeepSpeed's async_io module, compiled at first use (minutes once, then cached by torch).
-
-    Raises:
-        BackendUnavailableError: It is not installed or does not build; says what is missing.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
-    # ninja installed by pip lies beside the interpreter, which need not be on PATH.
-    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
-    try:
-        builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
-    except ImportError as error:
-        raise _no_deepspeed(error, "pip install deepspeed==0.19.8") from error
-    if not builder.is_compatible(verbose=False):
-        raise _no_deepspeed("libaio's headers are missing", "apt-get install libaio-dev")
-    try:
-        return builder.load(verbose=False)
-    except Exception as error:
-        raise _no_deepspeed(error, "apt-get install libaio-dev ninja-build g++") from error
-
-
-def _no_deepspeed(reason: object, remedy: str) -> BackendUnavailableError:
-    first = (str(reason).strip().splitlines() or [repr(reason)])[0]
-    return BackendUnavailableError(
-        "the engine deepspeed cannot be had", attempts=[("async_io", first)], remedy=remedy
-    )
 
 
 # Names

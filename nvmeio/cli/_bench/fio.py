@@ -1,22 +1,13 @@
-"""fio, the field's measure: one process a loop, a job for each task, timed by its own clock."""
+"""fio as an engine of `nvmeio bench`: one process a loop, a job for each task."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
-import signal
-import subprocess
-from pathlib import Path
-from typing import Any
-
 from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
-from nvmeio.cli._exits import Failed, Refused
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.cli._exits import Refused
+from nvmeio.cli._measure import fio
+from nvmeio.cli._measure.disk import free_huge_pages
 
 HUGE_PAGE_BYTES = 2 << 20
-_MEMINFO = Path("/proc/meminfo")
 
 
 class FioPool:
@@ -32,18 +23,11 @@ class FioPool:
     """
 
     def __init__(self, workload: Workload) -> None:
-        program = shutil.which("fio")
-        if program is None:
-            raise BackendUnavailableError(
-                "the engine fio cannot be had",
-                attempts=[("fio", "not on PATH")],
-                remedy="apt-get install fio",
-            )
+        fio.require()
         if workload.validate:
             raise Refused("--validate cannot look into fio: leave one of them away")
         if workload.gpu:
             raise Refused("fio has no CUDA tensors: leave --gpu or fio away")
-        self._program = program
         self._workload = workload
         self._lanes = workload.options.intra_op_parallelism
         if workload.nbytes % (self._lanes * workload.options.block_size):
@@ -70,56 +54,26 @@ class FioPool:
             for path in paths:
                 path.unlink(missing_ok=True)
         try:
-            report = self._run(paths, turn)
+            jobs = fio.run(paths, self._common(turn))
         finally:
             if turn.op == "write" and self._workload.new_files:
                 for path in paths:
                     path.unlink(missing_ok=True)
         timings = []
-        for index in range(len(paths)):
-            jobs = report["jobs"][index * self._lanes : (index + 1) * self._lanes]
-            timings.append(_timing(jobs, turn))
+        for first in range(0, len(jobs), self._lanes):
+            found = fio.figures(jobs[first : first + self._lanes])
+            timings.append(Timing(0.0, found.seconds, found.cpu_s))
         return timings
 
     def close(self) -> None:
         """Nothing is kept between loops."""
-
-    def _run(self, paths: list[Path], turn: Turn) -> dict[str, Any]:
-        command = [self._program, *self._common(turn)]
-        for index, path in enumerate(paths):
-            command += [f"--name=task{index}", f"--filename={path}"]
-        # A session of its own, so that its job processes can be ended together with it. The
-        # directory is the files': fio leaves state files where it runs.
-        process = subprocess.Popen(
-            command,
-            cwd=paths[0].parent,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, errors = process.communicate()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        if process.returncode:
-            lines = (errors or output).strip().splitlines() or [f"status {process.returncode}"]
-            raise Failed(f"fio: {lines[0]}")
-        parsed: dict[str, Any] = json.loads(output[output.index("{") :])
-        return parsed
 
     def _common(self, turn: Turn) -> list[str]:
         options, workload = self._workload.options, self._workload
         share = turn.nbytes // self._lanes
         batch = 1 if options.single_submit else options.queue_depth
         arguments = [
-            "--output-format=json",
             "--ioengine=libaio",
-            "--direct=1",
             f"--rw={turn.op}",
             f"--bs={options.block_size}",
             f"--size={share}",
@@ -128,7 +82,6 @@ class FioPool:
             f"--mem={'mmaphuge' if self.memory == 'huge pages' else 'malloc'}",
             # nvmeio does not touch what it writes either.
             "--scramble_buffers=0",
-            "--fsync_on_close=0",
             f"--end_fsync={int(workload.fsync and turn.op == 'write')}",
             f"--invalidate={int(workload.drop_caches)}",
             f"--overwrite={int(not workload.new_files)}",
@@ -146,20 +99,4 @@ class FioPool:
         # fio allocates a little more than its blocks, for every job.
         per_job = (options.queue_depth + 8) * options.block_size
         wanted = tasks * self._lanes * -(-per_job // HUGE_PAGE_BYTES)
-        with contextlib.suppress(OSError):
-            for line in _MEMINFO.read_text().splitlines():
-                if line.startswith("HugePages_Free:"):
-                    return int(line.split()[1]) >= wanted
-        return False
-
-
-def _timing(jobs: list[dict[str, Any]], turn: Turn) -> Timing:
-    """From first submission to last completion: the start of fio's process is not in it."""
-    seconds = cpu_s = 0.0
-    for job in jobs:
-        side = job[turn.op]
-        # The end_fsync is in it, opening the file and touching the buffers are not.
-        took = side["io_bytes"] / side["bw_bytes"] if side["bw_bytes"] else 0.0
-        seconds = max(seconds, took)
-        cpu_s += (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Timing(0.0, seconds, cpu_s)
+        return free_huge_pages() >= wanted

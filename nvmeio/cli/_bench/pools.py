@@ -8,28 +8,17 @@ times its own: the clock (CLOCK_MONOTONIC) is the machine's.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
-import nvmeio
 from nvmeio.cli._bench.task import Task
 from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
-from nvmeio.cli._exits import Failed, Refused
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.cli._measure.worker import Worker, opened
 
 _PATIENCE_S = 0.2
 # Long enough for every process to be awake, so that all begin at once.
 _HEAD_START_S = 0.005
-_SPIN_S = 0.001
+_TASK = f"{Task.__module__}:{Task.__name__}"
 
 
 class Pool(Protocol):
@@ -72,10 +61,11 @@ class ProcessPool:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         try:
             for index in range(len(workload.places)):
-                self._workers.append(_Worker(workload, index))
+                name = f"the process of task {index}"
+                self._workers.append(Worker(_TASK, workload, index, name=name))
             self._collect()
         except BaseException:
             self.close()
@@ -102,9 +92,9 @@ class ProcessPool:
     def close(self) -> None:
         """Ends the processes, in the middle of a transfer too."""
         for worker in self._workers:
-            worker.pipe.close()  # one that waits for work ends at that
+            worker.hang_up()
         for worker in self._workers:
-            worker.end()
+            worker.close(_PATIENCE_S)
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         for worker in self._workers:
@@ -114,105 +104,4 @@ class ProcessPool:
     def _collect(self) -> list[Any]:
         """An answer from each; then the first failure is raised."""
         answers = [worker.answer() for worker in self._workers]
-        return [_opened(kind, value) for kind, value in answers]
-
-
-class _Worker:
-    """The near end: a process of its own session, so that Ctrl-C comes to us alone."""
-
-    def __init__(self, workload: Workload, index: int) -> None:
-        self._name = f"the process of task {index}"
-        self.pipe, far = Pipe()
-        # Where this very package lies, installed or not.
-        root = str(Path(nvmeio.__file__).parent.parent)
-        script = (
-            f"import sys; sys.path.insert(0, {root!r}); "
-            f"from nvmeio.cli._bench import pools; pools.serve({far.fileno()})"
-        )
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", script],
-                pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Results are the parent's to print, and DeepSpeed prints too.
-                stdout=sys.__stderr__ and sys.__stderr__.fileno(),
-                start_new_session=True,
-            )
-        except BaseException:
-            self.pipe.close()
-            raise
-        finally:
-            far.close()
-        self.send("start", workload, index)
-
-    def send(self, method: str, *arguments: Any) -> None:
-        with suppress(OSError):  # it ended: `answer` tells how
-            self.pipe.send((method, arguments))
-
-    def answer(self) -> tuple[str, Any]:
-        try:
-            kind, value = self.pipe.recv()
-        except (EOFError, OSError):
-            code = self.process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-            return "failed", f"{self._name} ended with {how}"
-        return kind, value
-
-    def end(self) -> None:
-        try:
-            self.process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def _opened(kind: str, value: Any) -> Any:
-    if kind == "value":
-        return value
-    if kind == "unavailable":
-        message, attempts, remedy = value
-        raise BackendUnavailableError(message, attempts=attempts, remedy=remedy)
-    raise (Refused if kind == "refused" else Failed)(value)
-
-
-# The far end
-
-
-def serve(descriptor: int) -> None:
-    """Answers what comes through a pipe until it is closed."""
-    pipe = Connection(descriptor)
-    task: Task | None = None
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except (EOFError, OSError):
-            break
-        try:
-            if method == "start":
-                task = Task(*arguments)
-                answer: tuple[str, Any] = ("value", None)
-            else:
-                answer = ("value", _do(task, method, arguments))
-        except BackendUnavailableError as missing:
-            first = str(missing).splitlines()[0]
-            answer = ("unavailable", (first, missing.attempts, missing.remedy))
-        except Refused as refused:
-            answer = ("refused", str(refused))
-        except Exception as failed:
-            known = isinstance(failed, (Failed, OSError))
-            answer = ("failed", str(failed) if known else f"{type(failed).__name__}: {failed}")
-        pipe.send(answer)
-    # Not by way of the interpreter's end: DeepSpeed's threads do not survive it in order.
-    os._exit(0)
-
-
-def _do(task: Task | None, method: str, arguments: Sequence[Any]) -> Any:
-    if task is None:
-        raise Failed("the task did not come up")
-    if method == "run_at":
-        at, turn, cached = arguments
-        time.sleep(max(0.0, at - time.perf_counter() - _SPIN_S))
-        while time.perf_counter() < at:
-            pass
-        return task.run(turn, cached)
-    return getattr(task, method)(*arguments)
+        return [opened(answer) for answer in answers]

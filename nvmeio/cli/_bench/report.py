@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from nvmeio.cli import _facts
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Op, Workload
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._measure.worker import why_missing
+from nvmeio.cli._units import binary_size, counted
+from nvmeio.errors import BackendUnavailableError
 
 UNIT = "GB = 10^9 bytes"
 _REFERENCE_LABEL = "plain loop"
@@ -32,6 +34,8 @@ class Result:
         resolved: The engine that "auto" stands for, and why.
         buffered: Engines whose transfers went through the page cache.
         fio_memory: What fio's buffers lay on, "" where fio was not asked.
+        missing: Engines that cannot be had here, and why.
+        failed: Engines that began and did not do the work, and why.
     """
 
     workload: Workload
@@ -40,6 +44,8 @@ class Result:
     resolved: tuple[str, str]
     buffered: Sequence[str]
     fio_memory: str
+    missing: Mapping[str, BackendUnavailableError] = field(default_factory=dict)
+    failed: Mapping[str, Exception] = field(default_factory=dict)
 
     def of(self, op: Op) -> list[Series]:
         """The series of one direction, the reference last."""
@@ -49,13 +55,22 @@ class Result:
         """Throughput relative to the first engine of its direction."""
         return series.gb_per_s / self.of(series.op)[0].gb_per_s
 
+    def not_measured(self) -> list[str]:
+        """The engines that were asked for and have no figures, with the reason, and the remedy."""
+        lines = []
+        for engine, missing in self.missing.items():
+            remedy = f" ({missing.remedy})" if missing.remedy else ""
+            lines.append(f"not measured: {engine}: {why_missing(missing)}{remedy}")
+        lines += [f"failed: {engine}: {why}" for engine, why in self.failed.items()]
+        return lines
+
     def conditions(self) -> list[str]:
         """What a reader has to know to compare the figures with others."""
         workload = self.workload
         tasks = len(workload.places)
         lines = [
             f"{binary_size(workload.nbytes)} per task and loop, {tasks} "
-            f"{'task' if tasks == 1 else 'tasks'}, {workload.loops} loops after "
+            f"{'task' if tasks == 1 else 'tasks'}, {self._loops()} after "
             f"{workload.warmup_loops} to warm up; medians; {UNIT}",
             f"engine {self.resolved[0]} ({self.resolved[1]}), {self._options()}",
         ]
@@ -79,6 +94,13 @@ class Result:
             "direction, for anybody, per byte asked for (/proc/diskstats)"
         )
         return lines
+
+    def _loops(self) -> str:
+        counts = [len(series.loops) for series in self.series]
+        fewest, most = min(counts), max(counts)
+        if most < self.workload.loops or fewest < most:
+            return f"interrupted after {fewest} to {most} of {counted(self.workload.loops, 'loop')}"
+        return counted(self.workload.loops, "loop")
 
     def _options(self) -> str:
         o = self.workload.options
@@ -127,7 +149,7 @@ def render(result: Result, console: Console) -> None:
     several = any(len(result.of(op)) - 1 > 1 for op in result.ops)
     with console.capture() as shown:
         for op in result.ops:
-            console.print(_table(result, op, several))
+            console.print(_table(result, op, several, console.width))
             console.print()
         for line in result.conditions():
             console.print(Text(line, "dim"), soft_wrap=not console.is_terminal)
@@ -135,32 +157,52 @@ def render(result: Result, console: Console) -> None:
     console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
 
 
-def _table(result: Result, op: Op, several: bool) -> Table:
+# What goes first where there is little room: 1 stays longest.
+_RANKS = {
+    "end-to-end GB/s": 1,
+    "ratio": 2,
+    "loops GB/s": 3,
+    "CPU s/GB": 4,
+    "disk": 5,
+    "end-to-end ms": 6,
+    "task GB/s": 7,
+    "task ms": 8,
+}
+
+
+def _table(result: Result, op: Op, several: bool, width: int) -> Table:
+    rows = {series.engine: _cells(result, series, several) for series in result.of(op)}
+    shown = list(next(iter(rows.values())))
+    while len(shown) > 2 and _width(rows, shown) > width:
+        shown.remove(max(shown, key=lambda heading: _RANKS[heading]))
     table = Table(box=None, pad_edge=False)
     table.add_column(op, style="bold")
-    for heading in ("task ms", "task GB/s", "end-to-end ms", "end-to-end GB/s"):
+    for heading in shown:
         table.add_column(heading, justify="right")
-    table.add_column("loops GB/s", justify="right")
-    for heading in ("CPU s/GB", "disk"):
-        table.add_column(heading, justify="right")
-    if several:
-        table.add_column("ratio", justify="right")
-    for series in result.of(op):
-        low, high = series.range_gb_per_s
-        cells = [
-            f"{series.task_s * 1e3:.1f}",
-            f"{series.task_gb_per_s:.2f}",
-            f"{series.end_to_end_s * 1e3:.1f}",
-            f"{series.gb_per_s:.2f}",
-            f"{low:.2f} - {high:.2f} (±{series.spread:.0%})",
-            f"{series.cpu_s_per_gb:.3f}",
-            "-" if series.disk_per_byte is None else f"{series.disk_per_byte:.2f}",
-        ]
-        if several:
-            cells.append(f"{result.ratio(series):.2f}x")
-        reference = series.engine == REFERENCE
-        table.add_row(label(series.engine), *cells, style="dim" if reference else None)
+    for engine, cells in rows.items():
+        style = "dim" if engine == REFERENCE else None
+        table.add_row(label(engine), *(cells[heading] for heading in shown), style=style)
     return table
+
+
+def _cells(result: Result, series: Series, several: bool) -> dict[str, str]:
+    low, high = series.range_gb_per_s
+    cells = {
+        "task ms": f"{series.task_s * 1e3:.1f}",
+        "task GB/s": f"{series.task_gb_per_s:.2f}",
+        "end-to-end ms": f"{series.end_to_end_s * 1e3:.1f}",
+        "end-to-end GB/s": f"{series.gb_per_s:.2f}",
+        "loops GB/s": f"{low:.2f} - {high:.2f} (±{series.spread:.0%})",
+        "CPU s/GB": f"{series.cpu_s_per_gb:.3f}",
+        "disk": "-" if series.disk_per_byte is None else f"{series.disk_per_byte:.2f}",
+    }
+    return cells | ({"ratio": f"{result.ratio(series):.2f}x"} if several else {})
+
+
+def _width(rows: Mapping[str, Mapping[str, str]], shown: Sequence[str]) -> int:
+    names = max(len(label(engine)) for engine in rows)
+    columns = (max(len(h), *(len(cells[h]) for cells in rows.values())) for h in shown)
+    return names + sum(2 + column for column in columns)
 
 
 # For programs
@@ -198,6 +240,7 @@ def as_json(result: Result) -> dict[str, Any]:
             ],
         },
         "conditions": result.conditions(),
+        "not_measured": result.not_measured(),
         "results": [_series(result, series) for series in result.series],
     }
 

@@ -6,15 +6,18 @@ So whatever else the machine does hits all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvmeio.cli._bench.engines import RAW, REFERENCE
 from nvmeio.cli._bench.fio import FioPool
 from nvmeio.cli._bench.pools import LocalPool, Pool, ProcessPool
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
-from nvmeio.cli._disk import DiskBytes, Disks
+from nvmeio.cli._exits import Failed
+from nvmeio.cli._measure.disk import DiskBytes, Disks
+from nvmeio.cli._measure.turns import order
 from nvmeio.cli._units import GB
+from nvmeio.errors import BackendUnavailableError, NvmeioError
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,12 @@ class Session:
         ops: Directions, one after the other.
         reference: Measure the plain loop beside them.
         include_warmup: Count the warm-up loops too.
+        strict: The first engine that is missing or fails ends everything.
 
     Attributes:
+        series: One for each engine and direction that were measured, or are being.
+        missing: Engines that cannot be had here, and why.
+        failed: Engines that began and did not do the work, and why.
         buffered: Engines whose transfers go through the page cache, once `run` has set them up.
         fio_memory: What fio's buffers lie on, "" where it takes no part.
     """
@@ -139,11 +146,16 @@ class Session:
         *,
         reference: bool = True,
         include_warmup: bool = False,
+        strict: bool = False,
     ) -> None:
         self._workload = workload
         self._engines = [*engines, REFERENCE] if reference else list(engines)
         self._ops = ops
         self._include_warmup = include_warmup
+        self._strict = strict or len(engines) == 1
+        self.series: list[Series] = []
+        self.missing: dict[str, BackendUnavailableError] = {}
+        self.failed: dict[str, Exception] = {}
         self._on_step: Callable[[str], None] = lambda what: None
         self._pools: dict[str, Pool] = {}
         self._of: dict[str, Pool] = {}
@@ -157,7 +169,7 @@ class Session:
         turns = len(self._ops) * self._workload.total_loops * len(self._engines)
         return 1 + len(self._engines) + turns
 
-    def run(self, on_step: Callable[[str], None] = lambda what: None) -> list[Series]:
+    def run(self, on_step: Callable[[str], None] = lambda what: None) -> None:
         """Everything; the reference's series last in each direction.
 
         Args:
@@ -169,7 +181,8 @@ class Session:
         self._on_step = on_step
         try:
             self._set_up()
-            return [series for op in self._ops for series in self._measure(op)]
+            for op in self._ops:
+                self._measure(op)
         finally:
             for pool in self._pools.values():
                 pool.close()
@@ -183,37 +196,57 @@ class Session:
         )
         for engine in self._engines:
             self._on_step(f"{engine}: setting up")
-            pool: Pool = main
-            if engine == "deepspeed":
-                pool = self._pools[engine] = ProcessPool(self._workload)
-            elif engine == "fio":
-                pool = self._pools[engine] = fio = FioPool(self._workload)
-                self.fio_memory = fio.memory
-            if pool.open(engine):
-                self.buffered.append(engine)
-            self._of[engine] = pool
+            try:
+                self._of[engine] = self._open(engine, main)
+            except BackendUnavailableError as missing:
+                if self._strict:
+                    raise
+                self.missing[engine] = missing
+        self._end_if_nobody_is_left(self.missing)
 
-    def _measure(self, op: Op) -> list[Series]:
-        for suffix in suffixes(self._engines):
+    def _open(self, engine: str, main: Pool) -> Pool:
+        pool = main
+        if engine == "deepspeed":
+            pool = self._pools[engine] = ProcessPool(self._workload)
+        elif engine == "fio":
+            pool = self._pools[engine] = fio = FioPool(self._workload)
+            self.fio_memory = fio.memory
+        if pool.open(engine):
+            self.buffered.append(engine)
+        return pool
+
+    def _measure(self, op: Op) -> None:
+        for suffix in suffixes(list(self._of)):
             self._pools["main"].make_files(suffix, op)
-        series = {engine: Series(engine, op) for engine in self._engines}
+        series = {engine: Series(engine, op) for engine in self._of}
+        self.series += series.values()
         for loop in range(self._workload.total_loops):
             warming = loop < self._workload.warmup_loops
             kind = "warm-up" if warming else op
-            for engine in self._order(loop):
+            for engine in order(list(self._of), loop, self._workload.total_loops):
                 self._on_step(f"{engine} {kind}")
-                done = self._turn(Turn(engine, op, loop, self._nbytes(engine)))
+                try:
+                    done = self._turn(Turn(engine, op, loop, self._nbytes(engine)))
+                except (Failed, NvmeioError, OSError) as failed:
+                    self._leave_out(series[engine], failed)
+                    continue
                 if warming:
                     series[engine].warmup.append(done)
                 if not warming or self._include_warmup:
                     series[engine].loops.append(done)
-        return list(series.values())
 
-    def _order(self, loop: int) -> list[str]:
-        """Each loop begins with another engine, so that nobody always follows the same one."""
-        first = loop % len(self._engines)
-        order = [*self._engines[first:], *self._engines[:first]]
-        return order[::-1] if loop % 2 else order
+    def _leave_out(self, series: Series, failed: Exception) -> None:
+        """An engine that failed: figures of fewer loops than the others' are not the same."""
+        if self._strict or series.engine == REFERENCE:
+            raise failed
+        self.failed[series.engine] = failed
+        self.series.remove(series)
+        del self._of[series.engine]
+        self._end_if_nobody_is_left(self.failed)
+
+    def _end_if_nobody_is_left(self, why: Mapping[str, Exception]) -> None:
+        if not set(self._of) - {REFERENCE}:
+            raise next(iter(why.values()))
 
     def _nbytes(self, engine: str) -> int:
         nbytes = self._workload.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -12,9 +11,11 @@ import nvmeio
 from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.engines import REFERENCE, DeepSpeed, Engine
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
-from nvmeio.cli._disk import cached_fraction, drop_from_cache
 from nvmeio.cli._exits import Failed
+from nvmeio.cli._measure.disk import cached_fraction, cpu_seconds, drop_from_cache
 from nvmeio.cli._scratch import differs_at, fill, write_file
+
+_SPIN_S = 0.001  # what sleeping may be late by
 
 
 class Task:
@@ -107,7 +108,7 @@ class Task:
         tensor = self._own.get(turn.engine, self._tensor)[: turn.nbytes]
         there = self._on_device[: turn.nbytes] if workload.gpu else tensor
         through_host = there.device != tensor.device
-        cpu = _cpu_seconds()
+        cpu = cpu_seconds()
         start = time.perf_counter()
         if turn.op == "read":
             self._loaded = engine.read(tensor, path)
@@ -122,7 +123,14 @@ class Task:
         if workload.gpu:
             torch.cuda.synchronize()
         end = time.perf_counter()
-        return Timing(start, end, _cpu_seconds() - cpu, cached)
+        return Timing(start, end, cpu_seconds() - cpu, cached)
+
+    def run_at(self, at: float, turn: Turn, cached: float | None) -> Timing:
+        """The same, begun at a moment on the clock that all processes share."""
+        time.sleep(max(0.0, at - time.perf_counter() - _SPIN_S))
+        while time.perf_counter() < at:
+            pass
+        return self.run(turn, cached)
 
     def after(self, turn: Turn) -> None:
         """Compares, and removes what only this loop needed.
@@ -191,8 +199,3 @@ def _allocate(workload: Workload) -> torch.Tensor:
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

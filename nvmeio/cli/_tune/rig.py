@@ -13,7 +13,7 @@ import torch
 
 import nvmeio
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.cli._disk import drop_from_cache
+from nvmeio.cli._measure.disk import drop_from_cache
 from nvmeio.cli._scratch import fill, write_file
 from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.search import Unusable

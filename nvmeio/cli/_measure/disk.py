@@ -1,10 +1,11 @@
-"""What the drive and the page cache had to do with a transfer."""
+"""What a transfer took beside time: processor, drive, page cache."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import resource
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,12 @@ from nvmeio._mounts import find_mount
 from nvmeio.cli import _facts
 
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process so far, all threads included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 class DiskBytes(NamedTuple):
@@ -57,6 +64,15 @@ class Disks:
                 read += int(fields[5]) * SECTOR
                 written += int(fields[9]) * SECTOR
         return DiskBytes(read, written)
+
+
+def free_huge_pages() -> int:
+    """Pages that are reserved for whoever asks for huge ones, and not taken."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("HugePages_Free:"):
+                return int(line.split()[1])
+    return 0
 
 
 def drop_from_cache(path: Path) -> None:
