@@ -25,7 +25,7 @@ CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 .PHONY: help demo test test-clients stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
 	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)

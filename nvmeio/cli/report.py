@@ -232,7 +232,7 @@ def render(report: Report, console: Console) -> None:
             (None, "page-locking", *_memlock(facts.memory)),
         ),
         _heading("GPUDirect Storage"),
-        _table(*_gds(facts.cufile)),
+        _table(*_gds(facts.cufile, software.cuda_available)),
     ]
     for directory in facts.directories:
         free = f"{_size(directory.free_bytes)} of {_size(directory.total_bytes)}"
@@ -334,7 +334,10 @@ _MODES = {
 }
 
 
-def _gds(cufile: CuFile) -> Iterator[tuple[bool | None, str, str, str]]:
+def _gds(cufile: CuFile, has_gpu: bool) -> Iterator[tuple[bool | None, str, str, str]]:
+    if not has_gpu:  # nothing of it matters then; --json tells it all the same
+        yield None, "no GPU", "cuFile is not needed", f"cuFile: {cufile.path or 'not found'}"
+        return
     if cufile.path is None:
         yield None, "cuFile", "not found", cufile.reason
     else:

@@ -113,9 +113,10 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones(width: int) -> None
     series = [Series(name, "read", loops=loops) for name in ("torch_save", "aio_basic", REFERENCE)]
     workload = Workload((Place(Path("/mnt")),), 10**9)
     result = report.Result(workload, series, ["read"], ("libaio", "it works"), [], "")
-    console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
+    output = StringIO()
+    console = Console(file=output, width=width, force_terminal=True, color_system=None)
     report.render(result, console)
-    head, first, second = console.file.getvalue().splitlines()[:3]
+    head, first, second = output.getvalue().splitlines()[:3]
     assert "end-to-end GB/s" in head and "0.50" in first
     assert first.split()[0] == "torch_save" and second.split()[0] == "aio_basic"
     assert len(head) <= width

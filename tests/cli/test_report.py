@@ -368,8 +368,31 @@ def shown(facts: _facts.Facts, **spoiled: object) -> str:
     return shown.getvalue()
 
 
+def test_one_line_tells_of_cufile_where_there_is_no_gpu(facts: _facts.Facts) -> None:
+    """Six lines told of the parts of something that nobody there could use."""
+    for cufile in (GDS, facts.cufile):
+        text = shown(facts, cufile=cufile).partition("GPUDirect Storage\n")[2]
+        (line,) = text.partition("\n\n")[0].splitlines()
+        assert line.split()[:2] == ["no", "GPU"]
+        assert str(cufile.path or "not found") in line
+
+
+def test_the_report_fits_a_narrow_terminal(facts: _facts.Facts) -> None:
+    """Words were broken in two, and labels cut, in 60 columns."""
+    output = StringIO()
+    console = Console(file=output, width=60, force_terminal=True, color_system=None)
+    report.render(report.Report(facts, list(report.find_problems(facts))), console)
+    wide = shown(facts).split()
+    narrow = output.getvalue()
+    assert max(map(len, narrow.splitlines())) <= 60
+    short = {word for word in wide if len(word) <= 40}
+    assert short <= set(narrow.split())
+
+
 def test_compat_mode_is_not_presented_as_dma(facts: _facts.Facts) -> None:
-    text = shown(facts, cufile=GDS)
+    text = shown(
+        facts, cufile=GDS, software=dataclasses.replace(facts.software, cuda_available=True)
+    )
     assert "version 1.20" in text
     assert "compat  no DMA to the GPU: cuFile goes through host memory" in text
     assert "nvidia-fs    not loaded" in text
@@ -379,8 +402,8 @@ def test_compat_mode_is_not_presented_as_dma(facts: _facts.Facts) -> None:
 def test_driver_that_does_not_open_says_why(facts: _facts.Facts) -> None:
     refusal = "cuFile: status 5033"
     spoiled = dataclasses.replace(GDS, usable=False, reason=refusal, driver=refusal, mode=None)
-    assert f"does not open  {refusal}" in shown(facts, cufile=spoiled)
     software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda="13.0")
+    assert f"does not open  {refusal}" in shown(facts, cufile=spoiled, software=software)
     (problem,) = problems(facts, cufile=spoiled, software=software)
     assert refusal in problem.what
     assert "cufile.log" in problem.fix
