@@ -185,6 +185,82 @@ def test_none_of_the_systems_imports_another() -> None:
             assert not others
 
 
+# What the outermost layers stand on, beside the standard library and what they adapt to: declared
+# here and described in docs/architecture.md.
+STANDS_ON = {
+    "integrations": {
+        *("errors", "handle", "files", "buffers", "pool", "_checks", "_plan", "_tensor", "_device"),
+        *("_memory", "_page_cache"),
+        *("_io", "_storage", "_formats", "_residency", "_blocks"),
+        *SYSTEMS,
+    },
+    "cli": {
+        *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks", "_plan"),
+        *("_mounts", "_shim", "_page_cache"),
+        *("_io", "_storage", "_formats", "compat", "integrations"),
+        *SYSTEMS,
+    },
+    "compat": {
+        *("errors", "handle", "buffers", "gds", "operation", "_checks", "_plan", "_tensor"),
+        *("_memory", "_io"),
+    },
+}
+# Until inference's feeder is that of _residency, and what all engines share has a name of its own.
+NOT_YET = {
+    ("nvmeio.integrations.accelerate", "nvmeio.inference._feeder"),
+    ("nvmeio._transfer", "nvmeio.engines._queued"),
+}
+
+
+def is_private_to_another(importer: str, name: str) -> bool:
+    """Whether a module is an underscored one inside a package that the importer is outside of.
+
+    Underscored modules right below nvmeio are private to nvmeio as a whole.
+    """
+    parts = name.split(".")
+    for length in range(3, len(parts) + 1):
+        if parts[length - 1].startswith("_"):
+            owner = ".".join(parts[: length - 1])
+            return importer != owner and not importer.startswith(f"{owner}.")
+    return False
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_no_package_reaches_into_the_private_modules_of_another(module: str) -> None:
+    private = {name for name in inner_imports(module) if is_private_to_another(module, name)}
+    assert {name for name in private if (module, name) not in NOT_YET} == set()
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_no_package_takes_private_names_out_of_another(module: str) -> None:
+    """`from nvmeio.x import _y`, where `_y` is no module."""
+    taken = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nvmeio."):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if alias.name.startswith("_") and whole not in MODULES:
+                    taken.add(whole)
+    near = module.split(".")[:2]
+    assert {name for name in taken if name.split(".")[:2] != near} == set()
+
+
+@pytest.mark.parametrize("module", [name for name in INSIDE if name.split(".")[1] in STANDS_ON])
+def test_the_outermost_layers_stand_on_declared_ones(module: str) -> None:
+    mine = module.split(".")[1]
+    used = {name.split(".")[1] for name in inner_imports(module) if name != "nvmeio"}
+    assert used <= STANDS_ON[mine] | {mine}
+
+
+def test_private_modules_are_seen() -> None:
+    """Were the rule blind, the tests above would pass."""
+    assert is_private_to_another("nvmeio.cli.verify", "nvmeio.checkpoint._saver")
+    assert is_private_to_another("nvmeio.offload.module", "nvmeio.cli._bench.ask")
+    assert not is_private_to_another("nvmeio.cli.bench", "nvmeio.cli._bench.ask")
+    assert not is_private_to_another("nvmeio.cli.bench", "nvmeio._io.handles")
+    assert is_private_to_another("nvmeio.cli.bench", "nvmeio._io._secret")
+
+
 def test_there_are_no_circles() -> None:
     """At run time; a type may know its user."""
     graph = {module: inner_imports(module, for_types=False) & set(INSIDE) for module in INSIDE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 import warnings
@@ -245,10 +246,13 @@ class _Run:
 
 
 def _tokenizer(directory: Path) -> Any:
-    from nvmeio.inference import _transformers
-
     try:
-        return _transformers.require().AutoTokenizer.from_pretrained(directory)
+        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(directory)
+    except ImportError as missing:
+        raise Refused(
+            f"text takes transformers ({missing}): pip install transformers, or give the prompt as "
+            "tokens: --ids 1,2,3"
+        ) from missing
     except Exception as failed:  # transformers raises many kinds
         raise Refused(
             f"{directory} holds no tokenizer that transformers can load ({failed}); copy it there, "

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from nvmeio._formats.safetensors_files import tensor_on
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.handles import handle_for
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
-from nvmeio.inference._checkpoint import Checkpoint
 
 __all__ = ["iterate_weights", "register"]
 
