@@ -12,6 +12,8 @@ import _thread
 import atexit
 import contextlib
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable
 
 from nvmeio._io.owner import OwnerThread
@@ -40,15 +42,24 @@ class Ending:
     def close(self) -> None:
         """End it now, and wait; raises what the end raised. Idempotent.
 
-        An interrupted one goes on, and who calls it again waits for it.
+        An interrupt is raised when it has ended, a second one at once; then it goes on, and who
+        calls this again waits for it.
         """
-        if os.getpid() == self._pid:  # in a forked child everything is the parent's
+        if os.getpid() != self._pid:
+            return  # in a forked child everything is the parent's
+        self._closing.asked = True
+        try:
             with contextlib.suppress(ClosedError):
                 self._owner.call(self._closing.run)
+        except BaseException:
+            with contextlib.suppress(ClosedError):
+                self._owner.call(int)
+            raise
 
     def __del__(self) -> None:
         if os.getpid() != self._pid or self._closing.done or self._owner.is_here:
             return
+        self._closing.asked = True
         # Not for long: the collector may have come here while this thread holds a lock that the
         # end needs.
         self._lease.end()
@@ -63,6 +74,7 @@ class _Closing:
         self.owner = owner
         self._end = end
         self._pid = os.getpid()
+        self.asked = False
         self.done = False
 
     def run(self) -> None:
@@ -82,6 +94,28 @@ class _Closing:
 
 
 _open: dict[int, _Closing] = {}  # in the order in which they were made
+_left: deque[weakref.ref[OwnerThread]] = deque(maxlen=64)
+
+
+def leave(owner: OwnerThread) -> None:
+    """Who made it was interrupted: what it still does, and gives back, has no object yet."""
+    _left.append(weakref.ref(owner))
+
+
+def wait_for_those_that_end() -> bool:
+    """Wait for what was closed, dropped or left and has not ended yet; whether there was any.
+
+    For who opens again what an interrupted call, or the collector, is about to give back.
+    """
+    owners = [closing.owner for closing in list(_open.values()) if closing.asked]
+    while _left:
+        owner = _left.pop()()
+        if owner is not None:
+            owners.append(owner)
+    for owner in owners:
+        with contextlib.suppress(ClosedError):
+            owner.call(int)
+    return bool(owners)
 
 
 def _at_exit() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._storage import private
 from nvmeio.errors import IntegrityError, TransferError
 
 _MAGIC = b"nvmeio-swap 2\n"
@@ -80,7 +81,7 @@ def store(directory: str, manifest: Manifest) -> None:
         # Whole or not: who reads it later must not take it for a step that has happened, for
         # the next attempt writes over its data.
         with contextlib.suppress(OSError):
-            os.truncate(path, 0)
+            _empty(path)
         raise
 
 
@@ -104,7 +105,7 @@ def drop(directory: str, generation: int, durable: bool = False) -> None:
     """
     path = _place(directory, generation)
     try:
-        os.truncate(path, 0)
+        _empty(path)
     except FileNotFoundError:
         return
     except OSError as failed:
@@ -113,13 +114,21 @@ def drop(directory: str, generation: int, durable: bool = False) -> None:
         _write(path, b"", 0, durable=True)
 
 
+def _empty(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
 def _place(directory: str, generation: int) -> str:
     return os.path.join(directory, NAMES[generation % 2])
 
 
 def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = private.open_own(path)
         try:
             view = memoryview(data)
             at = 0

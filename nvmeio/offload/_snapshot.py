@@ -9,10 +9,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from nvmeio._storage import durable, private
 from nvmeio.errors import TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
-from nvmeio.offload._swap_dir import LOCK, OURS, sync_directory
+from nvmeio.offload._swap_dir import LOCK, OURS, directory_path
 from nvmeio.offload._transactions import Transaction
 
 _FICLONE = 0x40049409  # linux/fs.h
@@ -43,10 +44,11 @@ def copy(
 
     Source: man 2 ioctl_ficlone, man 2 copy_file_range, man 2 sendfile.
     """
-    above = os.fspath(directory)
+    above = directory_path("directory", directory)
     target = os.path.join(above, os.path.basename(source))
     try:
-        os.makedirs(target, exist_ok=True)
+        os.makedirs(above, private.DIRECTORY_MODE, exist_ok=True)
+        private.make_private_directory(target)
         if any(entry != LOCK for entry in os.listdir(target)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     except OSError as failed:
@@ -60,7 +62,7 @@ def copy(
         _manifest.store(target, manifest)
         _manifest.mark_durable(target, manifest)
         for path in (target, above, os.path.dirname(os.path.abspath(above))):
-            sync_directory(path)
+            durable.sync_directory(path)
     except BaseException:
         _remove(target)
         raise
@@ -85,9 +87,9 @@ def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None
 
     `check` is called now and then, and ends it by what it raises.
     """
-    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        writing = private.create(target)
         try:
             try:
                 fcntl.ioctl(writing, _FICLONE, reading)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
 
 from nvmeio import files
+from nvmeio._io import ending
+from nvmeio._storage import durable, private
 from nvmeio.errors import TransferError
 from nvmeio.files import File
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 LOCK = "lock"
 # All that is ever made here. Nothing else is removed: the directory may have been somebody's.
@@ -21,35 +19,31 @@ OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights"
 
 
 class SwapDir:
-    """A directory that this process alone swaps into.
+    """A directory that this process alone swaps into, and that no other user may enter.
 
     Args:
-        parent: The user's directory; must exist.
+        parent: The user's directory; made where it is missing, but not those above it.
         name: Of the directory in it that is made and locked.
 
     Raises:
         TransferError: `parent` is missing, no directory or not writable; somebody else swaps into
-            the same place (EBUSY).
+            the same place (EBUSY), or it is not ours: another user's directory or file, or a link,
+            which could lead anywhere (EPERM, ELOOP, ENOTDIR).
 
     The lock is a flock on a file: it goes with the process, however that ends. Where that did not
     release it, a child that was forked from it holds it as long as it lives.
     """
 
     def __init__(self, parent: str | os.PathLike[str], name: str) -> None:
-        if not isinstance(parent, (str, os.PathLike)):
-            raise TypeError(f"swap_dir must be a path, not {type(parent).__name__}: {parent!r:.80}")
-        above = os.fspath(parent)
-        if not isinstance(above, str):
-            raise TypeError(
-                f"swap_dir must be a str, not {above!r}; os.fsdecode turns bytes into one"
-            )
-        if not os.path.isdir(above):
-            code = errno.ENOTDIR if os.path.exists(above) else errno.ENOENT
+        above = directory_path("swap_dir", parent)
+        if not os.path.exists(above):
+            private.make_private_directory(above)
+        elif not os.path.isdir(above):
             raise TransferError(
-                code,
+                errno.ENOTDIR,
                 operation="open",
                 path=above,
-                detail="swap_dir must be an existing directory; make it on a fast drive",
+                detail="swap_dir must be a directory on a fast drive",
             )
         self.path = os.path.join(above, name)
         self._lock_fd = fd = self._locked()
@@ -60,21 +54,29 @@ class SwapDir:
         except OSError as failed:  # a full disk must not leave the lock behind
             self.release()
             raise _wrapped(failed, "write", lock) from failed
+        try:
+            self._check_ours()
+        except BaseException:
+            self.release()
+            raise
 
     def _locked(self) -> int:
         lock = self.file(LOCK)
         while True:
+            private.make_private_directory(self.path)
             try:
-                os.makedirs(self.path, exist_ok=True)
-                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as failed:
-                raise _wrapped(failed, "open", self.path) from failed
+                fd = private.open_own(lock)
+            except FileNotFoundError:
+                continue  # its owner removed the directory meanwhile
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), os.stat(lock)):
                     return fd
             except BlockingIOError:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                if holder == str(os.getpid()) and ending.wait_for_those_that_end():
+                    os.close(fd)
+                    continue
                 os.close(fd)
                 raise TransferError(
                     errno.EBUSY,
@@ -89,6 +91,16 @@ class SwapDir:
                 os.close(fd)
                 raise _wrapped(failed, "lock", lock) from failed
             os.close(fd)  # its owner removed it meanwhile
+
+    def _check_ours(self) -> None:
+        """Whether what is there is ours. Nobody can put anything else there from now on.
+
+        Raises:
+            TransferError: Something is a link, or another user's.
+        """
+        for name in OURS:
+            if os.path.lexists(self.file(name)):
+                os.close(private.open_own(self.file(name)))
 
     def clean(self) -> None:
         """Remove what a dead process left. What is not ours by its name stays.
@@ -112,7 +124,7 @@ class SwapDir:
             TransferError: The drive failed.
         """
         for path in (self.path, os.path.dirname(self.path) or "."):
-            sync_directory(path)
+            durable.sync_directory(path)
 
     def file(self, name: str) -> str:
         """The path of a file in it."""
@@ -125,21 +137,19 @@ class SwapDir:
             TransferError: There is not that much space; nothing new is left then.
         """
         path = self.file(name)
-        fresh = not os.path.exists(path)
-        file = files.open(path, "rw")
+        fresh = not os.path.lexists(path)
         try:
-            held = file.acquire(True)
+            fd = private.open_own(path)
             try:
-                reserve(held.any_fd(), path, nbytes)
+                durable.reserve(fd, nbytes, path)
             finally:
-                held.release()
+                os.close(fd)
+            return files.open(path, "r+")
         except BaseException:
-            file.close()
             if fresh:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise
-        return file
 
     def release(self, remove: bool = False) -> None:
         """Give up the lock, and with `remove` everything there; idempotent."""
@@ -159,41 +169,18 @@ class SwapDir:
             os.close(fd)
 
 
-def reserve(fd: int, path: str, nbytes: int) -> None:
-    """Give a file its size and its blocks, so that no later write can meet a full disk.
+def directory_path(what: str, value: str | os.PathLike[str]) -> str:
+    """A directory that a user names.
 
     Raises:
-        TransferError: ENOSPC, EDQUOT, EFBIG and the like.
+        TypeError: It is no path, or bytes.
     """
-    if not nbytes or os.fstat(fd).st_size >= nbytes:
-        return
-    if _libc.fallocate(fd, 0, 0, nbytes) == 0:
-        return
-    code = ctypes.get_errno()
-    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-        try:
-            os.ftruncate(fd, nbytes)  # this file system reserves nothing; a write may meet ENOSPC
-            return
-        except OSError as failed:
-            code = failed.errno or errno.EIO
-    raise TransferError(code, operation="fallocate", path=path, file_offset=0, nbytes=nbytes)
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable, where the file system can.
-
-    Raises:
-        TransferError: The drive failed.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as failed:
-        if failed.errno != errno.EINVAL:  # not of directories on this file system
-            raise _wrapped(failed, "fsync", path) from failed
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{what} must be a path, not {type(value).__name__}: {value!r:.80}")
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError(f"{what} must be a str, not {path!r}; os.fsdecode turns bytes into one")
+    return path
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:

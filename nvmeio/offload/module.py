@@ -55,7 +55,8 @@ class SwappedModule(torch.nn.Module):
     Args:
         module: With its parameters in memory on the CPU, or on the meta device: then they are
             made part by part, never all at once.
-        swap_dir: An existing directory on a fast drive; a subdirectory is made in it and locked.
+        swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
+            subdirectory is made in it and locked.
         resident_bytes: The window. At least the largest part of the module; two or three of them
             let reading and computing overlap.
         stage_bytes: How large a part may be that is brought in as one; None: a quarter of the

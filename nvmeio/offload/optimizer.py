@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._io import ending
 from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
@@ -48,8 +50,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer_class: The class, such as `torch.optim.AdamW`.
         params: Parameters, or groups, as for that class.
-        swap_dir: An existing directory on a fast drive; a subdirectory for this optimizer (and
-            rank) is made in it and locked. Takes twice the state; see `plan`.
+        swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
+            subdirectory for this optimizer (and rank), which no other user may enter, is made in
+            it and locked. Takes twice the state; see `plan`.
         subgroup_bytes: State that is read, stepped and written as one. More is better for the
             drive up to some 64 MiB; see docs/offload.md.
         buffer_bytes: All buffers together; None gives each stage the largest subgroup. Parameters
@@ -76,7 +79,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure).
         ValueError: A parameter is out of range; the buffers are too small for one parameter.
-        TransferError: The directory is missing, read-only, full or in use (EBUSY).
+        TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or
+            not this user's (EPERM, ELOOP).
         IntegrityError: What is to be resumed belongs to something else, or is damaged.
 
     Attributes:
@@ -165,6 +169,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 # GradScaler then leaves the scaling to us: only this object reaches the gradients.
                 self._step_supports_amp_scaling = True
         except BaseException:
+            ending.leave(self._transactions.owner)
             self.close()
             raise
 
@@ -199,9 +204,9 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 directory.release(remove=not resume)
             raise
         end = functools.partial(swapper.close, remove=not resume)
-        ending = Ending(self._transactions.owner, end)
-        transaction.on_rollback(ending.close)
-        return _Opened(swapper, ending, None if manifest is None else manifest.groups)
+        made = Ending(self._transactions.owner, end)
+        transaction.on_rollback(made.close)
+        return _Opened(swapper, made, None if manifest is None else manifest.groups)
 
     # Parameters
 
@@ -491,8 +496,14 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
     @property
     def generation(self) -> int:
-        """How many times the state has changed: 1 when made, one more with each step."""
-        return self._opened().store.generation
+        """How many times the state has changed: 1 when made, one more with each step.
+
+        Waits for what is under way: after an interrupt it tells whether the step has happened.
+        """
+        store = self._opened().store
+        with contextlib.suppress(ClosedError):
+            self._transactions.run(lambda _: None)
+        return store.generation
 
     @property
     def swap_dir(self) -> str:

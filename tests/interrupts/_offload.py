@@ -382,5 +382,7 @@ class Modules(Scenario):
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-optimizer-step": StepInMemory,
+    "swapped-optimizer-async-step": AsyncStep,
+    "swapped-optimizer-resume": Resume,
     "swapped-optimizer-snapshot": Snapshot,
 }
