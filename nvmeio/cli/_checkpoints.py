@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from nvmeio._formats.sniff import NoCheckpointError, kind_of
+from nvmeio.cli._exits import OK, USAGE, complain
 from nvmeio.errors import TransferError
 
 # A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
 _PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
+
+
+def checkpoints_in_all(paths: Iterable[Path], errors: Console) -> tuple[list[Path], int]:
+    """The checkpoints that several paths stand for, and the exit status so far.
+
+    A path that stands for none is told on `errors`, and makes the status that of wrong usage.
+    """
+    found: list[Path] = []
+    status = OK
+    for path in paths:
+        inside = list(checkpoints_in(path))
+        if not inside:
+            complain(errors, f"{path}: there is no checkpoint in it")
+            status = USAGE
+        found += inside
+    return found, status
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong with a path, for people: an OSError's number is no part of it."""
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return strerror or str(error)
 
 
 def checkpoints_in(path: Path) -> Iterator[Path]:

@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
-from nvmeio.cli._checkpoints import checkpoints_in
-from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses
+from nvmeio.cli._checkpoints import checkpoints_in_all, in_words
+from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
+from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._units import binary_size, counted, printable
 from nvmeio.errors import IntegrityError, TransferError
 
 
 def command(
-    path: Annotated[
-        Path,
+    paths: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="PATH",
-            help="A checkpoint of nvmeio.save or torch.save, a safetensors file, or a directory of "
+            metavar="PATH...",
+            help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of "
             "them.",
             show_default=False,
         ),
@@ -37,20 +36,21 @@ def command(
         bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
     ] = False,
 ) -> None:
-    """What is in a checkpoint: tensors, dtypes, shapes, where each lies and how it is aligned.
+    """What is in checkpoints: tensors, dtypes, shapes, where each lies and how it is aligned.
 
     No tensor is read, and nothing of the pickle is run: safe for files of any source.
 
     Example: [bold]nvmeio inspect checkpoints/latest.pt[/]
 
-    Exit status: 0 shown, 1 a file is damaged or cannot be read, 2 PATH is missing or no checkpoint.
+    Exit status: 0 shown, 1 one is damaged or cannot be read, 2 a PATH is missing or no checkpoint,
+    130 interrupted.
     """
     errors = Console(stderr=True)
     with exit_statuses(errors):
-        found, status = _describe_all(path, errors)
+        found, status = _describe_all(paths, errors)
     if as_json:
         told = [_as_json(description) for description in found]
-        if path.is_dir():
+        if len(paths) > 1 or paths[0].is_dir():
             typer.echo(json.dumps({"files": told}, indent=2))
         elif told:
             typer.echo(json.dumps(told[0], indent=2))
@@ -61,70 +61,80 @@ def command(
     for number, description in enumerate(found):
         if number:
             console.print()
-        console.print(_table_of_records(description) if records else _table_of_tensors(description))
+        table = _table_of_records if records else _table_of_tensors
+        console.print(table(description, console.width))
+        console.print()
         console.print(_summary(description), markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(status)
 
 
-def _describe_all(path: Path, errors: Console) -> tuple[list[Description], int]:
+def _describe_all(paths: list[Path], errors: Console) -> tuple[list[Description], int]:
     found: list[Description] = []
-    status = OK
-    files = list(checkpoints_in(path))
-    if not files:
-        complain(errors, f"{path}: there is no checkpoint in it")
-        status = USAGE
+    files, status = checkpoints_in_all(paths, errors)
     for file in files:
         try:
             found.append(describe(file))
         except (NoCheckpointError, FileNotFoundError) as none:
-            complain(errors, str(none))
+            complain(errors, in_words(none))
             status = status or USAGE
-        except (IntegrityError, TransferError) as failed:
-            complain(errors, str(failed))
+        except IntegrityError as damaged:
+            what = in_words(damaged).removeprefix(f"{file}: ")
+            complain(errors, f"{file}: DAMAGED\n  archive: {what}")
+            status = FAILED
+        except TransferError as failed:
+            complain(errors, in_words(failed))
             status = FAILED
     return found, status
 
 
-def _table_of_tensors(description: Description) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    for title in ("dtype", "shape"):
-        table.add_column(title)
-    for title in ("size", "offset", "aligned to"):
-        table.add_column(title, justify="right")
-    table.add_column("record")
-    for tensor in description.tensors:
-        table.add_row(
-            _as_is(tensor.name or "(the object itself)"),
-            _as_is(tensor.dtype),
-            "x".join(map(str, tensor.shape)) or "scalar",
-            binary_size(tensor.nbytes),
-            str(tensor.offset),
-            binary_size(alignment_of(tensor.offset)),
-            _as_is(tensor.record),
+_TENSOR = (
+    Column("dtype", 2, right=False),
+    Column("shape", 1, right=False),
+    Column("size", 3),
+    Column("offset", 4),
+    Column("aligned to", 5),
+    Column("record", 6, right=False),
+)
+_RECORD = (
+    Column("bytes", 1),
+    Column("offset", 3),
+    Column("aligned to", 4),
+    Column("CRC-32", 2),
+)
+
+
+def _table_of_tensors(description: Description, width: int) -> Table:
+    rows = [
+        Row(
+            printable(tensor.name or "(the object itself)"),
+            {
+                "dtype": printable(tensor.dtype),
+                "shape": "x".join(map(str, tensor.shape)) or "scalar",
+                "size": binary_size(tensor.nbytes),
+                "offset": str(tensor.offset),
+                "aligned to": binary_size(alignment_of(tensor.offset)),
+                "record": printable(tensor.record),
+            },
         )
-    return table
+        for tensor in description.tensors
+    ]
+    return fitted("tensor", _TENSOR, rows, width)
 
 
-def _table_of_records(description: Description) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("record", overflow="fold")
-    for title in ("bytes", "offset", "aligned to", "CRC-32"):
-        table.add_column(title, justify="right")
-    for record in description.records:
-        table.add_row(
-            _as_is(record.name),
-            str(record.nbytes),
-            str(record.offset),
-            binary_size(record.alignment),
-            "none" if record.crc32 is None else f"{record.crc32:08x}",
+def _table_of_records(description: Description, width: int) -> Table:
+    rows = [
+        Row(
+            printable(record.name),
+            {
+                "bytes": str(record.nbytes),
+                "offset": str(record.offset),
+                "aligned to": binary_size(record.alignment),
+                "CRC-32": "none" if record.crc32 is None else f"{record.crc32:08x}",
+            },
         )
-    return table
-
-
-def _as_is(name: str) -> Text:
-    """A name of the file's, in which brackets are no markup."""
-    return Text(printable(name))
+        for record in description.records
+    ]
+    return fitted("record", _RECORD, rows, width)
 
 
 def _summary(description: Description) -> str:

@@ -21,8 +21,8 @@ from rich.progress import (
 
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
-from nvmeio.cli._checkpoints import checkpoints_in
-from nvmeio.cli._exits import FAILED, OK, USAGE, complain, exit_statuses
+from nvmeio.cli._checkpoints import checkpoints_in_all, in_words
+from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
 from nvmeio.cli._units import binary_size, counted, printable
 from nvmeio.errors import TransferError
 
@@ -64,23 +64,13 @@ def command(
 
 def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]:
     found: list[Verdict] = []
-    status = OK
-    files: list[Path] = []
-    for path in paths:
-        inside = list(checkpoints_in(path))
-        if not inside:
-            complain(errors, f"{path}: there is no checkpoint in it")
-            status = USAGE
-        files += inside
+    files, status = checkpoints_in_all(paths, errors)
     with _bar(errors, files) as advance:
         for path in files:
             try:
                 found.append(verify(path, progress=advance))
-            except NoCheckpointError as none:
-                complain(errors, str(none))
-                status = USAGE
-            except FileNotFoundError as missing:
-                complain(errors, str(missing.strerror))
+            except (NoCheckpointError, FileNotFoundError) as none:
+                complain(errors, in_words(none))
                 status = USAGE
             except TransferError as failed:
                 size = path.stat().st_size if path.exists() else 0
@@ -116,7 +106,8 @@ def _show(verdict: Verdict) -> None:
     if verdict.problems:
         typer.echo(f"{verdict.path}: DAMAGED")
         for problem in verdict.problems:
-            typer.echo(printable(f"  {problem.record or 'archive'}: {problem.what}"))
+            what = problem.what.removeprefix(f"{verdict.path}: ")
+            typer.echo(printable(f"  {problem.record or 'archive'}: {what}"))
         return
     what = counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
     line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"

@@ -10,6 +10,7 @@ import re
 import struct
 import warnings
 import zipfile
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from checkpoint._archives import records_of, write_records
 from checkpoint._objects import SAFE, UNSAFE, Holder, noise
+from rich.console import Console
 from support import run_python
 from typer.testing import CliRunner, Result
 
@@ -27,6 +29,7 @@ from nvmeio.checkpoint.describing import TensorFacts, alignment_of, describe
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import _checkpoints, app
 from nvmeio.cli._checkpoints import checkpoints_in
+from nvmeio.cli.inspect import _table_of_records, _table_of_tensors
 
 
 def run(command: str, *arguments: str | Path) -> Result:
@@ -409,6 +412,44 @@ def test_alignments() -> None:
     assert [alignment_of(n) for n in (0, 1, 64, 4096, 12288, 1 << 30)] == [
         *(2 << 20, 1, 64, 4096, 4096, 2 << 20)
     ]
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_both_take_several_paths_and_say_the_same_of_what_is_none(
+    command: str, tmp_path: Path
+) -> None:
+    nvmeio.save({"a": noise(3)}, tmp_path / "one.pt")
+    nvmeio.save({"b": noise(4)}, tmp_path / "two.pt")
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 half")
+    missing, empty = tmp_path / "missing.pt", tmp_path / "empty"
+    empty.mkdir()
+    done = run(command, tmp_path / "one.pt", missing, empty, tmp_path / "two.pt")
+    assert done.exit_code == 2
+    assert f"{tmp_path}/one.pt: " in done.stdout and f"{tmp_path}/two.pt: " in done.stdout
+    none, gone = done.stderr.splitlines()
+    assert none == f"{empty}: there is no checkpoint in it"
+    assert gone.startswith(f"ENOENT: No such file or directory; open {missing}")
+    damaged = run(command, tmp_path / "cut.pt")
+    assert damaged.exit_code == 1
+    told = (damaged.stdout + damaged.stderr).splitlines()
+    assert told[0] == f"{tmp_path}/cut.pt: DAMAGED"
+    assert told[1].startswith("  archive: no zip archive: ")
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones(path: Path) -> None:
+    """In 60 columns types, shapes and offsets were cut to "float…", "300x…", "2621…"."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    nvmeio.save({name: noise(300, 2)}, path)
+    for flags in ([], ["--records"]):
+        (description,) = [describe(path)]
+        table = _table_of_records if flags else _table_of_tensors
+        output = StringIO()
+        console = Console(file=output, width=60, force_terminal=True, color_system=None)
+        console.print(table(description, 60))
+        shown = output.getvalue()
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= 60
+        assert ("float32" in shown and "300x2" in shown) or flags
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])

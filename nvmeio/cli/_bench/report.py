@@ -16,6 +16,7 @@ from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Op, Workload
 from nvmeio.cli._measure.worker import why_missing
+from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._units import binary_size, counted
 from nvmeio.errors import BackendUnavailableError
 
@@ -157,32 +158,28 @@ def render(result: Result, console: Console) -> None:
     console.file.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
 
 
-# What goes first where there is little room: 1 stays longest.
-_RANKS = {
-    "end-to-end GB/s": 1,
-    "ratio": 2,
-    "loops GB/s": 3,
-    "CPU s/GB": 4,
-    "disk": 5,
-    "end-to-end ms": 6,
-    "task GB/s": 7,
-    "task ms": 8,
-}
+_COLUMNS = (
+    Column("task ms", 8),
+    Column("task GB/s", 7),
+    Column("end-to-end ms", 6),
+    Column("end-to-end GB/s", 1),
+    Column("loops GB/s", 3),
+    Column("CPU s/GB", 4),
+    Column("disk", 5),
+    Column("ratio", 2),
+)
 
 
 def _table(result: Result, op: Op, several: bool, width: int) -> Table:
-    rows = {series.engine: _cells(result, series, several) for series in result.of(op)}
-    shown = list(next(iter(rows.values())))
-    while len(shown) > 2 and _width(rows, shown) > width:
-        shown.remove(max(shown, key=lambda heading: _RANKS[heading]))
-    table = Table(box=None, pad_edge=False)
-    table.add_column(op, style="bold")
-    for heading in shown:
-        table.add_column(heading, justify="right")
-    for engine, cells in rows.items():
-        style = "dim" if engine == REFERENCE else None
-        table.add_row(label(engine), *(cells[heading] for heading in shown), style=style)
-    return table
+    rows = [
+        Row(
+            label(series.engine),
+            _cells(result, series, several),
+            "dim" if series.engine == REFERENCE else None,
+        )
+        for series in result.of(op)
+    ]
+    return fitted(op, _COLUMNS, rows, width)
 
 
 def _cells(result: Result, series: Series, several: bool) -> dict[str, str]:
@@ -197,12 +194,6 @@ def _cells(result: Result, series: Series, several: bool) -> dict[str, str]:
         "disk": "-" if series.disk_per_byte is None else f"{series.disk_per_byte:.2f}",
     }
     return cells | ({"ratio": f"{result.ratio(series):.2f}x"} if several else {})
-
-
-def _width(rows: Mapping[str, Mapping[str, str]], shown: Sequence[str]) -> int:
-    names = max(len(label(engine)) for engine in rows)
-    columns = (max(len(h), *(len(cells[h]) for cells in rows.values())) for h in shown)
-    return names + sum(2 + column for column in columns)
 
 
 # For programs

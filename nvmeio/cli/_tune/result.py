@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 import nvmeio
 from nvmeio.cli import _facts
+from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._tune.final import Finalist, Op
 from nvmeio.cli._tune.search import Outcome, Sample
 from nvmeio.cli._tune.space import DEFAULT, in_words
@@ -140,21 +140,20 @@ def render(result: Result, console: Console) -> None:
     """The final as a table, and what follows from it."""
     if not console.is_terminal:
         console.width = 160
-    table = Table(box=None, pad_edge=False)
-    table.add_column("setting")
-    for op in result.ops:
-        table.add_column(f"{op} GB/s", justify="right")
-    table.add_column("ahead", justify="right")
-    table.add_column("spread", justify="right")
     rounds = len(result.default.ratios)
+    rows = []
     for finalist in result.outcome.finalists:
-        cells = [_gb(result.rate(finalist, op)) for op in result.ops]
-        if finalist.setting == DEFAULT:
-            cells += ["default", ""]
-        else:
-            cells += [f"{finalist.ahead:+.1%}", f"{finalist.spread:.1%}"] if rounds else ["", ""]
+        cells = {f"{op} GB/s": _gb(result.rate(finalist, op)) for op in result.ops}
+        told = finalist.setting != DEFAULT and rounds
+        cells["ahead"] = f"{finalist.ahead:+.1%}" if told else ""
+        cells["spread"] = f"{finalist.spread:.1%}" if told else ""
         chosen = finalist.setting == result.outcome.winner
-        table.add_row(in_words(finalist.setting), *cells, style="bold green" if chosen else None)
+        name = in_words(finalist.setting)
+        name += " (default)" if finalist.setting == DEFAULT else ""
+        rows.append(Row(name, cells, "bold green" if chosen else None))
+    columns = [Column(f"{op} GB/s", 1) for op in result.ops]
+    columns += [Column("ahead", 2), Column("spread", 3)]
+    table = fitted("setting", columns, rows, console.width)
     with console.capture() as shown:
         console.print(table)
         console.print()
