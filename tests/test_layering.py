@@ -55,6 +55,7 @@ LAYERS = {
     "_io.owner": 3,
     "_io": 5,
     "_formats": 5,
+    "_residency": 5,
     "_storage": 3,
     "checkpoint": 6,
     "inference": 6,

@@ -7,7 +7,7 @@ model), `streaming` (`stream_model`). `packing` writes what is read
 best. docs/inference.md has the arithmetic.
 """
 
-from nvmeio.inference._opened import StreamStats as StreamStats
+from nvmeio.inference._resources import StreamStats as StreamStats
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
 from nvmeio.inference.packing import PackReport as PackReport

@@ -1,16 +1,17 @@
-"""The seam between a model and its stream: forward hooks, which leave its code as it is."""
+"""The seam between a model and its stream: wrapped calls, which leave its code as it is."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from nvmeio._residency import calls
 from nvmeio.inference._units import Unit
 from nvmeio.inference.stream import WeightStream
 
@@ -18,36 +19,94 @@ from nvmeio.inference.stream import WeightStream
 def attach(model: nn.Module, stream: WeightStream) -> None:
     """Have a model's forward use the stream.
 
-    The model is then the stream's owner: hooks refer to it, and when the model goes, it is closed.
+    The model is then the stream's owner: wrappers refer to it, and when the model goes, it is
+    closed.
     """
     for unit in stream.units:
         for module in unit.modules:
-            _attach_to(module, unit, stream)
+            calls.wrap(module, functools.partial(_with_weights, stream, unit))
         for embedding in unit.row_modules:
             _attach_rows(embedding, unit, stream)
         if unit.experts is not None:
             _attach_experts(unit.experts.module, unit, stream)
-    model.register_forward_pre_hook(_beginning(stream), prepend=True, with_kwargs=True)
-    model.register_forward_hook(_ending(stream), always_call=True)
+    for module in {target.module: None for target in stream.fixed.targets}:
+        if module is not model:
+            calls.wrap(module, _quietly)
+    model.register_forward_pre_hook(_beginning(stream), with_kwargs=True)
+    calls.wrap(model, functools.partial(_whole_pass, stream))
+    dtypes = {p.dtype for p in model.parameters()}
+    for module in model.modules():
+        module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
 
 
-def _attach_to(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
+def _with_weights(
+    stream: WeightStream, unit: Unit, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    _check_grad(repr(unit.name), args, kwargs)
+    use = stream.use(unit)
+    try:
+        without = calls.without_grad()
+        try:
+            return _own(call(*args, **kwargs), unit)
+        finally:
+            del without
+    finally:
+        del use
+
+
+def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _check_grad("a part of the model", args, kwargs)
+    without = calls.without_grad()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        del without
+
+
+def _beginning(stream: WeightStream) -> Any:
+    """A hook, and no wrapper: a hook before it may have given the model its cache."""
+
     def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((arguments, named))):
+        stream.begin_pass(named.get("past_key_values"))
+
+    return before
+
+
+def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _check_grad("the model", args, kwargs)
+    without = calls.without_grad()
+    try:
+        found = call(*args, **kwargs)
+    except Exception:
+        stream.end_pass()
+        raise
+    finally:
+        del without
+    stream.end_pass()
+    return found
+
+
+def _check_grad(name: str, args: Any, kwargs: Any) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))):
+        raise RuntimeError(
+            f"{name} is streamed for inference and has no gradients: its weights are gone when a "
+            "backward pass would need them. Call the model under torch.no_grad()"
+        )
+
+
+def _refuse(
+    module: nn.Module, device: torch.device, dtypes: set[torch.dtype], fn: Any, *_: Any
+) -> nn.Module:
+    """`to`, `half`, `cuda` and the like: taken where they change nothing."""
+    for dtype in dtypes:
+        probe = torch.empty(0, dtype=dtype, device=device)
+        if (found := fn(probe)).dtype != dtype or found.device != probe.device:
             raise RuntimeError(
-                f"{unit.name!r} is streamed for inference and has no gradients: its weights are "
-                "gone "
-                "when a backward pass would need them. Call the model under torch.no_grad()"
+                f"a streamed model cannot be moved or converted ({type(module).__name__} to "
+                f"{found.dtype} on {found.device}): its weights are on disk. Give device= and "
+                "dtype= to stream_model"
             )
-        stream.enter(unit, sys._getframe(1))
-
-    def after(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        kept = _own(output, unit)
-        stream.leave(unit)
-        return kept
-
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+    return module
 
 
 def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None:
@@ -55,11 +114,9 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         if unit.resident:
-            stream.enter(unit)
-            try:
-                return nn.Embedding.forward(module, input)
-            finally:
-                stream.leave(unit)
+            call = functools.partial(nn.Embedding.forward, module)
+            found: torch.Tensor = _with_weights(stream, unit, call, input)
+            return found
         rows, places = stream.rows(unit, input)
         return functional.embedding(places, rows)
 
@@ -67,25 +124,12 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
 
 
 def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
-    def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        routed = named["top_k_index"] if "top_k_index" in named else arguments[1]
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        routed = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         stream.need_experts(unit, routed)
+        return call(*args, **kwargs)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-
-
-def _beginning(stream: WeightStream) -> Any:
-    def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        stream.begin_pass(named.get("past_key_values"))
-
-    return before
-
-
-def _ending(stream: WeightStream) -> Any:
-    def after(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        stream.end_pass()
-
-    return after
+    calls.wrap(module, around)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -101,7 +145,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _own(output: Any, unit: Unit) -> Any:
     """The output, with a copy in the place of what is a view of a weight that is about to go."""
     if unit.resident:
-        return None
+        return output
     shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
     # Weights of one unit lie in one mapping; converted ones in the room for conversions.
     storages = {t.untyped_storage().data_ptr() for t in shown if t is not None and not t.is_meta}
@@ -125,5 +169,5 @@ def _own(output: Any, unit: Unit) -> Any:
     if not any(
         t.untyped_storage().data_ptr() in storages for t in _tensors(output) if not t.is_meta
     ):
-        return None
+        return output
     return copied(output)

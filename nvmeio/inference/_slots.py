@@ -7,52 +7,46 @@ arrive, and the lease is only the way in.
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nvmeio import buffers
-from nvmeio.errors import TransferError, with_context
+from nvmeio._residency import window
+from nvmeio._residency.reader import Fill, Wanted
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
 from nvmeio.inference._budget import Shares
-from nvmeio.inference._feeder import Feeder, Job, Wanted
 from nvmeio.inference._layout import Read
 from nvmeio.inference._quant import dequantise
-from nvmeio.inference._showing import names_in
 from nvmeio.inference._units import Unit
 from nvmeio.inference._weights import Weight
-from nvmeio.operation import Operation
 from nvmeio.pool import Lease, PinnedPool
 
 _ALIGNMENT = 64  # of torch's own CPU tensors
 
 
-class Slot:
-    """The memory of one unit while it has any.
+class Slot(window.Slot[Unit]):
+    """The memory of a unit of weights.
 
     Attributes:
         host: Bytes of page-locked memory, as long as `Unit.layout` says.
         memory: The bytes on the device that computes; `host` itself on a CPU.
-        job: The reads that fill it.
-        files: Indices of the files that these are of.
-        beside: Reads into it that are in flight outside of the job.
+        files: Indices of the files that its reads are of.
         experts: For each expert, 1 where its bytes are there.
+        tensors: The weights, while they are bound.
+        shown: What the modules show, for each target, while they are bound.
     """
 
     def __init__(self, unit: Unit, lease: Lease, host: torch.Tensor, memory: torch.Tensor) -> None:
-        self.unit = unit
+        super().__init__(unit, host)
         self.lease = lease
-        self.host = host
         self.memory = memory
-        self.job: Job | None = None
         self.files: set[int] = set()
-        self.beside: list[Operation] = []
         self.experts = bytearray(unit.experts.number if unit.experts else 0)
         self.event: Any = None  # on a GPU: all copies have been started
+        self.tensors: list[torch.Tensor] = []
+        self.shown: list[torch.Tensor] = []
 
 
 class Memory:
@@ -145,7 +139,7 @@ class Memory:
 
     # Filling
 
-    def job(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> Job:
+    def fill(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
         """The reads that fill a slot, with the copies to the device behind them."""
         wanted = [
             Wanted(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
@@ -153,7 +147,7 @@ class Memory:
         ]
         slot.files = {read.file for read in reads}
         if self._copies is None:
-            return Job(wanted)
+            return Fill(wanted)
 
         def arrived(piece: Wanted) -> None:
             with torch.cuda.stream(self._copies):
@@ -163,7 +157,7 @@ class Memory:
         def finished() -> None:
             slot.event = self._copies.record_event()
 
-        return Job(wanted, arrived, finished)
+        return Fill(wanted, arrived, finished)
 
     def ready(self, slot: Slot) -> None:
         """Let the computation begin after the copies; does not block."""
@@ -172,7 +166,7 @@ class Memory:
             current.wait_event(slot.event)
 
     def copied(self, slot: Slot, read: Read) -> None:
-        """Bring what was read outside of a job to the device."""
+        """Bring what was read outside of a fill to the device."""
         if self._copies is not None:
             end = read.at + read.end - read.start
             slot.memory[read.at : end].copy_(slot.host[read.at : end])
@@ -243,6 +237,12 @@ class Memory:
             return buffers.empty_aligned(nbytes, dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def lend_no_more(self) -> None:
+        """Close the pools; does not wait, in any thread."""
+        for pool in (self._resident, self._window):
+            if pool is not None:
+                pool.close()
+
     def close(self) -> None:
         """Let go of everything; a lease that is out keeps its own."""
         if self._copies is not None:
@@ -250,65 +250,9 @@ class Memory:
         for lease, _ in self._places.values():
             lease.__exit__(None, None, None)
         self._places.clear()
-        for pool in (self._resident, self._window):
-            if pool is not None:
-                pool.close()
+        self.lend_no_more()
         self._work = None
         self._free.clear()
-
-
-def load(slot: Slot, memory: Memory, feeder: Feeder, files: Sequence[File]) -> None:
-    """Fill a slot and wait for it.
-
-    Raises:
-        TransferError: A read failed.
-    """
-    slot.job = memory.job(slot, slot.unit.layout.reads, files)
-    feeder.submit(slot.job)
-    try:
-        slot.job.wait()
-    except BaseException:
-        feeder.cancel(slot.job)
-        raise
-    memory.ready(slot)
-
-
-def load_beside(
-    slot: Slot, reads: Sequence[Read], handle: AioHandle, files: Sequence[File]
-) -> None:
-    """Read into a slot without the feeder, past its queue, and wait for it.
-
-    Raises:
-        TransferError: A read failed; names tensors and layer. Nothing is in flight.
-
-    Whatever else ends it, Ctrl-C for one, leaves reads in flight: `settle` ends them.
-    """
-    failed: BaseException | None = None
-    for read in reads:
-        memory = slot.host[read.at : read.at + read.end - read.start]
-        slot.beside.append(handle.async_pread(memory, files[read.file], read.start))
-    for operation, read in zip(slot.beside, reads, strict=True):
-        error = operation.exception()
-        if failed is None:
-            failed = error
-            if isinstance(error, TransferError):
-                names = names_in(slot.unit, read.at, read.end - read.start)
-                failed = with_context(error, f"weights {names} of {slot.unit.name}")
-    slot.beside.clear()
-    if failed is not None:
-        raise failed
-
-
-def settle(slot: Slot, feeder: Feeder) -> None:
-    """End what is in flight into a slot: whoever gets its memory next must not find it there."""
-    if slot.job is not None:
-        feeder.cancel(slot.job)
-    for operation in slot.beside:
-        operation.cancel()
-    while slot.beside:
-        with contextlib.suppress(concurrent.futures.CancelledError):
-            slot.beside[-1].exception()
-        slot.beside.pop()
 
 
 def _laid_over(

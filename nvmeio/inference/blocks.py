@@ -3,7 +3,7 @@
 A large batch in one forward does that too, as long as its activations fit in memory. In
 micro-batches they need only fit one at a time, and each micro-batch keeps its own past keys and
 values. The work of each is unmodified code (`model.generate`, say) in a thread of its own;
-`Schedule` has only one run at a time and rotates them at every layer.
+a `Lockstep` has only one run at a time and rotates them at every layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvmeio.inference._turns import Schedule
 from nvmeio.inference.stream import WeightStream
 
 Value = TypeVar("Value")
@@ -40,7 +39,7 @@ def run_in_blocks(model: Any, works: Sequence[Callable[[], Value]]) -> list[Valu
 
         return run
 
-    return stream.in_turns(Schedule(stream.turns, [quietly(work) for work in works]))
+    return stream.in_lockstep([quietly(work) for work in works])
 
 
 def generate_in_blocks(

@@ -25,8 +25,8 @@ import torch
 from nvmeio import buffers, files
 from nvmeio._io.handles import new_handle
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._residency.closing import finish
 from nvmeio.handle import AioHandle
-from nvmeio.inference._feeder import finish
 from nvmeio.inference._transformers import require
 from nvmeio.operation import Operation
 

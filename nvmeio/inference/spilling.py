@@ -93,7 +93,6 @@ def spill(
                 unit.targets[number] = target._replace(empty=shown)
         shares = share_out(parts.fixed, parts.units, resident_bytes, window)
         stream = WeightStream(
-            root,
             parts,
             shares,
             torch.device(device),
@@ -105,13 +104,12 @@ def spill(
         for target in unit.targets:
             target.module._parameters[target.attribute] = target.empty  # type: ignore[assignment]
     _hooks.attach(root, stream)
-    stream.root = root
     return stream
 
 
 def _emptied(parameter: torch.Tensor) -> nn.Parameter:
     data = torch.empty_like(parameter, device="meta")
-    empty = nn.Parameter(data, requires_grad=False)
+    empty = nn.Parameter(data, requires_grad=parameter.requires_grad)
     empty.__dict__.update(parameter.__dict__)
     return empty
 

@@ -129,17 +129,18 @@ def stream_model(
             raise
         return again
 
-    stream = WeightStream(model, parts, shares, where, open_again, handle, source)
-    try:
+    with contextlib.ExitStack() as undo:
+        close_caches = None
+        if kv_offload is not False:
+            close_caches = kv_cache.offload(model, handle, where, kv_offload)
+            undo.callback(close_caches)
+        stream = WeightStream(parts, shares, where, open_again, handle, source, close_caches)
+        undo.callback(stream.close)
         _hooks.attach(model, stream)
         model.weight_stream = stream
         if is_transformers:
             _finish(model, model_or_config_or_path)
-        if kv_offload is not False:
-            stream.closes_too = kv_cache.offload(model, handle, where, kv_offload)
-    except BaseException:
-        stream.close()
-        raise
+        undo.pop_all()
     return model
 
 

@@ -15,14 +15,11 @@ begins to read the tensors that are asked for next while the present ones are co
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import importlib
 import json
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,13 +28,17 @@ import torch
 from nvmeio import files
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._io.handles import new_handle
+from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._residency import closing, window
+from nvmeio._residency.lent import LentPool
+from nvmeio._residency.order import Round
+from nvmeio._residency.reader import Fill, Reader, Wanted
+from nvmeio._residency.window import Window
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.inference._feeder import Feeder, Job, Wanted, finish
-from nvmeio.pool import Lease, PinnedPool
 
 __all__ = ["NvmeWeights", "dispatch_model", "install", "uninstall"]
 
@@ -57,12 +58,100 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class _Ahead(NamedTuple):
-    """A tensor that is on its way."""
+class _Slot(window.Slot[str]):
+    """The pages of a tensor; `memory` is lent for as long as the tensor lives."""
 
-    job: Job
-    lease: Lease | None
-    memory: torch.Tensor  # its pages
+    def __init__(self, name: str, memory: torch.Tensor, host: torch.Tensor) -> None:
+        super().__init__(name, host)
+        self.memory: torch.Tensor | None = memory
+
+
+class _Reading:
+    """Tensors on their way through a window; called by the thread that owns it.
+
+    Args:
+        places: Where tensors lie, in the order that is guessed.
+        budget_bytes: The window.
+        handle: Moves the bytes.
+    """
+
+    def __init__(self, places: Mapping[str, _Place], budget_bytes: int, handle: AioHandle) -> None:
+        self._places = places
+        self._facts = {place.file.path: _facts(place.file) for place in places.values()}
+        self._pool = LentPool(budget_bytes)
+        self._reader = Reader(handle)
+        self.window: Window[str, _Slot] = Window(self._reader, self, Round(list(places)))
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored, whose memory ends with it."""
+        slot = self.window.need(name)
+        place = self._places[name]
+        memory = slot.memory
+        assert memory is not None
+        self.window.drop(name)  # the tensor alone has it
+        if not place.nbytes:
+            return torch.empty(place.shape, dtype=place.stored)
+        shift = place.offset % PAGE_BYTES
+        tensor = memory[shift : shift + place.nbytes]
+        if tensor.data_ptr() % place.stored.itemsize:
+            tensor = tensor.clone()
+        return tensor.view(place.stored).view(place.shape)
+
+    def close(self) -> None:
+        """Stop reading; tensors that are in use stay valid."""
+        self.window.drop_all()
+        self._reader.stop()
+        self._pool.close()
+
+    # What the window asks for
+
+    def take(self, unit: str) -> _Slot | None:
+        """Pages of the window."""
+        lent = self._pool.take(_pages(self._places[unit]))
+        return None if lent is None else _Slot(unit, *lent)
+
+    def take_anyway(self, unit: str) -> _Slot:
+        """All of the window is in use: memory of its own."""
+        nbytes = _pages(self._places[unit])
+        memory = MemoryMapping(nbytes).tensor(0, (nbytes,), torch.uint8)
+        return _Slot(unit, memory, memory)
+
+    def fill(self, slot: _Slot) -> Fill:
+        """One read, of whole pages."""
+        place = self._places[slot.unit]
+        start = place.offset // PAGE_BYTES * PAGE_BYTES
+        end = min(start + slot.host.nbytes, place.file.size())
+        return Fill([Wanted(place.file, start, slot.host[: end - start], 0)] * bool(place.nbytes))
+
+    def check(self, slot: _Slot) -> None:
+        """Raise if the file was written to."""
+        file = self._places[slot.unit].file
+        if _facts(file) != self._facts[file.path]:
+            raise IntegrityError(
+                f"{file.path} changed while {slot.unit!r} was read from it",
+                expected=self._facts[file.path],
+                found=_facts(file),
+            )
+
+    def explain(self, slot: _Slot, error: BaseException) -> BaseException:
+        """With the name of the tensor."""
+        if isinstance(error, TransferError):
+            return with_context(error, f"weight {slot.unit!r}")
+        return error
+
+    def bind(self, slot: _Slot) -> None:
+        """Nothing: accelerate puts tensors into modules."""
+
+    def unbind(self, slot: _Slot) -> None:
+        """Nothing."""
+
+    def rest(self, slot: _Slot) -> bool:
+        """What nobody asked for goes."""
+        return True
+
+    def give_back(self, slot: _Slot) -> None:
+        """With the tensor, if there is one."""
+        slot.memory = None
 
 
 class NvmeWeights(Mapping[str, torch.Tensor]):
@@ -100,32 +189,36 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             raise ValueError("a state_dict, a save_folder or an index of weights is needed")
         self.state_dict = dict(state_dict or {})
         self.device = device
+        self._files: dict[str, File] = {}
+        self._places: dict[str, _Place] = {}
+        self._reading: _Reading | None = None
+        self._owner = OwnerThread("nvmeio-weights-map", "these weights are closed")
+        folder = None if save_folder is None else os.fspath(save_folder)
+        self._life = self._owner.call(self._begin, folder, index, window_bytes, handle)
+        self._names = [*self.state_dict, *(n for n in self._places if n not in self.state_dict)]
+        self._finalizer = weakref.finalize(self, closing.in_owner, self._owner, self._resources)
+
+    def _begin(
+        self,
+        folder: str | None,
+        index: Mapping[str, Mapping[str, Any]] | None,
+        window_bytes: int,
+        handle: AioHandle | None,
+    ) -> Lease:
         with contextlib.ExitStack() as undo:
-            self._files: dict[str, File] = {}
+            undo.callback(self._owner.close)
             undo.callback(_close_files, self._files)
-            folder = None if save_folder is None else os.fspath(save_folder)
             if index is None and folder is not None:
                 index = _index_of(folder)
             reader = undo.enter_context(_reader(handle, folder, index))
             self._places = self._find(index or {}, folder, reader)
-            self._facts = {path: _facts(file) for path, file in self._files.items()}
-            self._names = [*self.state_dict, *(n for n in self._places if n not in self.state_dict)]
             largest = max((_pages(place) for place in self._places.values()), default=0)
             most = sum(_pages(place) for place in self._places.values())
             room = min(max(window_bytes, 2 * largest), max(most, PAGE_BYTES))
-            self._pool = PinnedPool(room)
-            undo.callback(self._pool.close)
-            self._feeder = Feeder(reader)
-            undo.callback(self._feeder.stop)
-            self._opened = undo.pop_all()
-        self._order = {name: n for n, name in enumerate(self._places)}
-        self._after: dict[str, str] = {}
-        self._last: str | None = None
-        self._ahead: deque[tuple[str, _Ahead]] = deque()
-        self._lock = threading.Lock()
-        self._closed = False
-        self.mispredicted = 0
-        self._finalizer = weakref.finalize(self, finish, self._opened.close)
+            self._reading = _Reading(self._places, room, reader)
+            undo.callback(self._reading.close)
+            self._resources = undo.pop_all().close
+        return self._owner.lease(self._resources)
 
     # --- what accelerate calls ----------------------------------------------------------------
 
@@ -133,23 +226,9 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         place = self._places[key]
-        with self._lock:
-            if self._closed:
-                raise ClosedError("these weights are closed")
-            if self._last is not None and self._last != key:
-                self._after[self._last] = key
-            self._last = key
-            ahead = self._take(key)
-            self._read_ahead(key)
-        try:
-            ahead.job.wait()
-            self._check(place, key)
-        except BaseException as failed:
-            self._give_back(ahead)  # Ctrl-C leaves it in flight
-            if isinstance(failed, TransferError):
-                raise with_context(failed, f"weight {key!r}") from failed
-            raise
-        tensor = _tensor(ahead, place)
+        if self._reading is None:
+            raise ClosedError("these weights are closed")
+        tensor = self._owner.call(self._reading.get, key)
         device = torch.device("cpu" if self.device is None else self.device)
         return tensor.to(device, place.dtype)
 
@@ -161,81 +240,13 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Stop reading and close the files. Tensors that are in use stay valid. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._drop()
+        closing.in_owner(self._owner, self._resources)
         self._finalizer.detach()
-        self._opened.close()
 
-    # --- reading ahead, with the lock held ------------------------------------------------------
-
-    def _take(self, key: str) -> _Ahead:
-        """The tensor that is asked for, begun if it is not on its way."""
-        if any(name == key for name, _ in self._ahead):
-            while True:
-                name, ahead = self._ahead.popleft()
-                if name == key:
-                    return ahead
-                self._give_back(ahead)
-        if self._after:
-            self.mispredicted += 1
-        self._drop()
-        begun = self._begin(key)
-        if begun is not None:
-            return begun
-        # All of the window is in use: memory of its own.
-        place = self._places[key]
-        mapping = MemoryMapping(_pages(place))
-        memory = mapping.tensor(0, (_pages(place),), torch.uint8)
-        return _Ahead(self._job(place, memory), None, memory)
-
-    def _read_ahead(self, key: str) -> None:
-        seen = {key, *(name for name, _ in self._ahead)}
-        last = self._ahead[-1][0] if self._ahead else key
-        for _ in range(len(self._places)):
-            last = self._following(last)
-            if last in seen:
-                return
-            seen.add(last)
-            begun = self._begin(last)
-            if begun is None:
-                return
-            self._ahead.append((last, begun))
-
-    def _following(self, key: str) -> str:
-        known = self._after.get(key)
-        if known is not None:
-            return known
-        names = list(self._order)
-        return names[(self._order[key] + 1) % len(names)]
-
-    def _begin(self, key: str) -> _Ahead | None:
-        place = self._places[key]
-        lease = self._pool.take(_pages(place), timeout=0)
-        try:
-            memory = lease.__enter__()
-        except TimeoutError:
-            return None
-        return _Ahead(self._job(place, memory), lease, memory)
-
-    def _job(self, place: _Place, memory: torch.Tensor) -> Job:
-        start = place.offset // PAGE_BYTES * PAGE_BYTES
-        end = min(start + memory.nbytes, place.file.size())
-        wanted = [Wanted(place.file, start, memory[: end - start], 0)] if place.nbytes else []
-        job = Job(wanted)
-        self._feeder.submit(job)
-        return job
-
-    def _drop(self) -> None:
-        while self._ahead:
-            self._give_back(self._ahead.popleft()[1])
-
-    def _give_back(self, ahead: _Ahead) -> None:
-        self._feeder.cancel(ahead.job)
-        if ahead.lease is not None:
-            ahead.lease.__exit__(None, None, None)
+    @property
+    def mispredicted(self) -> int:
+        """Tensors that were asked for and not on their way, the very first aside."""
+        return 0 if self._reading is None else self._reading.window.mispredicted
 
     # --- files --------------------------------------------------------------------------------
 
@@ -288,50 +299,6 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         if path not in self._files:
             self._files[path] = files.open(path)
         return self._files[path]
-
-    def _check(self, place: _Place, key: str) -> None:
-        if _facts(place.file) != self._facts[place.file.path]:
-            raise IntegrityError(
-                f"{place.file.path} changed while {key!r} was read from it",
-                expected=self._facts[place.file.path],
-                found=_facts(place.file),
-            )
-
-
-class _Pages:
-    """Given to torch as the memory of a tensor; gives the lease back when torch lets go of it."""
-
-    lease: Lease | None
-
-    def __del__(self) -> None:
-        lease, self.lease = getattr(self, "lease", None), None
-        if lease is not None:
-            lease.__exit__(None, None, None)
-
-
-@functools.lru_cache(maxsize=256)
-def _kind(nbytes: int) -> Any:
-    array: Any = ctypes.c_char * nbytes
-    return type("_LeasedPages", (_Pages, array), {})
-
-
-def _tensor(ahead: _Ahead, place: _Place) -> torch.Tensor:
-    """The tensor on its pages, which it keeps for as long as its storage lives."""
-    if not place.nbytes:
-        if ahead.lease is not None:
-            ahead.lease.__exit__(None, None, None)
-        return torch.empty(place.shape, dtype=place.stored)
-    shift = place.offset % PAGE_BYTES
-    if ahead.lease is None:
-        tensor = ahead.memory[shift : shift + place.nbytes]
-    else:
-        pages = _kind(ahead.memory.nbytes).from_address(ahead.memory.data_ptr())
-        pages.arena = ahead.memory  # the pool's mapping
-        pages.lease = ahead.lease
-        tensor = torch.frombuffer(pages, dtype=torch.uint8, count=place.nbytes, offset=shift)
-    if tensor.data_ptr() % place.stored.itemsize:
-        tensor = tensor.clone()
-    return tensor.view(place.stored).view(place.shape)
 
 
 def _pages(place: _Place) -> int:

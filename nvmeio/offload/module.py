@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from nvmeio._io.handles import new_handle
-from nvmeio.errors import ClosedError
-from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks
-from nvmeio.offload._file_tensors import FilePart, file_tensor
-from nvmeio.offload._homes import Extent, home_of, set_home
-from nvmeio.offload._pipeline import Move, move_all
-from nvmeio.offload._ranks import directory_name
+from nvmeio.offload._homes import home_of
+from nvmeio.offload._param_store import ParamStore, is_absent
+from nvmeio.offload._saved import attach
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
-from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded
-from nvmeio.offload._window import Window, over
-
-NAME = "weights"
-
-
-class _Saved(NamedTuple):
-    """What autograd keeps of a tensor over a parameter: where to find it again."""
-
-    unit: Unit
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    parameter: torch.nn.Parameter | None  # that it is a view of; None where it is empty
-    version: int  # of the parameter, then
 
 
 class SwappedModule(torch.nn.Module):
@@ -98,28 +77,29 @@ class SwappedModule(torch.nn.Module):
         stages = find_stages(module, stage_bytes or resident_bytes // 4)
         units = find_units(stages)
         _check_budget(module, stages, units, resident_bytes)
-        directory = SwapDir(swap_dir, directory_name("parameters"))
+        store = ParamStore(units, resident_bytes)
+        self._store = store
+        self._finalizer = weakref.finalize(self, store.close)
         try:
-            directory.clean()
-            keeper = _Keeper(directory, handle, resident_bytes, units)
-        except BaseException:
-            directory.release(remove=True)
-            raise
-        self._keeper = keeper
-        self._finalizer = weakref.finalize(self, keeper.close, os.getpid())
-        try:
+            self._life = store.open(swap_dir, handle)  # a finalizer can be interrupted
             for unit in units:
-                keeper.store(unit, functools.partial(_make, unit, made_by, init))
+                gathered = store.first(unit)
+                try:
+                    _make(unit, made_by, init)
+                    store.write(gathered)
+                finally:
+                    del gathered
+                store.evict()
             for stage in stages:
-                _hook(keeper, stage)
+                attach(store, stage)
         except BaseException:
-            self._finalizer()
+            self.close()
             raise
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        self._keeper.check_open()
+        self._store.check_open()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -141,39 +121,29 @@ class SwappedModule(torch.nn.Module):
         This is not a step: a process that is killed while the block ends may leave some parameters
         changed and others not, for one that resumes.
         """
-        keeper = self._keeper
-        keeper.check_open()
+        store = self._store
+        store.check_open()
         wanted = {id(p) for p in parameters or self.module.parameters()}
-        units = [u for u in keeper.units if wanted & {id(p) for p in u.parameters}]
-        pinned: list[Unit] = []
+        units = [u for u in store.units if wanted & {id(p) for p in u.parameters}]
+        gathered = store.gather(units)
         try:
-            for unit in units:
-                keeper.window.need(unit, pin=True, computing=False)
-                pinned.append(unit)
-            try:
-                yield
-            except BaseException:
-                for unit in units:
-                    keeper.reread(unit)
-                raise
-            for unit in units:
-                keeper.write(unit)
+            yield
+            store.write(gathered)
         finally:
-            for unit in pinned:
-                keeper.window.unpin(unit)
+            del gathered
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module, under its own names; parameters lie over the file, unread.
 
         They are valid until the next step. Saving takes no memory for the whole.
         """
-        keeper = self._keeper
-        keeper.check_open()
+        store = self._store
+        store.check_open()
         found = self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if prefix + name in found and keeper.has(parameter):
-                found[prefix + name] = keeper.on_file(parameter)
+            if prefix + name in found and store.has(parameter):
+                found[prefix + name] = store.on_file(parameter)
         return found
 
     @torch.no_grad()
@@ -197,8 +167,8 @@ class SwappedModule(torch.nn.Module):
         """
         if assign:
             raise ValueError("assign=True would put the tensors into memory: leave it out")
-        keeper = self._keeper
-        keeper.check_open()
+        store = self._store
+        store.check_open()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         expected = set(self.module.state_dict().keys())
@@ -216,41 +186,34 @@ class SwappedModule(torch.nn.Module):
                 )
         for name in buffers.keys() & state_dict.keys():
             buffers[name].copy_(state_dict[name])
-        for unit in keeper.units:
+        for unit in store.units:
             if any(id(p) in given for p in unit.parameters):
-                keeper.window.need(unit, pin=True, computing=False)
-                try:
-                    for parameter in unit.parameters:
-                        if id(parameter) in given:
-                            parameter.copy_(given[id(parameter)])
-                    keeper.write(unit)
-                finally:
-                    keeper.window.unpin(unit)
+                store.load(unit, given)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def evict(self) -> None:
         """Let go of all parameters in memory that are not in use."""
-        self._keeper.evict()
+        self._store.evict()
 
     @property
     def resident_bytes(self) -> int:
         """The window, in bytes."""
-        return self._keeper.window.budget_bytes
+        return self._store.resident_bytes
 
     @property
     def bytes_read(self) -> int:
         """Read from the drive since this was made."""
-        return self._keeper.window.read_bytes
+        return self._store.bytes_read
 
     @property
     def pinned(self) -> bool:
         """Whether the window is page-locked; the drive does not need it."""
-        return self._keeper.window._pool.locked
+        return self._store.locked
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._keeper.closed
+        return self._store.closed
 
     def close(self) -> None:
         """Give back memory and directory. The parameters are gone: save them first. Idempotent.
@@ -258,7 +221,8 @@ class SwappedModule(torch.nn.Module):
         Without it the same happens when the object goes, or the process ends. Close a
         `SwappedOptimizer` of these parameters before or after it, as you like.
         """
-        self._finalizer()
+        self._store.close()
+        self._finalizer.detach()
 
     def _apply(self, fn: Any, recurse: bool = True) -> SwappedModule:
         raise TypeError(
@@ -279,246 +243,6 @@ class SwappedModule(torch.nn.Module):
         raise TypeError("a swapped module cannot be copied: swap another module, in another place")
 
 
-class _Keeper:
-    """The home of the parameters: their file, and the window."""
-
-    def __init__(
-        self,
-        directory: SwapDir,
-        handle: AioHandle | None,
-        resident_bytes: int,
-        units: Sequence[Unit],
-    ) -> None:
-        self._directory = directory
-        self._own_handle = handle is None
-        self.units = list(units)
-        self.closed = False
-        self._pid = os.getpid()
-        self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
-        self._file: File = directory.allocate(NAME, sum(unit.nbytes for unit in units))
-        self._handle = new_handle(directory.path) if handle is None else handle
-        try:
-            self.window = Window(self._handle, resident_bytes, self._moves)
-        except BaseException:
-            self._file.close()
-            if self._own_handle:
-                self._handle.close()
-            raise
-
-    def store(self, unit: Unit, make: Callable[[torch.Tensor], None]) -> None:
-        """Put a unit on the drive for the first time; `make` fills its memory."""
-        keep = [p.data for p in unit.parameters]
-        memory = self.window.blank(unit)
-        for parameter, value, span in zip(unit.parameters, keep, unit.spans, strict=True):
-            if not value.is_meta and value.device.type == "cpu" and value.numel():
-                over(memory, span).copy_(value)
-            set_home(parameter, self)
-        del keep
-        make(memory)
-        self.write(unit)
-        self.window.drop(unit)
-
-    def write(self, unit: Unit) -> None:
-        """Write a unit that is in memory to where it lives."""
-        memory = self.window.need(unit, computing=False)
-        move_all(self._handle, memory, self._moves(unit), writing=True)
-
-    def reread(self, unit: Unit) -> None:
-        """Give a unit that is in memory, and was changed there, the values of the drive again."""
-        memory = self.window.need(unit, computing=False)
-        move_all(self._handle, memory, self._moves(unit), writing=False)
-
-    def _moves(self, unit: Unit) -> list[Move]:
-        if not any(id(p) in self._elsewhere for p in unit.parameters):
-            return [Move(self._file, unit.file_offset, 0, unit.nbytes)]
-        found: list[Move] = []
-        for parameter, span in zip(unit.parameters, unit.spans, strict=True):
-            size = span.dtype.itemsize
-            for extent in self.where(parameter):
-                nbytes = (extent.stop - extent.start) * size
-                move = Move(
-                    extent.file,
-                    extent.file_offset,
-                    span.offset + extent.start * size,
-                    nbytes,
-                )
-                last = found[-1] if found else None
-                if last is not None and _follows(last, move):
-                    found[-1] = last._replace(
-                        nbytes=move.slot_offset + move.nbytes - last.slot_offset
-                    )
-                elif nbytes:
-                    found.append(move)
-        return found
-
-    # Home
-
-    def evict(self) -> None:
-        self.window.drop_all()
-
-    def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
-        locate = self._elsewhere.get(id(parameter))
-        if locate is not None:
-            return locate()
-        unit = self._unit_of[id(parameter)]
-        for each, span in zip(unit.parameters, unit.spans, strict=True):
-            if each is parameter:
-                return [Extent(self._file, unit.file_offset + span.offset, 0, each.numel())]
-        raise KeyError(parameter)
-
-    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
-        self._elsewhere[id(parameter)] = locate
-        if all(id(p) in self._elsewhere for unit in self.units for p in unit.parameters):
-            opened = self._file.acquire(True)
-            try:
-                os.ftruncate(opened.any_fd(), 0)  # nobody reads it any more
-            finally:
-                opened.release()
-
-    # Whoever looks
-
-    def has(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._unit_of
-
-    def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
-        parts = []
-        for extent in self.where(parameter):
-            opened = extent.file.acquire(False)
-            nbytes = (extent.stop - extent.start) * parameter.dtype.itemsize
-            parts.append(FilePart(opened.any_fd(), extent.file_offset, nbytes))
-            opened.release()
-        return file_tensor(parts, parameter.dtype, tuple(parameter.shape))
-
-    def check_open(self) -> None:
-        if self.closed:
-            raise ClosedError("the swapped module is closed")
-        if os.getpid() != self._pid:
-            raise ClosedError("this process was forked from the module's owner: swap one here")
-
-    def close(self, pid: int) -> None:
-        if self.closed or os.getpid() != pid:
-            return
-        self.closed = True
-        for unit in self.units:
-            for parameter in unit.parameters:
-                set_home(parameter, None)
-        try:
-            self.window.close()
-        finally:
-            self._file.close()
-            if self._own_handle:
-                self._handle.close()
-            self._directory.release(remove=True)
-
-    # Autograd
-
-    def pack(self, tensor: torch.Tensor, others: Any) -> Any:
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu:
-            unit = self.window.unit_at(tensor.untyped_storage().data_ptr())
-            if unit is not None:
-                offset = int(tensor.storage_offset())
-                parameter = _parameter_at(unit, offset * tensor.dtype.itemsize)
-                return _Saved(
-                    unit,
-                    tensor.dtype,
-                    offset,
-                    tuple(tensor.shape),
-                    tuple(tensor.stride()),
-                    parameter,
-                    0 if parameter is None else parameter._version,
-                )
-        return tensor if others is None else _Foreign(others[0](tensor))
-
-    def unpack(self, saved: Any, others: Any) -> torch.Tensor:
-        if isinstance(saved, _Saved):
-            if saved.parameter is not None and saved.parameter._version != saved.version:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(saved.parameter.shape)} was changed (by a step, "
-                    "within gather or by load_state_dict) after the forward pass that this "
-                    "backward belongs to: run forward again. torch refuses the same in memory"
-                )
-            memory = self.window.need(saved.unit)
-            found = torch.empty(0, dtype=saved.dtype)
-            with torch.no_grad():
-                found.set_(memory.untyped_storage(), saved.offset, saved.size, saved.stride)
-            return found
-        if isinstance(saved, _Foreign):
-            theirs: torch.Tensor = others[1](saved.value)
-            return theirs
-        kept: torch.Tensor = saved
-        return kept
-
-
-def _parameter_at(unit: Unit, offset: int) -> torch.nn.Parameter | None:
-    """The parameter that has this byte of a unit's memory."""
-    for parameter, span in zip(unit.parameters, unit.spans, strict=True):
-        if span.offset <= offset < span.offset + span.nbytes:
-            return parameter
-    return None
-
-
-class _Foreign:
-    """What the hooks around ours (of a checkpoint) keep of a tensor."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _hook(keeper: _Keeper, stage: Stage) -> None:
-    """Let a stage's parameters come before its forward and be free to go after it."""
-    mine = {id(p) for p in stage.parameters}
-    units = [unit for unit in keeper.units if mine & {id(p) for p in unit.parameters}]
-    entered: list[tuple[list[Unit], Any]] = []
-
-    def before(module: torch.nn.Module, args: Any) -> None:
-        keeper.check_open()
-        pinned: list[Unit] = []
-        try:
-            for unit in units:
-                keeper.window.need(unit, pin=True)
-                pinned.append(unit)
-        except BaseException:
-            for unit in pinned:
-                keeper.window.unpin(unit)
-            raise
-        others = _hooks_around()
-        saving = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: keeper.pack(tensor, others), lambda saved: keeper.unpack(saved, others)
-        )
-        saving.__enter__()
-        entered.append((pinned, saving))
-
-    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not entered:
-            return  # the hook before it raised
-        pinned, saving = entered.pop()
-        saving.__exit__()
-        for unit in pinned:
-            keeper.window.unpin(unit)
-
-    stage.module.register_forward_pre_hook(before)
-    stage.module.register_forward_hook(after, always_call=True)
-
-
-def _hooks_around() -> Any:
-    """The saved-tensor hooks in force: only the innermost pair is called, so ours calls them."""
-    ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if ask is None else ask(True)
-
-
-def _follows(last: Move, move: Move) -> bool:
-    """Whether two moves are one: neighbours in the file and in memory, with the same gap."""
-    gap = move.file_offset - (last.file_offset + last.nbytes)
-    return (
-        last.file is move.file
-        and 0 <= gap < 4096
-        and move.slot_offset - (last.slot_offset + last.nbytes) == gap
-    )
-
-
 # Making
 
 
@@ -534,6 +258,11 @@ def _check_module(module: torch.nn.Module) -> None:
             )
         if home_of(parameter) is not None:
             raise ValueError(f"{name} is swapped already, by another SwappedModule")
+        if is_absent(parameter):
+            raise ValueError(
+                f"{name} has no values: it was swapped by a SwappedModule that is closed, or could "
+                "not be made. Make the module anew, or load its parameters"
+            )
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
@@ -566,7 +295,6 @@ def _make(
     unit: Unit,
     made_by: dict[int, torch.nn.Module],
     init: Callable[[torch.nn.Module], object] | None,
-    memory: torch.Tensor,
 ) -> None:
     """Give those parameters of a unit their first values that were on the meta device."""
     modules = dict.fromkeys(made_by[id(p)] for p in unit.parameters if id(p) in made_by)

@@ -242,7 +242,7 @@ def test_a_file_of_experts_that_is_written_to_is_noticed(tmp_path: Path, stream:
             logits(model, many)
 
 
-def test_an_interrupted_read_of_experts_is_over_when_that_is_told(
+def test_an_interrupted_read_of_experts_is_over_before_the_next_pass(
     tmp_path: Path, stream: Make
 ) -> None:
     """It went on into memory that the next layer had got by then."""
@@ -267,10 +267,8 @@ def test_an_interrupted_read_of_experts_is_over_when_that_is_told(
             engine.gate.set()
 
         hook = model.model.layers[2].mlp.gate.register_forward_hook(hold)
-        with thread(interrupt):
-            with pytest.raises(KeyboardInterrupt):
-                logits(model, one)
-            assert engine.gate.is_set()
+        with thread(interrupt), pytest.raises(KeyboardInterrupt):
+            logits(model, one)
         hook.remove()
         assert logits(model, one).equal(logits(loaded(tmp_path), one))
         model.weight_stream.close()
@@ -294,7 +292,7 @@ def test_experts_that_were_not_read_are_never_used(
     """With NaN where nothing was read, an expert too few would show."""
     saved(lambda: mixtral(experts=8), tmp_path)
     model = stream(tmp_path, resident_bytes=1 << 20)
-    take = model.weight_stream._opened.memory.take
+    take = model.weight_stream._uses.resources.memory.take
 
     def poisoned(unit: Any, stays: bool) -> Any:
         slot = take(unit, stays)
@@ -302,7 +300,7 @@ def test_experts_that_were_not_read_are_never_used(
             slot.host.fill_(0xFF)
         return slot
 
-    monkeypatch.setattr(model.weight_stream._opened.memory, "take", poisoned)
+    monkeypatch.setattr(model.weight_stream._uses.resources.memory, "take", poisoned)
     ids = prompt(batch=1, length=2)
     assert tokens(model, ids, 8).equal(tokens(loaded(tmp_path), ids, 8))
 
@@ -537,6 +535,57 @@ def test_a_gradient_is_refused(tmp_path: Path, stream: Make) -> None:
     with pytest.raises(RuntimeError, match="has no gradients"):
         net(torch.randn(5, 16, requires_grad=True))
     assert net(torch.randn(5, 16)).shape == (5, 300)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_require_the_grad_that_loaded_ones_do(
+    frozen: bool, tmp_path: Path, stream: Make
+) -> None:
+    """torch chooses the kernel of a matrix product by it, with autograd off as well."""
+    saved_net(tmp_path / "net.safetensors")
+    empty = empty_net().requires_grad_(not frozen)
+    net = stream(empty, tmp_path / "net.safetensors", resident_bytes=150_000)
+    seen: set[bool] = set()
+    for module in net.modules():
+        module.register_forward_hook(
+            lambda module, *_: seen.update(p.requires_grad for p in module.parameters(False))
+        )
+    found = net(torch.randn(5, 16))
+    assert seen == {not frozen}
+    assert not found.requires_grad  # nor does anything that is computed
+
+
+def test_moving_and_converting_is_refused_where_it_changes_something(
+    tmp_path: Path, stream: Make
+) -> None:
+    """It was taken silently, and gave other logits."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=150_000)
+    x = torch.randn(5, 16)
+    for move in (net.half, net.double, net.blocks[0].bfloat16, lambda: net.to("meta")):
+        with pytest.raises(RuntimeError, match="cannot be moved or converted"):
+            move()
+    assert net.to("cpu") is net
+    assert net.float().blocks[1].to(torch.float32) is net.blocks[1]
+    with torch.no_grad():
+        assert net(x).equal(whole(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [150_000, 1 << 20])
+def test_weights_that_are_replaced_are_refused(budget: int, tmp_path: Path, stream: Make) -> None:
+    """Streamed ones, resident ones, and those outside of the layers."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=budget)
+    x = torch.randn(5, 16)
+    assert net(x).equal(whole(x))
+    for module, name in ((net.blocks[2].second, "weight"), (net, "bias")):
+        before = getattr(module, name)
+        setattr(module, name, nn.Parameter(torch.zeros(before.shape)))
+        with pytest.raises(RuntimeError, match=f"'{name}' of a .* was replaced"):
+            net(x)
+        setattr(module, name, before)
+        assert net(x).equal(whole(x))
 
 
 def test_the_encoder_may_be_called_alone(tmp_path: Path, stream: Make) -> None:

@@ -73,7 +73,7 @@ def test_training_equals_that_in_memory(
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor), name
-        assert module._keeper.window.in_use_bytes <= module.resident_bytes
+        assert module._store.in_use_bytes <= module.resident_bytes
 
 
 def test_gradients_and_outputs_equal_those_in_memory(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_an_error_in_forward_lets_the_parameters_go(tmp_path: Path) -> None:
     with swapped(ours, tmp_path) as module:
         with pytest.raises(IndexError):
             module(torch.tensor([[10_000]]))
-        assert module._keeper.window._pins == {}
+        assert module._store.held == []
         loss_of(module, 0).backward()
 
 

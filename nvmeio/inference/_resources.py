@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
+from nvmeio._io.owner import OwnerThread
+from nvmeio._residency.reader import Reader
 from nvmeio.handle import AioHandle
 from nvmeio.inference._checkpoint import Checkpoint
-from nvmeio.inference._feeder import Feeder
 from nvmeio.inference._slots import Memory
-from nvmeio.pool import Lease
 
 
 class StreamStats(NamedTuple):
@@ -43,27 +44,26 @@ class StreamStats(NamedTuple):
     streamed_bytes: int
 
 
-class Opening(NamedTuple):
+class Resources(NamedTuple):
     """What opening a stream makes, and closing takes apart.
 
     It closes a model that is dropped, so nothing in it may lead to the model (as a slot does, by
     its unit and the modules that show it): the model would never go.
     """
 
+    owner: OwnerThread
     handle: AioHandle
     own_handle: bool
     checkpoint: Checkpoint
     memory: Memory
-    feeder: Feeder
-    fixed: Lease | None
+    reader: Reader
 
-
-def close(opened: Opening) -> None:
-    """Take it apart."""
-    opened.feeder.stop()
-    if opened.fixed is not None:
-        opened.fixed.__exit__(None, None, None)
-    opened.memory.close()
-    opened.checkpoint.close()
-    if opened.own_handle:
-        opened.handle.close()
+    def close(self) -> None:
+        """Take it apart. Idempotent; in the owner's thread, which ends with that."""
+        with contextlib.ExitStack() as steps:
+            steps.callback(self.owner.close)
+            if self.own_handle:
+                steps.callback(self.handle.close)
+            steps.callback(self.checkpoint.close)
+            steps.callback(self.memory.close)
+            steps.callback(self.reader.stop)

@@ -1,13 +1,16 @@
-"""The thread that keeps the drive busy: reads of layers, first come first served.
+"""The thread that keeps the drive busy: reads of units, first come first served.
 
 The engine below serves its requests fairly, a block of each in turn. That is right for strangers
-and wrong here, where the layer that is needed next should have the drive to itself. So the reads of
-a job are submitted piece by piece, those of the next job behind them, and never more at once than
-fill the queue: a layer arrives as early as it can, and the drive has the next one in its queue by
+and wrong here, where the unit that is needed next should have the drive to itself. So the reads of
+a fill are submitted piece by piece, those of the next one behind them, and never more at once than
+fill the queue: a unit arrives as early as it can, and the drive has the next one in its queue by
 then.
 
 Of a file that lies in the page cache (it was just downloaded, say) the drive is given less at a
 time, and the thread copies pieces from the cache instead of waiting: the two rates add up.
+
+It is asked by the thread that owns the window, never by one that an interrupt can reach: its locks
+are Python's.
 """
 
 from __future__ import annotations
@@ -47,14 +50,14 @@ class Wanted(NamedTuple):
     at: int
 
 
-class Job:
+class Fill:
     """The reads of one unit.
 
     Args:
         reads: What is read, in order; any lengths.
-        arrived: Called by the feeder's thread with each piece that has arrived, in order; for
+        arrived: Called by the reader's thread with each piece that has arrived, in order; for
             copies on to a device.
-        finished: Called once by the feeder's thread when all have.
+        finished: Called once by the reader's thread when all have.
     """
 
     def __init__(
@@ -73,15 +76,9 @@ class Job:
         self.cancelled = False
         self.done = threading.Event()
 
-    def wait(self) -> None:
-        """Block until it is done; raises what went wrong."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
 
-
-class Feeder:
-    """Carries out jobs in the order of `submit`, in a thread of its own.
+class Reader:
+    """Carries out fills in the order of `submit`, in a thread of its own.
 
     Args:
         handle: Moves the bytes; stays open.
@@ -90,47 +87,47 @@ class Feeder:
     def __init__(self, handle: AioHandle) -> None:
         self._handle = handle
         self._condition = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._flying: deque[tuple[Operation, Job, Wanted]] = deque()
+        self._queue: deque[Fill] = deque()
+        self._flying: deque[tuple[Operation, Fill, Wanted]] = deque()
         self._flying_bytes = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="nvmeio-stream", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Begin a job as soon as those before it have been submitted."""
+    def submit(self, fill: Fill) -> None:
+        """Begin a fill as soon as those before it have been submitted."""
         with self._condition:
             if self._stopping:
                 raise ClosedError("the stream of weights is closed")
-            if not job.left:
-                self._conclude(job)
+            if not fill.left:
+                self._conclude(fill)
                 return
-            self._queue.append(job)
+            self._queue.append(fill)
             self._fill()  # here and now: the thread may be waiting for the end of a piece
             self._condition.notify()
 
-    def cancel(self, job: Job) -> None:
-        """End a job, finished or not; when this returns nobody touches its memory any more."""
+    def cancel(self, fill: Fill) -> None:
+        """End a fill, finished or not; when this returns nobody touches its memory any more."""
         with self._condition:
-            job.cancelled = True
+            fill.cancelled = True
             with contextlib.suppress(ValueError):
-                self._queue.remove(job)
-            job.left -= len(job.pieces)
-            job.pieces.clear()
-            flying = [operation for operation, owner, _ in self._flying if owner is job]
+                self._queue.remove(fill)
+            fill.left -= len(fill.pieces)
+            fill.pieces.clear()
+            flying = [operation for operation, owner, _ in self._flying if owner is fill]
             for operation in flying:
                 operation.cancel()
-            if not job.left and not job.done.is_set():
-                self._conclude(job)
-        job.done.wait()
+            if not fill.left and not fill.done.is_set():
+                self._conclude(fill)
+        fill.done.wait()
 
     def stop(self) -> None:
         """Cancel everything and end the thread."""
         with self._condition:
             self._stopping = True
-            jobs = {id(job): job for _, job, _ in self._flying} | {id(j): j for j in self._queue}
-        for job in jobs.values():
-            self.cancel(job)
+            fills = dict.fromkeys([*(fill for _, fill, _ in self._flying), *self._queue])
+        for fill in fills:
+            self.cancel(fill)
         with self._condition:
             self._condition.notify()
         if threading.current_thread() is not self._thread:
@@ -139,32 +136,36 @@ class Feeder:
     # In the thread
 
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._fill()
-                while not self._flying:
-                    if self._stopping:
-                        return
-                    self._condition.wait()
-                    self._fill()
-                beside = None if self._flying[0][0].done() else self._next_cached()
-                operation, job, wanted = self._flying[0]
-            if beside is not None:
-                self._land(*beside, self._copy(*beside))
-                continue
-            error: BaseException | None = None
-            try:
-                error = operation.exception()
-            except concurrent.futures.CancelledError:
-                job.cancelled = True
-            except BaseException as failed:
-                error = failed
-            with self._condition:
-                self._flying.popleft()
-                self._flying_bytes -= wanted.memory.nbytes
-            self._land(job, wanted, error)
+        while self._step():  # nothing of a step is held while the next one is waited for
+            pass
 
-    def _copy(self, job: Job, wanted: Wanted) -> BaseException | None:
+    def _step(self) -> bool:
+        with self._condition:
+            self._fill()
+            while not self._flying:
+                if self._stopping:
+                    return False
+                self._condition.wait()
+                self._fill()
+            beside = None if self._flying[0][0].done() else self._next_cached()
+            operation, fill, wanted = self._flying[0]
+        if beside is not None:
+            self._land(*beside, self._copy(*beside))
+            return True
+        error: BaseException | None = None
+        try:
+            error = operation.exception()
+        except concurrent.futures.CancelledError:
+            fill.cancelled = True
+        except BaseException as failed:
+            error = failed
+        with self._condition:
+            self._flying.popleft()
+            self._flying_bytes -= wanted.memory.nbytes
+        self._land(fill, wanted, error)
+        return True
+
+    def _copy(self, fill: Fill, wanted: Wanted) -> BaseException | None:
         """Bring a piece from the page cache; by a read of its own where that does not work."""
         try:
             opened = wanted.file.acquire(False)
@@ -177,53 +178,53 @@ class Feeder:
         except BaseException as failed:
             return failed
 
-    def _land(self, job: Job, wanted: Wanted, error: BaseException | None) -> None:
+    def _land(self, fill: Fill, wanted: Wanted, error: BaseException | None) -> None:
         """A piece is there, or never will be."""
-        if error is None and not job.cancelled and job.arrived is not None:
+        if error is None and not fill.cancelled and fill.arrived is not None:
             try:
-                job.arrived(wanted)
+                fill.arrived(wanted)
             except BaseException as failed:
                 error = failed
         with self._condition:
-            job.left -= 1
+            fill.left -= 1
             if error is not None:
-                self._fail(job, error, wanted)
-            if not job.left:
-                self._conclude(job)
+                self._fail(fill, error, wanted)
+            if not fill.left:
+                self._conclude(fill)
 
     # With the condition held
 
     def _fill(self) -> None:
         while self._queue:
-            job = self._queue[0]
-            nbytes = job.pieces[0].memory.nbytes if job.pieces else 0
+            fill = self._queue[0]
+            nbytes = fill.pieces[0].memory.nbytes if fill.pieces else 0
             if self._flying and (
                 self._flying_bytes + nbytes > FLIGHT_BYTES
                 or len(self._flying) >= FLIGHT_OPERATIONS
-                or (self._flying_bytes + nbytes > CACHED_FLIGHT_BYTES and self._cached(job))
+                or (self._flying_bytes + nbytes > CACHED_FLIGHT_BYTES and self._cached(fill))
             ):
                 return
-            if job.pieces:
-                wanted = job.pieces.popleft()
+            if fill.pieces:
+                wanted = fill.pieces.popleft()
                 try:
                     operation = self._handle.async_pread(wanted.memory, wanted.file, wanted.start)
                 except Exception as failed:  # a closed handle, a descriptor that cannot be had
-                    job.left -= 1
-                    self._fail(job, failed, wanted)
-                    if not job.left:
-                        self._conclude(job)
+                    fill.left -= 1
+                    self._fail(fill, failed, wanted)
+                    if not fill.left:
+                        self._conclude(fill)
                 else:
-                    self._flying.append((operation, job, wanted))
+                    self._flying.append((operation, fill, wanted))
                     self._flying_bytes += nbytes
-            if not job.pieces:
+            if not fill.pieces:
                 with contextlib.suppress(ValueError):
-                    self._queue.remove(job)
+                    self._queue.remove(fill)
 
-    def _cached(self, job: Job) -> bool:
-        """Whether the page cache holds the next piece of a job."""
-        if not job.pieces:
+    def _cached(self, fill: Fill) -> bool:
+        """Whether the page cache holds the next piece of a fill."""
+        if not fill.pieces:
             return False
-        piece = job.pieces[0]
+        piece = fill.pieces[0]
         try:
             opened = piece.file.acquire(False)
         except Exception:
@@ -233,46 +234,33 @@ class Feeder:
         finally:
             opened.release()
 
-    def _next_cached(self) -> tuple[Job, Wanted] | None:
+    def _next_cached(self) -> tuple[Fill, Wanted] | None:
         """Take the next piece off the queue if the page cache holds it."""
         if not self._queue or not self._cached(self._queue[0]):
             return None
-        job = self._queue[0]
-        wanted = job.pieces.popleft()
-        if not job.pieces:
+        fill = self._queue[0]
+        wanted = fill.pieces.popleft()
+        if not fill.pieces:
             self._queue.popleft()
-        return job, wanted
+        return fill, wanted
 
-    def _fail(self, job: Job, error: BaseException, wanted: Wanted) -> None:
-        if job.error is None:
-            job.error, job.failed_at = error, wanted
-        job.left -= len(job.pieces)
-        job.pieces.clear()
+    def _fail(self, fill: Fill, error: BaseException, wanted: Wanted) -> None:
+        if fill.error is None:
+            fill.error, fill.failed_at = error, wanted
+        fill.left -= len(fill.pieces)
+        fill.pieces.clear()
         for operation, owner, _ in self._flying:
-            if owner is job:
+            if owner is fill:
                 operation.cancel()
 
-    def _conclude(self, job: Job) -> None:
-        if job.error is None and not job.cancelled and job.finished is not None:
+    def _conclude(self, fill: Fill) -> None:
+        if fill.error is None and not fill.cancelled and fill.finished is not None:
             try:
-                job.finished()
+                fill.finished()
             except BaseException as failed:
-                job.error = failed
-        job.finished = job.arrived = None
-        job.done.set()
-
-
-def finish(close: Callable[[], None]) -> None:
-    """Close what a feeder belongs to when its owner is dropped; for `weakref.finalize`.
-
-    Garbage is collected by whatever thread allocates next, which may be the feeder itself, or one
-    of the engine below that it waits for. Closing waits for both, and gets a thread of its own
-    there.
-    """
-    if threading.current_thread().name.startswith("nvmeio"):
-        threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
-    else:
-        close()
+                fill.error = failed
+        fill.finished = fill.arrived = None
+        fill.done.set()
 
 
 def _pieces(reads: Sequence[Wanted]) -> list[Wanted]:

@@ -14,9 +14,9 @@ import torch
 
 import nvmeio
 from nvmeio import _page_cache
+from nvmeio._residency import reader as reader_module
+from nvmeio._residency.reader import Fill, Reader, Wanted
 from nvmeio.files import File
-from nvmeio.inference import _feeder
-from nvmeio.inference._feeder import Feeder, Job, Wanted
 
 PIECE = 64 << 10
 PIECES = 24
@@ -28,8 +28,8 @@ LIMIT_S = 20
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
     """A file in the page cache, of which the drive gets one piece at a time."""
-    monkeypatch.setattr(_feeder, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(_feeder, "CACHED_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(reader_module, "CACHED_FLIGHT_BYTES", 0)
     path = tmp_path / "weights"
     path.write_bytes(BYTES)
     with nvmeio.open(path, "r") as file:
@@ -44,11 +44,11 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
 
 
 @pytest.fixture
-def feeder() -> Iterator[Feeder]:
+def reader() -> Iterator[Reader]:
     with nvmeio.AioHandle(queue_depth=4, block_size=PIECE) as handle:
-        feeder = Feeder(handle)
-        yield feeder
-        feeder.stop()
+        reader = Reader(handle)
+        yield reader
+        reader.stop()
 
 
 @pytest.fixture
@@ -65,17 +65,17 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return starts
 
 
-def bring(feeder: Feeder, file: File, nbytes: int = NBYTES) -> tuple[Job, torch.Tensor]:
+def bring(reader: Reader, file: File, nbytes: int = NBYTES) -> tuple[Fill, torch.Tensor]:
     memory = torch.zeros(nbytes, dtype=torch.uint8)
-    job = Job([Wanted(file, 0, memory, 0)])
-    feeder.submit(job)
-    assert job.done.wait(LIMIT_S)
-    return job, memory
+    fill = Fill([Wanted(file, 0, memory, 0)])
+    reader.submit(fill)
+    assert fill.done.wait(LIMIT_S)
+    return fill, memory
 
 
-def slow_drive(feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_drive(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads are done only after the page cache has brought what it could."""
-    pread = feeder._handle.async_pread
+    pread = reader._handle.async_pread
 
     class Late:
         def __init__(self, *arguments: Any) -> None:
@@ -90,21 +90,21 @@ def slow_drive(feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
         def cancel(self) -> None:
             pass
 
-    monkeypatch.setattr(feeder._handle, "async_pread", Late)
+    monkeypatch.setattr(reader._handle, "async_pread", Late)
 
 
 def test_what_is_cached_is_copied_beside_the_drive(
-    feeder: Feeder, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
+    reader: Reader, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_drive(feeder, monkeypatch)
-    job, memory = bring(feeder, weights)
-    assert job.error is None
+    slow_drive(reader, monkeypatch)
+    fill, memory = bring(reader, weights)
+    assert fill.error is None
     assert memory.numpy().tobytes() == BYTES
     assert len(copies) == PIECES  # all but the first, which the drive had by then
 
 
 def test_what_is_not_cached_comes_from_the_drive(
-    feeder: Feeder, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
+    reader: Reader, weights: File, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = weights.acquire(False)
     os.posix_fadvise(opened.any_fd(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -112,45 +112,45 @@ def test_what_is_not_cached_comes_from_the_drive(
     opened.release()
     if held:
         pytest.skip("this file system lives in the page cache")
-    slow_drive(feeder, monkeypatch)
-    job, memory = bring(feeder, weights)
-    assert job.error is None
+    slow_drive(reader, monkeypatch)
+    fill, memory = bring(reader, weights)
+    assert fill.error is None
     assert memory.numpy().tobytes() == BYTES
     assert copies == []
 
 
 def test_a_copy_that_fails_is_read_instead(
-    feeder: Feeder, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_drive(feeder, monkeypatch)
+    slow_drive(reader, monkeypatch)
     monkeypatch.setattr(_page_cache, "copy", lambda fd, start, memory: False)
-    job, memory = bring(feeder, weights)
-    assert job.error is None
+    fill, memory = bring(reader, weights)
+    assert fill.error is None
     assert memory.numpy().tobytes() == BYTES
 
 
 def test_a_file_that_ends_early_is_an_error(
-    feeder: Feeder, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_drive(feeder, monkeypatch)
+    slow_drive(reader, monkeypatch)
     monkeypatch.setattr(_page_cache, "holds", lambda fd, start, nbytes: True)
-    job, _ = bring(feeder, weights, len(BYTES) + PIECE)
-    assert isinstance(job.error, nvmeio.TransferError)
-    assert "weights" in str(job.error)
-    job, memory = bring(feeder, weights)  # and the next job is served
+    fill, _ = bring(reader, weights, len(BYTES) + PIECE)
+    assert isinstance(fill.error, nvmeio.TransferError)
+    assert "weights" in str(fill.error)
+    fill, memory = bring(reader, weights)  # and the next fill is served
     assert memory.numpy().tobytes() == BYTES
 
 
-def test_a_closed_file_is_an_error(feeder: Feeder, weights: File) -> None:
+def test_a_closed_file_is_an_error(reader: Reader, weights: File) -> None:
     weights.close()
-    job, _ = bring(feeder, weights)
-    assert isinstance(job.error, nvmeio.ClosedError)
+    fill, _ = bring(reader, weights)
+    assert isinstance(fill.error, nvmeio.ClosedError)
 
 
 def test_a_cancelled_job_is_done_only_when_its_copy_is(
-    feeder: Feeder, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_drive(feeder, monkeypatch)
+    slow_drive(reader, monkeypatch)
     copying, go_on = threading.Event(), threading.Event()
     copy = _page_cache.copy
 
@@ -161,34 +161,34 @@ def test_a_cancelled_job_is_done_only_when_its_copy_is(
 
     monkeypatch.setattr(_page_cache, "copy", held_up)
     memory = torch.zeros(len(BYTES), dtype=torch.uint8)
-    job = Job([Wanted(weights, 0, memory, 0)])
-    feeder.submit(job)
+    fill = Fill([Wanted(weights, 0, memory, 0)])
+    reader.submit(fill)
     assert copying.wait(LIMIT_S)
-    cancelling = threading.Thread(target=feeder.cancel, args=(job,), daemon=True)
+    cancelling = threading.Thread(target=reader.cancel, args=(fill,), daemon=True)
     cancelling.start()
     cancelling.join(0.2)
     assert cancelling.is_alive()  # the memory is still being written to
     go_on.set()
     cancelling.join(LIMIT_S)
     assert not cancelling.is_alive()
-    assert job.done.is_set()
-    job, memory = bring(feeder, weights)
+    assert fill.done.is_set()
+    fill, memory = bring(reader, weights)
     assert memory.numpy().tobytes() == BYTES
 
 
 def test_pieces_that_were_copied_are_announced_too(
-    feeder: Feeder, weights: File, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_drive(feeder, monkeypatch)
+    slow_drive(reader, monkeypatch)
     memory = torch.zeros(len(BYTES), dtype=torch.uint8)
     there: list[tuple[int, int]] = []
     finished = threading.Event()
-    job = Job(
+    fill = Fill(
         [Wanted(weights, 0, memory, 0)],
         arrived=lambda piece: there.append((piece.at, piece.memory.nbytes)),
         finished=finished.set,
     )
-    feeder.submit(job)
-    assert job.done.wait(LIMIT_S)
+    reader.submit(fill)
+    assert fill.done.wait(LIMIT_S)
     assert finished.is_set()
     assert sorted(there) == [(n * PIECE, PIECE) for n in range(PIECES)] + [(PIECES * PIECE, 77)]

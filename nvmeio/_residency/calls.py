@@ -1,0 +1,92 @@
+"""How a module's call is framed: what it holds is held by locals, and ends with the frame.
+
+torch runs ``always_call`` hooks for `Exception` only, and an interrupt can separate a hook before
+the call from one behind it. So it is the call that is wrapped: `Module._call_impl`, within which
+all hooks run, the user's own included, which thus find the weights that the forward finds.
+
+A wrapper holds what it holds like this, and in no other way::
+
+    held = take()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        del held
+
+An exception enters the ``finally`` and deletes the local without a moment at which a signal could
+be served, and the end of the object does the rest in C: a `Lease` tells its owner, an `Undone`
+undoes. Where an interrupt comes in between all the same (before Python 3.11), the frame's end does.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CALL = "_call_impl"
+
+
+def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
+    """Have a module's call go through `around(call, *args, **kwargs)`."""
+    call = getattr(module, _CALL)
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    setattr(module, _CALL, wrapped)
+
+
+class Undone(list[Any]):
+    """Something done whose end undoes it; made by the functions below."""
+
+
+class _PopsHooks(weakref.ref):  # type: ignore[type-arg]
+    undo = staticmethod(torch._C._autograd._pop_saved_tensors_default_hooks)
+
+
+class _EnablesGrad(weakref.ref):  # type: ignore[type-arg]
+    undo = staticmethod(functools.partial(torch._C._set_grad_enabled, True))
+
+
+_undo = operator.methodcaller("undo")
+
+
+def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Undone:
+    """`torch.autograd.graph.saved_tensors_hooks`, in force while this object lives."""
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    return _done(functools.partial(push, pack, unpack), _PopsHooks)
+
+
+def saved_tensors_hooks_around() -> Any:
+    """The pair in force, or None: only the innermost is called, so that it calls those around."""
+    ask: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if ask is None else ask(True)
+
+
+def without_grad() -> Undone | None:
+    """`torch.no_grad` while this object lives; None where that is so already."""
+    if not torch.is_grad_enabled():
+        return None
+    return _done(functools.partial(torch._C._set_grad_enabled, False), _EnablesGrad)
+
+
+def _done(do: Callable[[], object], mark: Any) -> Undone:
+    """Do it, and have it undone when the result is gone.
+
+    Both happen in one call of a C function, so that no signal is served in between; so does the
+    undoing, whose chain of calls (weak reference, `methodcaller`, torch) has no Python in it.
+    """
+    made = Undone()
+    try:
+        made.extend(map(_called, (do, functools.partial(mark, made, _undo))))
+        return made
+    finally:
+        del made
+
+
+_called: Any = functools.partial.__call__

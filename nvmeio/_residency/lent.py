@@ -1,0 +1,85 @@
+"""Memory of a budget that is free again when the last tensor over it is gone.
+
+Nothing is taken from under a tensor: autograd, a user, an error's traceback may still have one. The
+end of a storage is told by a weak reference whose callback is `SimpleQueue.put` itself, a C
+function, so that it is lost to no interrupt; what came back is looked at before memory is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from nvmeio.pool import Lease, PinnedPool
+
+
+class LentPool:
+    """A `PinnedPool` whose leases are storages.
+
+    One thread takes, or several in turn.
+
+    Args:
+        budget_bytes: Of the pool.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._pool = PinnedPool(budget_bytes)
+        self._ended: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
+        self._out: dict[int, tuple[weakref.ref[Any], Lease]] = {}  # by the id of the reference
+
+    def take(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Bytes, page-aligned; None where they are not free now.
+
+        Returns:
+            The same bytes twice: with a storage whose end gives them back, and with one that
+            counts for nothing, for reads, whose own references to it may last a moment longer.
+        """
+        self._take_back()
+        lease = self._pool.take(nbytes, timeout=0)
+        try:
+            lent = lease.__enter__()
+        except TimeoutError:
+            return None
+        room = _room_type(lent.nbytes).from_address(lent.data_ptr())
+        room.arena = lent  # stays mapped for as long as the storage lives, whatever is closed
+        mark = weakref.ref(room, self._ended.put)
+        self._out[id(mark)] = mark, lease
+        return torch.frombuffer(room, dtype=torch.uint8), lent
+
+    def _take_back(self) -> None:
+        while not self._ended.empty():
+            _, lease = self._out.pop(id(self._ended.get()))
+            lease.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Take no more requests; tensors that are out stay valid."""
+        self._take_back()
+        self._pool.close()
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of the pool."""
+        return self._pool.budget_bytes
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What tensors hold of it."""
+        self._take_back()
+        return self._pool.in_use_bytes
+
+    @property
+    def locked(self) -> bool:
+        """Whether it is page-locked."""
+        return self._pool.locked
+
+
+@functools.lru_cache(maxsize=256)
+def _room_type(nbytes: int) -> Any:
+    """An array that can refer to something."""
+    array: Any = ctypes.c_char * nbytes
+    return type("_Room", (array,), {})

@@ -1,0 +1,294 @@
+"""The window: which units are in memory, who holds them, which are on their way.
+
+All methods are called in the thread that owns it; a caller hands over a request and gets a lease.
+So nothing here is ever cut in half by an interrupt: a unit is bound when all of its bytes are there
+and have been checked, and not before; one whose read fails goes.
+
+What differs from use to use is asked of a `Keeper` (where memory and bytes come from, how
+parameters are laid over them) and of an `Order` (what comes next, what may go).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from nvmeio._residency.order import Order
+from nvmeio._residency.reader import Fill, Reader
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+
+class Slot(Generic[Unit]):
+    """The memory of a unit while it has any.
+
+    Attributes:
+        unit: Which one.
+        host: Its bytes, or, where they go on to a device, their way in.
+        fill: The reads that are under way; None when they are done and checked.
+        holds: How many hold it.
+        bound: Whether its parameters lie over it.
+    """
+
+    def __init__(self, unit: Unit, host: torch.Tensor) -> None:
+        self.unit = unit
+        self.host = host
+        self.fill: Fill | None = None
+        self.holds = 0
+        self.bound = False
+
+
+SomeSlot = TypeVar("SomeSlot", bound=Slot)  # type: ignore[type-arg]
+
+
+AnyUnit = TypeVar("AnyUnit", contravariant=True)
+
+
+class Keeper(Protocol[AnyUnit, SomeSlot]):
+    """Who keeps the units of a window; called by it."""
+
+    def take(self, unit: AnyUnit) -> SomeSlot | None:
+        """Memory for a unit; None where none is free now."""
+
+    def fill(self, slot: SomeSlot) -> Fill:
+        """The reads that bring its bytes."""
+
+    def check(self, slot: SomeSlot) -> None:
+        """Raise if what was read must not be used."""
+
+    def explain(self, slot: SomeSlot, error: BaseException) -> BaseException:
+        """What is raised for a read that failed."""
+
+    def bind(self, slot: SomeSlot) -> None:
+        """Lay the parameters over their bytes."""
+
+    def unbind(self, slot: SomeSlot) -> None:
+        """Let them show nothing again."""
+
+    def rest(self, slot: SomeSlot) -> bool:
+        """Nobody holds it any more: whether it goes now. May unbind."""
+
+    def give_back(self, slot: SomeSlot) -> None:
+        """Its memory is not used any more."""
+
+    def take_anyway(self, unit: AnyUnit) -> SomeSlot:
+        """Memory for a unit that is needed and finds none; raises if there is no way."""
+
+
+class Window(Generic[Unit, SomeSlot]):
+    """Units in memory.
+
+    Args:
+        reader: Brings the bytes.
+        keeper: Of its units.
+        order: Of their use.
+        ahead_units: Read at a time before they are needed at most, or `ahead_bytes` if that is
+            more. None: as many as find room.
+        ahead_bytes: See there.
+
+    Attributes:
+        units_read: How many were begun.
+        bytes_read: Of these.
+        mispredicted: Needed and not on their way, the very first aside.
+        dropped: Read, in whole or in part, and not used.
+        waited_s: How long reads were waited for.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        keeper: Keeper[Unit, SomeSlot],
+        order: Order[Unit],
+        ahead_units: int | None = None,
+        ahead_bytes: int = 0,
+    ) -> None:
+        self._reader = reader
+        self._keeper = keeper
+        self._order = order
+        self._most = None if ahead_units is None else (ahead_units, ahead_bytes)
+        self._slots: dict[Unit, SomeSlot] = {}
+        self._ahead: list[Unit] = []  # begun and not needed yet, in the order of their reads
+        self.units_read = self.bytes_read = self.mispredicted = self.dropped = 0
+        self.waited_s = 0.0
+
+    # What computing asks for
+
+    def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> SomeSlot:
+        """Have a unit there, whole and bound; what comes next is begun.
+
+        Args:
+            unit: Which one.
+            computing: It is the model's turn that wants it. False tells nothing of the order, and
+                begins nothing else.
+            backward: In a backward pass.
+        """
+        slot = self._slots.get(unit)
+        if computing:
+            self._order.note(unit, backward)
+            self._expected(unit, slot)
+        if slot is None:
+            slot = self._begin(unit, self._room(unit))
+        if computing:
+            self.look_ahead()
+        self._arrive(slot)
+        return slot
+
+    def hold(
+        self, units: Iterable[Unit], computing: bool = True, backward: bool = False
+    ) -> list[SomeSlot]:
+        """The same for several at once, which stay until `let_go`."""
+        held: list[SomeSlot] = []
+        try:
+            for unit in units:
+                slot = self.need(unit, computing, backward)
+                slot.holds += 1
+                held.append(slot)
+        except BaseException:
+            self.let_go(held)
+            raise
+        return held
+
+    def let_go(self, slots: Iterable[SomeSlot]) -> None:
+        """One that held these is done."""
+        for slot in slots:
+            slot.holds -= 1
+            if not slot.holds and self._slots.get(slot.unit) is slot and self._keeper.rest(slot):
+                self.drop(slot.unit)
+
+    def blank(self, unit: Unit) -> SomeSlot:
+        """Memory for a unit whose bytes are about to be made, bound."""
+        self.drop(unit)
+        slot = self._slots[unit] = self._room(unit)
+        self._bind(slot)
+        return slot
+
+    @property
+    def there(self) -> list[SomeSlot]:
+        """What is in memory, or on its way."""
+        return list(self._slots.values())
+
+    def slot(self, unit: Unit) -> SomeSlot | None:
+        """A unit's memory, if it has any."""
+        return self._slots.get(unit)
+
+    # Coming
+
+    def look_ahead(self) -> None:
+        """Begin to read what comes next, as far as there is room."""
+        under_way = [s.fill for s in self._slots.values() if s.fill and not s.fill.done.is_set()]
+        units, nbytes = len(under_way), sum(fill.nbytes for fill in under_way)
+        for unit in self._order.upcoming():
+            if self._most is not None and units >= self._most[0] and nbytes >= self._most[1]:
+                return
+            if unit in self._slots:
+                continue
+            memory = self._try_room(unit, needed=False)
+            if memory is None:
+                return
+            slot = self._begin(unit, memory)
+            self._ahead.append(unit)
+            units += 1
+            nbytes += slot.fill.nbytes if slot.fill else 0
+
+    def _expected(self, unit: Unit, slot: SomeSlot | None) -> None:
+        """Drop what was expected before this one: it does not come."""
+        if unit in self._ahead:
+            place = self._ahead.index(unit)
+            passed, self._ahead = self._ahead[:place], self._ahead[place + 1 :]
+        elif slot is None:
+            passed, self._ahead = self._ahead, []
+            if self.units_read:
+                self.mispredicted += 1
+        else:
+            return
+        if self._order.stays:
+            return
+        for each in passed:
+            found = self._slots.get(each)
+            if found is not None and not found.holds and self._keeper.rest(found):
+                self.dropped += 1
+                self.drop(each)
+
+    def _begin(self, unit: Unit, slot: SomeSlot) -> SomeSlot:
+        self._slots[unit] = slot
+        try:
+            slot.fill = self._keeper.fill(slot)
+            self._reader.submit(slot.fill)
+        except BaseException:
+            self.drop(unit)
+            raise
+        self.units_read += 1
+        self.bytes_read += slot.fill.nbytes
+        return slot
+
+    def _arrive(self, slot: SomeSlot) -> None:
+        fill = slot.fill
+        if fill is not None:
+            began = time.perf_counter()
+            fill.done.wait()
+            self.waited_s += time.perf_counter() - began
+            try:
+                if fill.error is not None:
+                    raise self._keeper.explain(slot, fill.error) from fill.error
+                self._keeper.check(slot)
+            except BaseException:
+                self.drop(slot.unit)
+                raise
+            slot.fill = None
+        if not slot.bound:
+            self._bind(slot)
+
+    def _bind(self, slot: SomeSlot) -> None:
+        slot.bound = True
+        try:
+            self._keeper.bind(slot)
+        except BaseException:
+            self.drop(slot.unit)
+            raise
+
+    # Going
+
+    def _room(self, unit: Unit) -> SomeSlot:
+        """Memory for a unit that is needed now, whatever has to go for it."""
+        slot = self._try_room(unit, needed=True)
+        return self._keeper.take_anyway(unit) if slot is None else slot
+
+    def _try_room(self, unit: Unit, needed: bool) -> SomeSlot | None:
+        slot = self._keeper.take(unit)
+        if slot is not None:
+            return slot
+        idle = [each.unit for each in self._slots.values() if not each.holds]
+        for each in self._order.may_go(idle, needed):
+            self.drop(each)
+            slot = self._keeper.take(unit)
+            if slot is not None:
+                return slot
+        return None
+
+    def drop(self, unit: Unit) -> None:
+        """Let a unit go, whoever holds it; nothing is in flight into its memory then."""
+        slot = self._slots.pop(unit, None)
+        if slot is None:
+            return
+        if unit in self._ahead:
+            self._ahead.remove(unit)
+        if slot.fill is not None:
+            self._reader.cancel(slot.fill)
+        if slot.bound:
+            slot.bound = False
+            self._keeper.unbind(slot)
+        self._keeper.give_back(slot)
+
+    def drop_idle(self) -> None:
+        """Let everything go that nobody holds."""
+        for unit in [slot.unit for slot in self._slots.values() if not slot.holds]:
+            self.drop(unit)
+
+    def drop_all(self) -> None:
+        """Let everything go."""
+        self._order.forget()
+        for unit in list(self._slots):
+            self.drop(unit)

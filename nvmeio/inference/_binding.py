@@ -1,0 +1,74 @@
+"""Weights into the modules that show them, and out; their names, for what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvmeio.inference._units import Target, Unit
+
+# Tensors that an error names; a layer is read as one and rarely has more.
+_NAMED = 16
+
+
+def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Let modules show tensors.
+
+    Parameters have the `requires_grad` that they have where they are loaded: torch chooses the
+    kernel of a matrix product by it, with autograd off as well.
+
+    Returns:
+        What is shown, for each target.
+
+    Raises:
+        RuntimeError: Something else was put in the place of a weight.
+    """
+    check(targets, [target.empty for target in targets])
+    parameters: dict[int, nn.Parameter] = {}
+    shown: list[torch.Tensor] = []
+    for module, attribute, is_buffer, number, empty in targets:
+        if is_buffer:
+            module._buffers[attribute] = tensors[number]
+            shown.append(tensors[number])
+            continue
+        if number not in parameters:  # tied parameters are one
+            parameters[number] = nn.Parameter(tensors[number], requires_grad=empty.requires_grad)
+        module._parameters[attribute] = parameters[number]
+        shown.append(parameters[number])
+    return shown
+
+
+def uninstall(targets: Sequence[Target]) -> None:
+    """Let them show nothing again."""
+    for module, attribute, is_buffer, _, empty in targets:
+        shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
+        shown[attribute] = empty
+
+
+def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
+    """Raise where modules show something else than they should."""
+    for (module, attribute, is_buffer, _, _), wanted in zip(targets, shown, strict=True):
+        now = (module._buffers if is_buffer else module._parameters).get(attribute)
+        if now is not wanted:
+            raise RuntimeError(
+                f"{attribute!r} of a {type(module).__name__} was replaced after its model was "
+                "streamed: the weights that are used are those of the checkpoint. Change them "
+                "there, and stream the model anew"
+            )
+
+
+def names_in(unit: Unit, at: int, nbytes: int) -> str:
+    """The weights that have bytes in a part of a unit's slot, for messages."""
+    found: list[str] = []
+    number = 0
+    for weight in unit.weights:
+        for part in weight.parts:
+            start = unit.layout.starts[number]
+            number += 1
+            if start < at + nbytes and at < start + part.nbytes and weight.name not in found:
+                found.append(weight.name)
+    named = ", ".join(repr(name) for name in found[:_NAMED])
+    return named + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")

@@ -1,0 +1,119 @@
+"""Micro-batches in lockstep: all use one unit before the first uses the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Abandoned(Exception):
+    """Another micro-batch failed, or all were told to stop; whoever did has the reason."""
+
+
+class Lockstep(Generic[Value]):
+    """Pieces of work that use the same units in the same order.
+
+    Each has a thread of its own, but only one runs at any moment: they take turns at every unit, in
+    the order in which they were given, so that a unit is brought once for all of them. One that
+    ends early leaves the round.
+
+    Args:
+        works: What to run.
+    """
+
+    def __init__(self, works: Sequence[Callable[[], Value]]) -> None:
+        self._works = works
+        self._condition = threading.Condition()  # of these threads: none is one that is interrupted
+        self._round: list[int] = list(range(len(works)))  # members that are not done
+        self._now = 0  # the member that runs
+        self._failed: BaseException | None = None
+        self._stopped = False
+
+    def run(self) -> list[Value]:
+        """Run them all and return their values, in order; called in a thread of its own.
+
+        Raises: What the first of them raised that failed; the others are stopped at their next
+            unit.
+        """
+        values: dict[int, Value] = {}
+        threads = [
+            threading.Thread(
+                target=self._member, args=(n, values), name=f"nvmeio-batch-{n}", daemon=True
+            )
+            for n in range(len(self._works))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed is not None:
+            raise self._failed
+        if self._stopped:
+            raise Abandoned
+        return [values[number] for number in range(len(self._works))]
+
+    def stop(self) -> None:
+        """Have them end at their next unit; from any thread."""
+        self._stopped = True  # whoever runs sees it, and those who wait for it after that
+
+    @property
+    def shared(self) -> bool:
+        """Whether others are to use the same unit before the next one."""
+        return len(self._round) > 1
+
+    def hand_on(self) -> None:
+        """Let the next one run, and wait until the turn comes back; called by a member.
+
+        Raises:
+            Abandoned: They are to end.
+        """
+        number = _here.number
+        with self._condition:
+            if self._failed is not None or self._stopped:
+                raise Abandoned
+            self._now = self._follower(number)
+            self._condition.notify_all()
+            self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        while self._now != number and self._failed is None:
+            self._condition.wait()
+        if self._failed is not None or self._stopped:
+            raise Abandoned
+
+    def _follower(self, number: int) -> int:
+        later = [member for member in self._round if member > number]
+        return later[0] if later else min(self._round, default=-1)
+
+    def _member(self, number: int, values: dict[int, Value]) -> None:
+        _here.lockstep, _here.number = self, number
+        try:
+            with self._condition:
+                self._wait(number)
+            values[number] = self._works[number]()
+        except Abandoned:
+            pass
+        except BaseException as failed:
+            with self._condition:
+                self._failed = self._failed or failed
+        finally:
+            with self._condition:
+                self._round.remove(number)
+                self._now = self._follower(number)
+                self._condition.notify_all()
+
+
+class _Here(threading.local):
+    lockstep: Lockstep[Any] | None = None
+    number: int = -1
+
+
+_here = _Here()
+
+
+def current() -> Lockstep[Any] | None:
+    """The lockstep of which this thread is a member."""
+    return _here.lockstep

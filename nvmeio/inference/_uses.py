@@ -1,0 +1,400 @@
+"""Who uses the weights, and what is in memory for it: the state of a stream while it is open.
+
+All of it belongs to one thread (`OwnerThread`). One caller at a time has the turn: a thread, for as
+long as it uses one unit, or a lockstep of micro-batches until all have ended. The others wait in
+the order in which they came, each on a lock of its own. What callers get are leases, so that the
+turn of one that is interrupted goes on, and its unit goes.
+
+After a failure nothing is in flight and nothing is kept that was on its way.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.threads import SLICE_S
+from nvmeio._residency.order import Round
+from nvmeio._residency.reader import Fill
+from nvmeio._residency.window import Window
+from nvmeio.errors import ClosedError, TransferError, with_context
+from nvmeio.inference._binding import check, install, names_in, uninstall
+from nvmeio.inference._lockstep import Lockstep
+from nvmeio.inference._resources import Resources
+from nvmeio.inference._slots import Slot
+from nvmeio.inference._units import Partition, Unit
+
+# Where a token's routing named this share of the experts or more, the next layer's are read whole
+# and ahead; below it, those that are named are read when they are.
+_DENSE_SHARE = 0.75
+
+
+class Use(NamedTuple):
+    """A unit in place.
+
+    Attributes:
+        lease: Ends the use.
+        brought_bytes: Of the read that was waited for, if it was one.
+    """
+
+    lease: Lease
+    brought_bytes: int
+
+
+class Waiting(NamedTuple):
+    """A place in the queue for the turn."""
+
+    gate: Any
+    lease: Lease
+
+    def wait(self) -> None:
+        """Block until it is worthwhile to ask again; an interrupt ends it at once."""
+        while not self.gate.acquire(timeout=SLICE_S):
+            pass
+
+
+class Keeper:
+    """Memory and reads of a stream's units, for its window."""
+
+    def __init__(self, resources: Resources) -> None:
+        self._memory = resources.memory
+        self._checkpoint = resources.checkpoint
+        self.dense = False
+
+    def take(self, unit: Unit) -> Slot | None:
+        """A slot, of what stays or of the window."""
+        return self._memory.take(unit, unit.resident)
+
+    def fill(self, slot: Slot) -> Fill:
+        """Everything but experts; these too where the last token needed most of them."""
+        unit = slot.unit
+        reads = unit.layout.reads
+        if self.dense and unit.experts is not None:
+            reads += unit.layout.all_experts
+            slot.experts = bytearray(b"\1" * unit.experts.number)
+        return self._memory.fill(slot, reads, self._checkpoint.files)
+
+    def check(self, slot: Slot) -> None:
+        """Raise if a file was written to."""
+        for index in slot.files:
+            self._checkpoint.check(index, f"layer {slot.unit.name!r}")
+
+    def explain(self, slot: Slot, error: BaseException) -> BaseException:
+        """With the names of the tensors."""
+        unit, at = slot.unit, None if slot.fill is None else slot.fill.failed_at
+        if not isinstance(error, TransferError):
+            return error
+        names = unit.name if at is None else names_in(unit, at.at, at.memory.nbytes)
+        return with_context(error, f"weights {names} of {unit.name}")
+
+    def bind(self, slot: Slot) -> None:
+        """Show the weights, converted where that is needed."""
+        self._memory.ready(slot)
+        slot.tensors = self._memory.tensors(slot)
+        slot.shown = install(slot.unit.targets, slot.tensors)
+
+    def unbind(self, slot: Slot) -> None:
+        """Show nothing; the room for conversions is the next one's."""
+        uninstall(slot.unit.targets)
+        slot.tensors, slot.shown = [], []
+
+    def rest(self, slot: Slot) -> bool:
+        """What streams goes. What stays remains in place, unless it is in room that all share."""
+        if slot.bound and not self.settled(slot):
+            slot.bound = False
+            self.unbind(slot)
+        return not slot.unit.resident
+
+    def settled(self, slot: Slot) -> bool:
+        """Whether a unit stays in place between its uses."""
+        unit = slot.unit
+        return slot.bound and unit.resident and not unit.converted_bytes and unit.experts is None
+
+    def give_back(self, slot: Slot) -> None:
+        """To its pool."""
+        self._memory.give_back(slot)
+
+    def take_anyway(self, unit: Unit) -> Slot:
+        """Cannot be: the budget was shared out for this."""
+        raise RuntimeError(f"no slot for {unit!r}")
+
+
+class Uses:
+    """What callers of a model ask of the thread that owns its weights.
+
+    Args:
+        owner: That thread.
+        resources: Open files, memory, reader.
+        partition: The units.
+    """
+
+    COUNTS = (
+        "bytes_read",
+        "units_read",
+        "units_used",
+        "mispredicted",
+        "dropped",
+        "experts_read",
+        "waited_s",
+    )
+
+    def __init__(self, owner: OwnerThread, resources: Resources, partition: Partition) -> None:
+        self._owner = owner
+        self.resources = resources
+        self._fixed, self._units = partition
+        self._keeper = Keeper(resources)
+        streamed = [unit for unit in self._units if unit.modules or unit.resident]
+        self._order = Round(streamed)
+        self._window: Window[Unit, Slot] = Window(resources.reader, self._keeper, self._order)
+        self._turn: Hashable = None  # who has it: a thread's number, or a lockstep
+        self._queue: deque[Any] = deque()  # locks of those who wait for it
+        self._use: tuple[Slot, Any] | None = None  # the unit that is used, on which CUDA stream
+        self._kept: Slot | None = None  # used, and held for the other micro-batches
+        self._fixed_slot: Slot | None = None
+        self.closed = False
+        self.units_used = self.experts_read = self.beside_bytes = 0
+
+    def open(self) -> None:
+        """Bring what is always there."""
+        if not self._fixed.weights:
+            return
+        memory, reader = self.resources.memory, self.resources.reader
+        slot = memory.take(self._fixed, True)
+        if slot is None:
+            raise RuntimeError(f"no slot for {self._fixed!r}")
+        slot.fill = self._keeper.fill(slot)
+        reader.submit(slot.fill)
+        slot.fill.done.wait()
+        if slot.fill.error is not None:
+            raise self._keeper.explain(slot, slot.fill.error) from slot.fill.error
+        slot.fill = None
+        self._keeper.check(slot)
+        memory.ready(slot)
+        slot.shown = install(self._fixed.targets, memory.tensors(slot, keep=True))
+        self._fixed_slot = slot
+
+    def close(self) -> None:
+        """Take all weights away and close everything."""
+        self.closed = True
+        self._use = self._kept = None
+        self._window.drop_all()
+        uninstall(self._fixed.targets)
+        if self._fixed_slot is not None:
+            self.resources.memory.give_back(self._fixed_slot)
+        self.resources.close()
+        for gate in self._queue:
+            gate.release()
+        self._queue.clear()
+
+    # --- turns ----------------------------------------------------------------------------------
+
+    def enter(
+        self, unit: Unit, caller: Hashable, waited: Waiting | None, cuda_stream: Any
+    ) -> Use | Waiting:
+        """Have a unit's weights in place.
+
+        Args:
+            unit: Which one.
+            caller: Who asks: a thread's number, or its lockstep.
+            waited: What an earlier call returned.
+            cuda_stream: Current where the caller computes, if that is a GPU.
+        """
+        queued = self.await_turn(caller, waited)
+        if queued is not None:
+            return queued
+        try:
+            with _on(cuda_stream):
+                slot, brought = self._bring(unit)
+        except BaseException:
+            self._give_up()
+            self._end_turn(caller)
+            raise
+        use = self._use = (slot, cuda_stream)
+        self.units_used += 1
+        return Use(self._owner.lease(self._leave, use, caller), brought)
+
+    def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Lease | Waiting:
+        """Give the turn to micro-batches, until the lease ends."""
+        queued = self.await_turn(lockstep, waited)
+        if queued is not None:
+            return queued
+        return self._owner.lease(self._end_lockstep, lockstep)
+
+    def await_turn(self, caller: Hashable, waited: Waiting | None) -> Waiting | None:
+        """Give a caller the turn, or a place in the queue for it."""
+        if self.closed:
+            raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
+        if self._turn == caller:
+            return None
+        mine = waited is not None and bool(self._queue) and self._queue[0] is waited.gate
+        if self._turn is None and (mine or not self._queue):
+            if mine:
+                self._queue.popleft()
+            self._turn = caller
+            return None
+        if waited is not None:
+            return waited
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._queue.append(gate)
+        return Waiting(gate, self._owner.lease(self._withdraw, gate))
+
+    def _withdraw(self, gate: Any) -> None:
+        if gate in self._queue:
+            self._queue.remove(gate)
+            self._wake()
+
+    def _end_turn(self, caller: Hashable) -> None:
+        if self._turn == caller and not isinstance(caller, Lockstep):
+            self._turn = None
+            self._wake()
+
+    def _end_lockstep(self, lockstep: Lockstep[Any]) -> None:
+        if self._turn is not lockstep:
+            return
+        self._put_away(None)
+        self._turn = None
+        if not self.closed:
+            self._window.look_ahead()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._turn is None and self._queue and self._queue[0].locked():
+            self._queue[0].release()
+
+    # --- units ----------------------------------------------------------------------------------
+
+    def _bring(self, unit: Unit) -> tuple[Slot, int]:
+        self._put_away(unit)
+        found = self._window.slot(unit)
+        if found is not None and found.bound:  # settled, or kept for micro-batches
+            check(unit.targets, found.shown)
+        fresh = found is None or found.fill is not None
+        slot = found if found is not None and found.bound else self._window.need(unit)
+        if slot is not self._kept:
+            slot.holds += 1
+        self._kept = None
+        return slot, unit.layout.nbytes if fresh else 0
+
+    def _leave(self, use: tuple[Slot, Any], caller: Hashable) -> None:
+        if self._use is not use:
+            return  # the turn is somebody else's, or the same thread uses another unit by now
+        self._use = None
+        slot, cuda_stream = use
+        try:
+            with _on(cuda_stream):
+                if isinstance(caller, Lockstep) and caller.shared:
+                    self._kept = slot
+                else:
+                    self._window.let_go([slot])
+                self._window.look_ahead()
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._end_turn(caller)
+
+    def _put_away(self, unit: Unit | None) -> None:
+        """Let go of another unit: kept for micro-batches, or of a pass whose end was not told."""
+        left, self._use = self._use, None
+        if left is not None:
+            self._window.let_go([left[0]])
+        if self._kept is not None and self._kept.unit is not unit:
+            kept, self._kept = self._kept, None
+            self._window.let_go([kept])
+
+    def _give_up(self) -> None:
+        self._use = self._kept = None
+        for unit in self._units:
+            slot = self._window.slot(unit)
+            if slot is None:
+                continue
+            slot.holds = 0
+            if not self._keeper.settled(slot):
+                self._window.drop(unit)
+        self._order.forget()
+
+    # --- experts --------------------------------------------------------------------------------
+
+    def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
+        """Have those experts of the unit in use in place."""
+        slot = self._window.slot(unit)
+        experts = unit.experts
+        if experts is None or slot is None:
+            return
+        self._keeper.dense = len(hit) >= _DENSE_SHARE * experts.number
+        missing = [expert for expert in hit if not slot.experts[expert]]
+        if not missing:
+            return
+        reads = [read for expert in missing for read in unit.layout.experts[expert]]
+        try:
+            with _on(cuda_stream):
+                self._read_beside(slot, reads)
+                for expert in missing:
+                    slot.experts[expert] = 1
+                    self.resources.memory.convert_expert(slot, slot.tensors, expert)
+        except BaseException:
+            self._give_up()
+            raise
+        self.experts_read += len(missing)
+
+    def _read_beside(self, slot: Slot, reads: Sequence[Any]) -> None:
+        """Read past the queue, for somebody who waits."""
+        handle, files = self.resources.handle, self.resources.checkpoint.files
+        started = []
+        failed: BaseException | None = None
+        try:
+            for read in reads:
+                memory = slot.host[read.at : read.at + read.end - read.start]
+                started.append(handle.async_pread(memory, files[read.file], read.start))
+        except BaseException as error:
+            failed = error
+        for operation, read in zip(started, reads, strict=False):
+            error_of = operation.exception()
+            if failed is None and error_of is not None:
+                failed = error_of
+                if isinstance(failed, TransferError):
+                    names = names_in(slot.unit, read.at, read.end - read.start)
+                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
+        if failed is not None:
+            raise failed
+        for index in {read.file for read in reads}:
+            self.resources.checkpoint.check(index, f"layer {slot.unit.name!r}")
+        for read in reads:
+            self.resources.memory.copied(slot, read)
+        self.beside_bytes += sum(read.end - read.start for read in reads)
+
+    # --- what it has done -----------------------------------------------------------------------
+
+    def check_fixed(self) -> None:
+        """Raise if something was put in the place of a weight that is always there."""
+        if self._fixed_slot is not None:
+            check(self._fixed.targets, self._fixed_slot.shown)
+
+    def counts(self) -> dict[str, Any]:
+        """Since it was opened."""
+        window = self._window
+        values = (
+            window.bytes_read + self.beside_bytes,
+            window.units_read,
+            self.units_used,
+            window.mispredicted,
+            window.dropped,
+            self.experts_read,
+            window.waited_s,
+        )
+        return dict(zip(self.COUNTS, values, strict=True))
+
+
+def _on(cuda_stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """What is queued on the device is queued where the caller computes."""
+    if cuda_stream is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any] = torch.cuda.stream(cuda_stream)
+    return found
