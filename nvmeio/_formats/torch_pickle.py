@@ -1,20 +1,22 @@
 """What a torch pickle says, found without running any of it.
 
-The pickle is read by a small machine that knows the opcodes and nothing else: globals are names,
+`pickletools.genops` of CPython reads the opcodes of protocols 0 to 5 and what they bring along; a
+small machine does what they say with the stack and the memo, and nothing else: globals are names,
 calls are noted and not made. That tells which storages a checkpoint refers to, how large it says
 they are, and what would be imported, before anything is allocated; and for `nvmeio inspect` the
 names, shapes and dtypes of the tensors.
 
-Memory and time are bounded by the pickle's length: no opcode makes more than it brings along.
+torch's ``weights_only`` makes the objects of what it allows while it reads. That is too late here:
+a load has to know of all storages and their sizes before memory is taken and reads are begun.
 
-Source: Lib/pickletools.py of CPython, which defines the opcodes of protocols 0 to 5.
+Memory and time are bounded by the pickle's length: no opcode makes more than it brings along.
 """
 
 from __future__ import annotations
 
+import pickletools
 import reprlib
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,14 +146,14 @@ def scan(data: bytes) -> Scan:
     Raises:
         PickleError: It is damaged, cut off, or refers to something that is no storage.
 
-    Cost: 0.5 us an opcode; a tensor takes about 40.
+    Cost: 1 us an opcode; a tensor takes about 40.
     """
     machine = _Machine(data)
     try:
         value = machine.run()
     except PickleError:
         raise
-    except (IndexError, KeyError, ValueError, TypeError, struct.error, OverflowError) as wrong:
+    except (IndexError, KeyError, ValueError, TypeError, OverflowError) as wrong:
         raise PickleError(f"damaged at byte {machine.at}: {wrong!r}") from wrong
     return Scan(value, machine.globals, machine.storages, machine.calls, len(data))
 
@@ -165,7 +167,8 @@ def shape_of(args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(n for n in sizes if isinstance(n, int))
 
 
-Step = Callable[["_Machine"], object]
+# What an opcode does, with what it brings along.
+Step = Callable[["_Machine", Any], object]
 
 
 class _Mark:
@@ -186,38 +189,16 @@ class _Machine:
         self.calls: list[Call] = []
 
     def run(self) -> object:
-        data, opcodes = self.data, _OPCODES
-        while True:
-            if self.at >= len(data):
-                raise PickleError("cut off")
-            code = data[self.at]
-            self.at += 1
-            if code == 0x2E:  # STOP
-                return self.stack.pop()
-            step = opcodes.get(code)
+        steps = _STEPS
+        for opcode, argument, at in pickletools.genops(self.data):
+            self.at = at or 0
+            if opcode.name == "STOP":
+                break
+            step = steps.get(opcode.name)
             if step is None:
-                raise PickleError(f"unknown opcode {code:#x} at byte {self.at - 1}")
-            step(self)
-
-    # What opcodes bring along
-
-    def take(self, nbytes: int) -> bytes:
-        end = self.at + nbytes
-        if nbytes < 0 or end > len(self.data):
-            raise PickleError(f"cut off: {nbytes} bytes wanted at {self.at}")
-        taken = self.data[self.at : end]
-        self.at = end
-        return taken
-
-    def number(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
-
-    def line(self) -> bytes:
-        end = self.data.index(b"\n", self.at)
-        return self.take(end + 1 - self.at)[:-1]
-
-    def sized(self, length_bytes: int) -> bytes:
-        return self.take(self.number(length_bytes))
+                raise PickleError(f"opcode {opcode.name} at byte {at}, which torch does not write")
+            step(self, argument)
+        return self.stack.pop()
 
     # The stack
 
@@ -320,36 +301,36 @@ def check_keys(keys: Sequence[Any]) -> int:
     return parts
 
 
-def _mark(m: _Machine) -> None:
-    m.stack.append(_MARK)
-
-
 def _put(m: _Machine, index: int) -> None:
     m.memo[index] = m.stack[-1]
 
 
-def _binput(m: _Machine) -> None:
-    m.memo[m.data[m.at]] = m.stack[-1]
-    m.at += 1
+def _get(m: _Machine, index: int) -> None:
+    m.stack.append(m.memo[index])
 
 
-def _binget(m: _Machine) -> None:
-    m.stack.append(m.memo[m.data[m.at]])
-    m.at += 1
+def _push(m: _Machine, value: Any) -> None:
+    m.stack.append(value)
 
 
-def _binunicode(m: _Machine) -> None:
-    m.stack.append(m.take(m.number(4)).decode("utf-8", "surrogatepass"))
+def _nothing(m: _Machine, _: Any) -> None:
+    pass
+
+
+def _constant(value: Any) -> Step:
+    return lambda m, _: m.stack.append(value)
 
 
 def _tuple(count: int) -> Step:
-    def step(m: _Machine) -> None:
+    def step(m: _Machine, _: Any) -> None:
+        if len(m.stack) < count:
+            raise PickleError("a tuple of more than there is")
         m.stack[-count:] = [tuple(m.stack[-count:])]
 
     return step
 
 
-def _reduce(m: _Machine) -> None:
+def _reduce(m: _Machine, _: Any) -> None:
     args = m.stack.pop()
     # A dict by another name: what follows are its items.
     if m.stack[-1] == _ORDERED_DICT and args == ():
@@ -358,35 +339,35 @@ def _reduce(m: _Machine) -> None:
         m.stack[-1] = m.call(m.stack[-1], args)
 
 
-def _newobj_ex(m: _Machine) -> None:
+def _newobj_ex(m: _Machine, _: Any) -> None:
     options = m.stack.pop()
     args = m.stack.pop()
     m.stack[-1] = m.call(m.stack[-1], (args, options))
 
 
-def _build(m: _Machine) -> None:
+def _build(m: _Machine, _: Any) -> None:
     state = m.stack.pop()
     if isinstance(m.stack[-1], Call):
         m.stack[-1].state = state
 
 
-def _setitem(m: _Machine) -> None:
+def _setitem(m: _Machine, _: Any) -> None:
     value = m.stack.pop()
     key = m.stack.pop()
     m.set_items(m.stack[-1], [key, value])
 
 
-def _setitems(m: _Machine) -> None:
+def _setitems(m: _Machine, _: Any) -> None:
     flat = m.until_mark()
     m.set_items(m.stack[-1], flat)
 
 
-def _append(m: _Machine) -> None:
+def _append(m: _Machine, _: Any) -> None:
     value = m.stack.pop()
     m.add_elements(m.stack[-1], [value])
 
 
-def _appends(m: _Machine) -> None:
+def _appends(m: _Machine, _: Any) -> None:
     elements = m.until_mark()
     m.add_elements(m.stack[-1], elements)
 
@@ -396,127 +377,86 @@ def _dict_of(flat: list[Any]) -> dict[Any, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _frozenset(m: _Machine) -> None:
+def _frozenset(m: _Machine, _: Any) -> None:
     elements = m.until_mark()
     check_keys(elements)
     m.push(frozenset(elements))
 
 
-def _stack_global(m: _Machine) -> None:
+def _global(m: _Machine, both: str) -> None:
+    module, space, name = both.partition(" ")
+    if not space or " " in name:
+        raise PickleError(f"a name that is none: {shown(both)}")
+    m.name(module, name)
+
+
+def _stack_global(m: _Machine, _: Any) -> None:
     name = m.stack.pop()
     m.name(m.stack.pop(), name)
 
 
-def _inst(m: _Machine) -> None:
-    module, name = m.line().decode(), m.line().decode()
+def _inst(m: _Machine, both: str) -> None:
     args = tuple(m.until_mark())
-    m.name(module, name)
+    _global(m, both)
     m.stack[-1] = m.call(m.stack[-1], args)
 
 
-def _obj(m: _Machine) -> None:
+def _obj(m: _Machine, _: Any) -> None:
     function, *args = m.until_mark()
     m.push(m.call(function, tuple(args)))
 
 
-def _int(m: _Machine) -> None:
-    text = m.line()
-    m.push({b"00": False, b"01": True}.get(text) if text in (b"00", b"01") else int(text))
+def _extension(m: _Machine, number: int) -> None:
+    m.name("copyreg", f"extension {number}")
 
 
-def _signed(nbytes: int) -> Step:
-    return lambda m: m.push(int.from_bytes(m.take(nbytes), "little", signed=True))
-
-
-def _long(length_bytes: int) -> Step:
-    return lambda m: m.push(int.from_bytes(m.sized(length_bytes), "little", signed=True))
-
-
-def _constant(value: Any) -> Step:
-    return lambda m: m.stack.append(value)
-
-
-def _extension(nbytes: int) -> Step:
-    return lambda m: m.name("copyreg", f"extension {m.number(nbytes)}")
-
-
-def _nothing(m: _Machine) -> None:
-    pass
-
-
-def _steps() -> Iterator[tuple[bytes, Step]]:
-    yield b"(", _mark
-    yield b"0", lambda m: m.stack.pop()
-    yield b"1", lambda m: m.until_mark()
-    yield b"2", lambda m: m.push(m.stack[-1])
-    yield b"N", _constant(None)
-    yield b"\x88", _constant(True)
-    yield b"\x89", _constant(False)
-    yield b")", _constant(())
-    # Numbers
-    yield b"I", _int
-    yield b"J", _signed(4)
-    yield b"K", lambda m: m.push(m.number(1))
-    yield b"M", lambda m: m.push(m.number(2))
-    yield b"L", lambda m: m.push(int(m.line().rstrip(b"L")))
-    yield b"\x8a", _long(1)
-    yield b"\x8b", _long(4)
-    yield b"F", lambda m: m.push(float(m.line()))
-    yield b"G", lambda m: m.push(struct.unpack(">d", m.take(8))[0])
-    # Text and bytes
-    yield b"X", _binunicode
-    yield b"\x8c", lambda m: m.push(m.sized(1).decode("utf-8", "surrogatepass"))
-    yield b"\x8d", lambda m: m.push(m.sized(8).decode("utf-8", "surrogatepass"))
-    yield b"V", lambda m: m.push(m.line().decode("raw-unicode-escape"))
-    yield b"S", lambda m: m.push(m.line().strip(b"'\"").decode("latin-1"))
-    yield b"T", lambda m: m.push(m.sized(4))
-    yield b"U", lambda m: m.push(m.sized(1))
-    yield b"B", lambda m: m.push(m.sized(4))
-    yield b"C", lambda m: m.push(m.sized(1))
-    yield b"\x8e", lambda m: m.push(m.sized(8))
-    yield b"\x96", lambda m: m.push(m.sized(8))
+_STEPS: dict[str, Step] = {
+    "MARK": _constant(_MARK),
+    "POP": lambda m, _: m.stack.pop(),
+    "POP_MARK": lambda m, _: m.until_mark(),
+    "DUP": lambda m, _: m.push(m.stack[-1]),
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(True),
+    "NEWFALSE": _constant(False),
+    # Numbers, text and bytes
+    **dict.fromkeys(("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"), _push),
+    **dict.fromkeys(("FLOAT", "BINFLOAT"), _push),
+    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _push),
+    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING"), _push),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"), _push),
     # Containers
-    yield b"]", lambda m: m.push([])
-    yield b"}", lambda m: m.push({})
-    yield b"\x8f", lambda m: m.push(set())
-    yield b"l", lambda m: m.push(m.until_mark())
-    yield b"d", lambda m: m.push(_dict_of(m.until_mark()))
-    yield b"t", lambda m: m.push(tuple(m.until_mark()))
-    yield b"\x91", _frozenset
-    yield b"\x85", _tuple(1)
-    yield b"\x86", _tuple(2)
-    yield b"\x87", _tuple(3)
-    yield b"a", _append
-    yield b"e", _appends
-    yield b"\x90", _appends
-    yield b"s", _setitem
-    yield b"u", _setitems
+    "EMPTY_TUPLE": _constant(()),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_SET": lambda m, _: m.push(set()),
+    "LIST": lambda m, _: m.push(m.until_mark()),
+    "DICT": lambda m, _: m.push(_dict_of(m.until_mark())),
+    "TUPLE": lambda m, _: m.push(tuple(m.until_mark())),
+    "TUPLE1": _tuple(1),
+    "TUPLE2": _tuple(2),
+    "TUPLE3": _tuple(3),
+    "FROZENSET": _frozenset,
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "ADDITEMS": _appends,
+    "SETITEM": _setitem,
+    "SETITEMS": _setitems,
     # The memo
-    yield b"q", _binput
-    yield b"h", _binget
-    yield b"r", lambda m: _put(m, m.number(4))
-    yield b"j", lambda m: m.push(m.memo[m.number(4)])
-    yield b"p", lambda m: _put(m, int(m.line()))
-    yield b"g", lambda m: m.push(m.memo[int(m.line())])
-    yield b"\x94", lambda m: _put(m, len(m.memo))
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _get),
+    "MEMOIZE": lambda m, _: _put(m, len(m.memo)),
     # What would run
-    yield b"c", lambda m: m.name(m.line().decode(), m.line().decode())
-    yield b"\x93", _stack_global
-    yield b"R", _reduce
-    yield b"\x81", _reduce
-    yield b"\x92", _newobj_ex
-    yield b"i", _inst
-    yield b"o", _obj
-    yield b"b", _build
-    yield b"\x82", _extension(1)
-    yield b"\x83", _extension(2)
-    yield b"\x84", _extension(4)
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": _reduce,
+    "NEWOBJ": _reduce,
+    "NEWOBJ_EX": _newobj_ex,
+    "INST": _inst,
+    "OBJ": _obj,
+    "BUILD": _build,
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _extension),
     # Persistent ids
-    yield b"Q", lambda m: m.persistent(m.stack.pop())
+    "BINPERSID": lambda m, _: m.persistent(m.stack.pop()),
     # What frames it
-    yield b"\x80", lambda m: m.take(1)
-    yield b"\x95", lambda m: m.take(8)
-    yield b"\x98", _nothing
-
-
-_OPCODES = {code[0]: step for code, step in _steps()}
+    **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), _nothing),
+}
