@@ -15,28 +15,32 @@ The right side is in `_job_files`.
 
 from __future__ import annotations
 
-import concurrent.futures
+import _thread
 import contextlib
 import io
 import json
 import logging
-import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from nvmeio._formats.torch_layout import Layout, Piece, plan_layout
+from nvmeio._formats.torch_writing import Crc, write_part
+from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.rank_store import RankStore
+from nvmeio._io.threads import SLICE_S
 from nvmeio.checkpoint._ranks import Round
 from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._same_state import explain, fingerprint
+from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
-from nvmeio.errors import BackendUnavailableError, TransferError
+from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
+from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
@@ -103,11 +107,10 @@ class Job(ABC):
         self.number = number
         self.going_on = False  # in the background
         self._cancelled = False
-        self._ended: concurrent.futures.Future[tuple[bool | None, float]]
-        self._ended = concurrent.futures.Future()
-        self._ended.set_running_or_notify_cancel()  # nobody who awaits it can cancel it
+        self._ended = _Ended()
         self._report: SaveReport | None = None
         self._taken_at = 0.0
+        self._recycled: bool | None = None
 
     @property
     @abstractmethod
@@ -128,12 +131,13 @@ class Job(ABC):
 
     # In the foreground
 
-    def take(self, state: object, began: float) -> SaveReport:
+    def take(self, state: object, began: float, in_caller: InCaller) -> SaveReport:
         """Take the snapshot, and let the background go on with it.
 
         Args:
             state: What to save.
             began: When the caller called (`time.perf_counter`).
+            in_caller: Pickles in the thread whose modes the state's own code must see.
 
         Raises:
             ValueError: The ranks do not save the same.
@@ -148,7 +152,7 @@ class Job(ABC):
         try:
             if self.round.rank == 0:
                 self.setup.claim()
-            source = self._agreed(_planned(state))
+            source = self._agreed(_planned(state, in_caller))
             times.append(time.perf_counter())
             snapshot = self._new_snapshot(source)
             times.append(time.perf_counter())
@@ -195,16 +199,9 @@ class Job(ABC):
     def _with_pieces_of_first(self, layout: Layout) -> Layout:
         """Pickles say on which device each tensor was, so they may differ: rank 0's is written."""
         if self.round.rank == 0:
-            places = [(record.offset, record.crc_at) for record in layout.records]
-            pieces = [tuple(piece) for piece in layout.pieces]
-            self.round.put("pieces", pickle.dumps((layout.nbytes, pieces, places)))
+            self.round.put("pieces", pieces_to_bytes(layout))
             return layout
-        nbytes, pieces, places = pickle.loads(self.round.get("pieces", 0))
-        records = [
-            record._replace(offset=offset, crc_at=crc_at)
-            for record, (offset, crc_at) in zip(layout.records, places, strict=True)
-        ]
-        return Layout(nbytes, [Piece(*piece) for piece in pieces], records)
+        return with_pieces(layout, self.round.get("pieces", 0))
 
     def _new_snapshot(self, source: Layout) -> Snapshot:
         start, end = self.parts(source)[self.round.rank]
@@ -220,6 +217,29 @@ class Job(ABC):
         assert self.snapshot is not None  # until the background is over
         return self.snapshot.layout
 
+    def write_bytes(self, file: File, start: int, end: int) -> list[Crc]:
+        """Write [start, end) of what is saved; again with another handle, if this one is closed.
+
+        Who closes his handle while a save is under way means no harm to it.
+        """
+        snapshot = self.snapshot
+        while True:
+            handle = self.setup.get_handle()
+            try:
+                return write_part(
+                    handle,
+                    file,
+                    self.layout(),
+                    start,
+                    end,
+                    checksum=self.setup.checksum,
+                    flight=self.flight,
+                )
+            except (ClosedError, Cancelled):
+                if not handle.closed or snapshot is None or not snapshot.fits or self._cancelled:
+                    raise
+            self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
+
     def _finished(self, operation: Operation) -> None:
         if self.snapshot is not None:
             self.snapshot.written(operation.file_offset + operation.nbytes)
@@ -232,7 +252,8 @@ class Job(ABC):
             if not isinstance(failed, _Disagreement):
                 self.round.fail(failed)
         else:
-            cause = self._ended.exception()  # waits for the background
+            self._ended.wait(None)
+            cause = self._ended.error
             if isinstance(failed, Cancelled) and cause and not isinstance(cause, Cancelled):
                 failed = cause  # it was the writing that failed, and stopped the copying
             self.going_on = False
@@ -278,10 +299,11 @@ class Job(ABC):
             if self.snapshot is not None:
                 self.snapshot.stop()  # whoever copies has nobody to copy for
             self._forget()
-            self._ended.set_exception(failed)
+            self._ended.set(failed)
         else:
             self._forget()
-            self._ended.set_result((recycled, time.perf_counter()))
+            self._recycled = recycled
+            self._ended.set(None)
 
     def _cause_of(self, failed: BaseException) -> BaseException:
         """A file that is gone because rank 0 has given up is not what went wrong."""
@@ -311,18 +333,16 @@ class Job(ABC):
 
     def done(self) -> bool:
         """Whether it is over, well or not."""
-        return self._ended.done()
+        return self._ended.done
 
     def failed(self) -> bool:
         """Whether it is over, and failed; not if it was cancelled."""
-        if not self._ended.done():
-            return False
-        failed = self._ended.exception()
+        failed = self._ended.error
         return failed is not None and not isinstance(failed, Cancelled)
 
     def wait(self, timeout: float | None) -> bool:
         """Block until it is over; False if it is not in time."""
-        return bool(concurrent.futures.wait([self._ended], timeout).done)
+        return self._ended.wait(timeout)
 
     def result(self) -> SaveReport | None:
         """Block until it is over; its report, or None if it was cancelled.
@@ -330,33 +350,75 @@ class Job(ABC):
         Raises:
             Exception: Why it failed.
         """
-        try:
-            recycled, ended = self._ended.result()
-        except Cancelled:
+        self._ended.wait(None)
+        failed = self._ended.error
+        if isinstance(failed, Cancelled):
             return None
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed  # no cycle with the traceback
         report = self._report
         if report is None:
             return None
-        written_s = max(ended - self._taken_at, 0.0)
-        return report._replace(durable=True, recycled=recycled, written_s=written_s)
+        written_s = max(self._ended.at - self._taken_at, 0.0)
+        return report._replace(durable=True, recycled=self._recycled, written_s=written_s)
 
     def part_from_others(self) -> None:
         """Where this rank has committed for all: until they know. For a limited time; quiet."""
-        if self.round.rank == 0 and self.done() and self._ended.exception() is None:
+        if self.round.rank == 0 and self.done() and self._ended.error is None:
             self.round.wait_for_others("seen", _PARTING_S)
 
     def call_when_done(self, call: Callable[[], None]) -> None:
         """Call something once it is over, at once if it is; in whatever thread."""
-        self._ended.add_done_callback(lambda _: call())
+        self._ended.then(call)
 
 
-def _planned(state: object) -> Layout:
+class _Ended:
+    """That a save is over, and how; waited for on a raw lock (see `nvmeio._io.threads`)."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: BaseException | None = None
+        self.at = 0.0
+        self._gate = _thread.allocate_lock()
+        self._gate.acquire()
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def set(self, error: BaseException | None) -> None:
+        self.error, self.at, self.done = error, time.perf_counter(), True
+        self._gate.release()
+        self._call_all()
+
+    def wait(self, timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.done:
+            left = SLICE_S if until is None else min(SLICE_S, until - time.monotonic())
+            if left <= 0:
+                break
+            if self._gate.acquire(timeout=left):
+                self._gate.release()  # who waits beside this one
+        return self.done
+
+    def then(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        if self.done:
+            self._call_all()
+
+    def _call_all(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._calls.popleft()()
+
+
+def _planned(state: object, in_caller: InCaller) -> Layout:
     try:
-        return plan_layout(state)
+        return plan_layout(state, in_caller=in_caller)
     except BackendUnavailableError as unknown:
         logger.warning("saving through torch.save, which is slower: %s", unknown)
         whole = io.BytesIO()
-        torch.save(state, whole)
+        in_caller(torch.save, state, whole)
         data = whole.getvalue()
         return Layout(len(data), [Piece(0, data)], [])
 

@@ -20,7 +20,7 @@ import struct
 
 from nvmeio import files
 from nvmeio._formats.torch_layout import Layout
-from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages, write_part
+from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.durable import allocate, exchange, sync_directory
 from nvmeio._storage.locks import lock_alone
@@ -96,17 +96,8 @@ class OneFile(Job):
         return replacement.recycled
 
     def _write_part(self, file: File) -> list[Crc]:
-        layout = self.layout()
-        start, end = self.parts(layout)[self.round.rank]
-        return write_part(
-            self.setup.get_handle(),
-            file,
-            layout,
-            start,
-            end,
-            checksum=self.setup.checksum,
-            flight=self.flight,
-        )
+        start, end = self.parts(self.layout())[self.round.rank]
+        return self.write_bytes(file, start, end)
 
 
 class FileOfEachRank(Job):
@@ -186,13 +177,7 @@ class FileOfEachRank(Job):
             opened = file.acquire(True)
             try:
                 allocate(opened.any_fd(), padded_nbytes(layout), path)
-                write_part(
-                    self.setup.get_handle(),
-                    file,
-                    layout,
-                    checksum=self.setup.checksum,
-                    flight=self.flight,
-                )
+                self.write_bytes(file, 0, padded_nbytes(layout))
                 os.ftruncate(opened.any_fd(), layout.nbytes)
             except OSError as failed:
                 raise self._error(failed, "truncate") from failed

@@ -5,14 +5,18 @@ They tell each other a digest of their layouts, and who differs is told in which
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
 from nvmeio._formats import torch_zip
-from nvmeio._formats.torch_layout import Layout
+from nvmeio._formats.torch_layout import Layout, Piece
+
+_LENGTH = struct.Struct("<Q")
 
 # Where a tensor was, as the pickle says it: each rank has a device of its own. A str of the
 # pickle's protocols 1 to 3, or of 4 and later; the length stands before it.
@@ -87,3 +91,30 @@ _COMPARED = {
     "one": ("step", "layout", "checksum", "records", "nbytes"),
     "per_rank": ("step", "layout", "checksum"),
 }
+
+
+def pieces_to_bytes(layout: Layout) -> bytes:
+    """All of a layout but the storages' own bytes, for ranks that have the same storages."""
+    told = {
+        "nbytes": layout.nbytes,
+        "pieces": [(piece.offset, len(piece.data)) for piece in layout.pieces],
+        "records": [(record.offset, record.crc_at) for record in layout.records],
+    }
+    head = json.dumps(told).encode()
+    return b"".join([_LENGTH.pack(len(head)), head, *(piece.data for piece in layout.pieces)])
+
+
+def with_pieces(layout: Layout, data: bytes) -> Layout:
+    """A layout with what another rank's `pieces_to_bytes` told in place of its own."""
+    (length,) = _LENGTH.unpack_from(data)
+    at = _LENGTH.size + length
+    told = json.loads(data[_LENGTH.size : at])
+    pieces: list[Piece] = []
+    for offset, nbytes in told["pieces"]:
+        pieces.append(Piece(offset, data[at : at + nbytes]))
+        at += nbytes
+    records = [
+        record._replace(offset=offset, crc_at=tuple(crc_at))
+        for record, (offset, crc_at) in zip(layout.records, told["records"], strict=True)
+    ]
+    return Layout(told["nbytes"], pieces, records)

@@ -12,8 +12,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
+from nvmeio._io import threads
+from nvmeio._io.caller import InCaller, at_once
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
@@ -23,6 +24,7 @@ from nvmeio.checkpoint._job import Job, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
+from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 
@@ -71,14 +73,30 @@ class Saver:
         self._saves = 0
         self._pid = os.getpid()
         self._released = False
+        self.under_way: list[UnderWay[SaveReport]] = []  # and what nobody was told of
         self.closed = False
         _savers.add(self)
 
     # Saving
 
-    def save(self, call: Call, state: object, step: int) -> SaveReport:
+    def begin(self, state: object, step: int) -> UnderWay[SaveReport]:
+        """`save`, begun in a thread; those before it, which nobody may wait for, come first."""
+        self.check_open()
+        call = Call()
+        before = self.under_way
+        self.under_way = [each for each in before if not (each.done and each.seen)]
+
+        def work() -> SaveReport:
+            for each in before:
+                each.wait()
+            return self.save(call, state, step, at_once)
+
+        begun = UnderWay(work, call.cancel)
+        self.under_way = [*self.under_way, begun]
+        return begun
+
+    def save(self, call: Call, state: object, step: int, in_caller: InCaller) -> SaveReport:
         """Take a snapshot, once the save before is durable; see `Checkpointer.save_sync`."""
-        began = time.perf_counter()
         self.check_open()
         while not self._turn.acquire(timeout=_LOOK_S):
             if self.setup.store.size == 1:
@@ -89,21 +107,21 @@ class Saver:
             while job is not None and not call.cancelled and not job.wait(_LOOK_S):
                 pass
             if not call.cancelled:
-                self._result(job)
+                self.result(job)
             self._saves += 1
             call.job = job = self._new_job(self.setup, step, self._saves)
             if call.cancelled:
                 job.give_up()  # in its turn, for the other ranks wait for it
                 raise Cancelled
             try:
-                return job.take(state, began)
+                return job.take(state, call.began, in_caller)
             finally:  # also when Ctrl-C comes between the two
                 if job.going_on:
                     self._job = job
         finally:
             self._turn.release()
 
-    def _result(self, job: Job | None) -> SaveReport | None:
+    def result(self, job: Job | None) -> SaveReport | None:
         """The report of a save that is over; whoever waited for it has seen its failure.
 
         Raises:
@@ -121,25 +139,19 @@ class Saver:
     def wait(self, timeout: float | None) -> SaveReport | None:
         """See `Checkpointer.wait_sync`."""
         self.check_process()
+        self.take_unseen()
         job = self._job
         if job is not None and not job.wait(timeout):
             raise TimeoutError(
                 f"step {job.step} is not durable after {timeout} s; it is being written"
             )
-        return self._result(job)
+        return self.result(job)
 
-    def waiting(self, call: Callable[[], None]) -> Callable[[], SaveReport | None]:
-        """`wait` in two halves: `call` says when the second one will not block.
-
-        The second belongs to the save that was the last one at the first: another may have begun.
-        """
+    @property
+    def last(self) -> Job | None:
+        """The save that was begun last, of this process."""
         self.check_process()
-        job = self._job
-        if job is None:
-            call()
-        else:
-            job.call_when_done(call)
-        return lambda: self._result(job)
+        return self._job
 
     def check_open(self) -> None:
         """Raise `ClosedError` where nothing can be saved."""
@@ -158,16 +170,21 @@ class Saver:
     # What all saves share
 
     def get_handle(self) -> AioHandle:
-        """The caller's handle, or one that lives as long as this."""
+        """The caller's handle, or one that lives as long as this; never one that is closed.
+
+        A save that is under way when the caller closes his handle is finished with another.
+        """
         with self._opening:
-            if self._handle is None:
-                self._handle = new_handle(self.directory)
+            if self._handle is None or (self._handle.closed and not self._own):
+                self._handle, self._own = new_handle(self.directory), True
             return self._handle
 
     @property
     def open_handle(self) -> AioHandle | None:
         """The handle, if there is one yet; a forked child needs one of its own."""
-        return self._handle if os.getpid() == self._pid else None
+        handle = self._handle
+        usable = handle is not None and not handle.closed and os.getpid() == self._pid
+        return handle if usable else None
 
     def _claim(self) -> None:
         """Make the directory, and be the only one that saves there."""
@@ -190,6 +207,29 @@ class Saver:
         if os.getpid() != self._pid:
             self.closed = True
             return
+        try:
+            self.take_unseen()
+        finally:
+            self._close()
+
+    def take_unseen(self) -> None:
+        """Wait for saves that nobody awaits.
+
+        Raises:
+            Exception: One has failed, and nobody has been told.
+        """
+        failed: BaseException | None = None
+        for each in self.under_way:
+            each.wait()
+            if not each.seen:
+                try:
+                    each.result()
+                except BaseException as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _close(self) -> None:
         with self._turn:
             self.closed = True  # also if Ctrl-C ends the waiting; the next call waits again
             job = self._job
@@ -198,7 +238,7 @@ class Saver:
                 if job.number == self._saves and not self._released:
                     job.part_from_others()
             self._release()
-        self._result(job)
+        self.result(job)
 
     def abandon(self) -> None:
         """Nobody has this any more: what is being written is finished, then all is given back."""
@@ -206,10 +246,18 @@ class Saver:
             return
         self.closed = True
         job = self._job
-        if job is None:
+        if any(not each.done for each in self.under_way):
+            threads.start(self._end_under_way, "nvmeio-close", _no_thread)
+        elif job is None:
             self._release()
         else:
             job.call_when_done(lambda: self._end_abandoned(job))
+
+    def _end_under_way(self) -> None:
+        try:
+            self.close()
+        except BaseException as failed:
+            logger.error("a save failed, and nobody has asked for it: %s", failed)
 
     def _end_abandoned(self, job: Job) -> None:
         try:
@@ -242,6 +290,7 @@ class Call:
     """One call of `save`, which another thread may cancel."""
 
     def __init__(self) -> None:
+        self.began = time.perf_counter()
         self.job: Job | None = None
         self.cancelled = False
 
@@ -262,9 +311,23 @@ class Call:
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
+def _no_thread(failed: BaseException) -> None:
+    logger.error("the end of a Checkpointer was not waited for: %s", failed)
+
+
 def _at_exit() -> None:
+    """All that was begun is finished; what failed, and nobody was told of, is raised."""
+    failure: Exception | None = None
     for saver in list(_savers):
-        saver.abandon()
+        if saver.closed:
+            continue
+        try:
+            saver.close()
+        except Exception as failed:
+            logger.error("a save failed, and nobody has asked for it: %s", failed)
+            failure = failure or failed
+    if failure is not None:
+        raise failure
 
 
 atexit.register(_at_exit)

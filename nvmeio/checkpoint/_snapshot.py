@@ -30,6 +30,7 @@ import torch
 from nvmeio import _memory, buffers
 from nvmeio._formats.torch_layout import Layout, Record
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
+from nvmeio._io.threads import SLICE_S
 from nvmeio._plan import PAGE_BYTES
 
 # Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
@@ -194,7 +195,7 @@ class Snapshot:
                 free = self._arena.nbytes - (self._copied - self._written)
                 if free >= wanted:
                     break
-                self._changed.wait()
+                self._changed.wait(SLICE_S)  # `stop` may have been interrupted
             if self._copied > self._start:
                 self.stalled_s += time.perf_counter() - began
             if self._stopped:
@@ -216,8 +217,8 @@ class Snapshot:
 
     def stop(self) -> None:
         """Wake whoever waits, with `Cancelled`; from any thread."""
+        self._stopped = True
         with self._changed:
-            self._stopped = True
             self._changed.notify_all()
 
     # The writing side
@@ -250,7 +251,7 @@ class Snapshot:
             raise ValueError(f"[{position}, {end}) is not of the part [{self._start}, {self._end})")
         with self._changed:
             while self._copied < end and not self._stopped:
-                self._changed.wait()
+                self._changed.wait(SLICE_S)
             if self._stopped:
                 raise Cancelled
         at = self._at(position)

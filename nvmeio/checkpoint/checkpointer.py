@@ -8,17 +8,20 @@ import errno
 import operator
 import os
 import warnings
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nvmeio._io.caller import Cancellation, at_once, run_with_caller
 from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint import _generations
+from nvmeio.checkpoint._job import Job
 from nvmeio.checkpoint._loading import LoadOptions, MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Wanted, restore
 from nvmeio.checkpoint._saver import JOBS, Call, Saver
+from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 
@@ -111,6 +114,7 @@ class Checkpointer:
             raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
         self._store = store_of(process_group, path)
         self._keep = keep
+        self._closing: UnderWay[None] | None = None
         self._saver = Saver(
             path,
             keep,
@@ -125,11 +129,14 @@ class Checkpointer:
 
     # Saving
 
-    async def save(self, state: object, step: int) -> SaveReport:
+    def save(self, state: object, step: int) -> Coroutine[Any, Any, SaveReport]:
         """Take a snapshot of a state; it is written in the background.
 
-        Returns once the snapshot is taken, from when on the state may change. The event loop goes
-        on meanwhile: a thread does the work. A save whose predecessor is still being written waits
+        It begins at once, in a thread. Awaited, it returns once the snapshot is taken, from when on
+        the state may change; the event loop goes on meanwhile. Where no event loop runs there is
+        nobody to await it, and the snapshot is taken before this returns. One that is not awaited
+        is done all the same: by the end of ``with`` (or `wait`, or `close`), which raises what it
+        failed of. A save whose predecessor is still being written waits
         until that is durable: memory holds one snapshot.
 
         Args:
@@ -161,18 +168,23 @@ class Checkpointer:
         memory as well.
         """
         number = _checked_step(step)
-        call = Call()
-        return await in_thread(lambda: self._saver.save(call, state, number), call.cancel)
+        begun = self._saver.begin(state, number)
+        if asyncio._get_running_loop() is None:
+            begun.wait()
+        return begun
 
     def save_sync(self, state: object, step: int) -> SaveReport:
         """`save`, blocking: returns once the snapshot is taken. Everything else is as for that."""
         number = _checked_step(step)
         call = Call()
-        return self._saver.save(call, state, number)
+        self._saver.check_open()
+        return run_with_caller(
+            lambda in_caller: self._saver.save(call, state, number, in_caller), call.cancel
+        )
 
     # Waiting
 
-    async def wait(self) -> SaveReport | None:
+    def wait(self) -> Coroutine[Any, Any, SaveReport | None]:
         """Wait until what was saved is durable, and ``latest`` leads to it.
 
         Returns:
@@ -184,6 +196,16 @@ class Checkpointer:
 
         Cancelling it cancels no save.
         """
+        before = [each for each in self._saver.under_way if not each.seen]
+        return self._wait(before, self._saver.last)
+
+    async def _wait(
+        self, before: Sequence[UnderWay[SaveReport]], job: Job | None
+    ) -> SaveReport | None:
+        for each in before:
+            await each
+        if before:
+            job = self._saver.last
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -191,9 +213,11 @@ class Checkpointer:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
                 loop.call_soon_threadsafe(over.set)
 
-        result = self._saver.waiting(wake)
+        if job is None:
+            return None
+        job.call_when_done(wake)
         await over.wait()
-        return result()
+        return self._saver.result(job)
 
     def wait_sync(self, timeout: float | None = None) -> SaveReport | None:
         """`wait`, blocking.
@@ -285,9 +309,14 @@ class Checkpointer:
         """Refuse new saves, wait until all is durable, give memory and handle back.
 
         Raises the failure of the last save, if nobody has seen it yet; closed all the same.
-        Idempotent. Blocks: in a coroutine use `aclose`.
+        Idempotent. Blocks: in a coroutine use `aclose`. An interrupt ends the waiting only: call it
+        again to wait on.
         """
-        self._saver.close()
+        closing = self._closing
+        if closing is None or closing.seen:
+            closing = self._closing = UnderWay(self._saver.close, lambda: None)
+        closing.wait()
+        closing.result()
 
     async def aclose(self) -> None:
         """`close`, awaited. Cancelling it does not: it is closed, and then `CancelledError`."""

@@ -425,3 +425,52 @@ def test_a_directory_that_is_deep_relative_or_a_link(
         pytest.raises(nvmeio.TransferError, match="dangling"),
     ):
         checkpointer.save_sync(state_of(0), 0)
+
+
+# A save that nobody awaits
+
+
+async def test_save_that_is_not_awaited_is_done_by_the_end_of_with(
+    new: Any, directory: Path
+) -> None:
+    """It saved nothing, and the program ended with status 0."""
+    async with new(keep=5) as checkpointer:
+        for step in range(3):
+            checkpointer.save(state_of(step), step)
+    for step in range(3):
+        check_file(file_of(directory, step), step)
+
+
+def test_save_without_a_loop_has_taken_its_snapshot(new: Any, directory: Path) -> None:
+    with new() as checkpointer:
+        state = state_of(1)
+        checkpointer.save(state, 1)
+        scramble(state)
+    check_file(file_of(directory, 1), 1)
+
+
+async def test_error_of_a_save_that_nobody_awaited_is_raised_by_with(new: Any) -> None:
+    checkpointer = new()
+    with pytest.raises(ArithmeticError, match="mine"):
+        async with checkpointer:
+            checkpointer.save([Unpicklable()], 1)
+    await checkpointer.aclose()  # once
+
+
+async def test_error_of_a_save_that_nobody_awaited_is_raised_by_wait(new: Any) -> None:
+    checkpointer = new()
+    checkpointer.save([Unpicklable()], 1)
+    with pytest.raises(ArithmeticError, match="mine"):
+        await checkpointer.wait()
+    assert await checkpointer.wait() is None
+
+
+async def test_error_that_was_awaited_is_not_raised_again(new: Any) -> None:
+    async with new() as checkpointer:
+        with pytest.raises(ArithmeticError, match="mine"):
+            await checkpointer.save([Unpicklable()], 1)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ArithmeticError("mine")

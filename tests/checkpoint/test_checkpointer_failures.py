@@ -301,9 +301,26 @@ def test_a_handle_that_its_owner_closes(new: Any, new_handle: Any, directory: Pa
     checkpointer.wait_sync()
     handle.close()
     checkpointer.save_sync(state_of(1), 1)
-    with pytest.raises(nvmeio.ClosedError):
-        checkpointer.wait_sync()
-    assert names(directory) == ["latest", "step-00000000.pt"]
+    checkpointer.wait_sync()
+    assert names(directory) == ["latest", "step-00000000.pt", "step-00000001.pt"]
+    check_file(file_of(directory, 1), 1)
+    assert_same(checkpointer.restore(0), state_of(0))
+
+
+def test_a_handle_that_is_closed_while_a_save_is_written(
+    new: Any, directory: Path, engine_held: HeldEngine
+) -> None:
+    """The save was lost: its next write was refused, and a line of the log said so."""
+    handle = nvmeio.AioHandle(engine=engine_held)
+    checkpointer = new(handle=handle)
+    checkpointer.save_sync(state_of(1, 30_000_000), 1)
+    closing = threading.Thread(target=handle.close)
+    closing.start()
+    spin_until(lambda: handle.closed)
+    engine_held.gate.set()
+    closing.join(60)
+    checkpointer.close()
+    check_file(file_of(directory, 1), 1, 30_000_000)
 
 
 @pytest.mark.parametrize("numel", [1000, 20 * MIB], ids=["in memory", "streaming"])

@@ -198,3 +198,67 @@ def test_pickling_sees_the_thread_of_the_caller(tmp_path: Path) -> None:
     with torch.device("meta"):
         nvmeio.save([Looks()], tmp_path / "a.pt")
     assert seen == [(threading.get_ident(), "meta")]
+
+
+# Checkpointer
+
+
+def test_checkpointer_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
+    """The same save again is whole, whichever call was interrupted, and nothing is left behind."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    saved = state()
+    resources = Resources(folder)
+
+    def work() -> None:
+        checkpointer = nvmeio.Checkpointer(folder, 2, handle)
+        try:
+            checkpointer.save_sync(saved, 1)
+            checkpointer.wait_sync()
+            checkpointer.restore()
+        finally:
+            checkpointer.close()
+        del checkpointer
+
+    count = 0
+    for _ in interrupted(work, 150):
+        count += 1
+        resources.check()
+        deadline = time.monotonic() + 60
+        while True:  # one whose close was interrupted goes on closing
+            try:
+                with nvmeio.Checkpointer(folder, 2, handle) as again:
+                    again.save_sync(saved, 1)
+                break
+            except nvmeio.TransferError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert_same(nvmeio.load(folder / "step-00000001.pt", handle=handle), saved)
+    assert count > 30
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_checkpointer_goes_on_after_signals(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    saved = {**state(), "large": noise(2_000_000)}
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    checkpointer = nvmeio.Checkpointer(tmp_path / "checkpoints", 2)
+    resources = Resources(tmp_path)
+    try:
+        for step in range(30):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 + chance.random() * 0.05)
+                checkpointer.save_sync(saved, step)
+                checkpointer.wait_sync()
+                checkpointer.restore()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            checkpointer.save_sync(saved, step)
+            checkpointer.wait_sync()
+            assert_same(checkpointer.restore(step), saved)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        checkpointer.close()
+    resources.check()
