@@ -25,8 +25,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -42,6 +43,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from nvmeio._io.handles import CallHandle
+from nvmeio._io.inflight import InFlight
+from nvmeio._io.threads import run_interruptible
 from nvmeio._storage.replace import replace_file
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
@@ -53,6 +56,15 @@ from nvmeio.integrations._dcp.writing import write_file
 logger = logging.getLogger("nvmeio")
 
 PathLike = str | os.PathLike[str]
+Value = TypeVar("Value")
+
+
+class _DataFile(NamedTuple):
+    """A file of one rank, to be written."""
+
+    name: str
+    items: Sequence[WriteItem]
+    flight: InFlight
 
 
 class NvmeStorageWriter(StorageWriter):
@@ -180,22 +192,29 @@ class NvmeStorageWriter(StorageWriter):
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
             prefix = names.replacing(prefix, self._save_id)
         files = [
-            (f"{prefix}{number}{names.SUFFIX}", items)
+            _DataFile(f"{prefix}{number}{names.SUFFIX}", items, InFlight())
             for number, items in enumerate(self._split(plan.items))
         ]
+
+        def cancel() -> None:
+            for file in files:
+                file.flight.cancel()
+
+        found = run_interruptible(_as_here(lambda: self._write_files(files, planner)), cancel)
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(found)
+        return results
+
+    def _write_files(self, files: Sequence[_DataFile], planner: SavePlanner) -> list[WriteResult]:
         with CallHandle(self._handle, self._path) as handle:
             if len(files) == 1:
                 # The handle is made beside the planning, and closed beside the last fsync.
-                found = [self._write_file(handle.get, handle.done, planner, *files[0])]
-            else:
-                mine = handle.get()
-                write = partial(self._write_file, lambda: mine, lambda: None, planner)
-                workers = max(1, min(self._thread_count, len(files)))
-                with concurrent.futures.ThreadPoolExecutor(workers, "nvmeio-dcp") as pool:
-                    found = list(pool.map(lambda file: write(*file), files))
-        results: Future[list[WriteResult]] = Future()
-        results.set_result([result for each in found for result in each])
-        return results
+                return self._write_file(handle.get, handle.done, planner, files[0])
+            mine = handle.get()
+            write = partial(self._write_file, lambda: mine, lambda: None, planner)
+            workers = max(1, min(self._thread_count, len(files)))
+            with concurrent.futures.ThreadPoolExecutor(workers, "nvmeio-dcp") as pool:
+                return [result for each in pool.map(write, files) for result in each]
 
     def _split(self, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
         """The items of each file: small objects first, then tensors, evenly by size."""
@@ -217,19 +236,20 @@ class NvmeStorageWriter(StorageWriter):
         get_handle: Callable[[], AioHandle],
         written: Callable[[], None],
         planner: SavePlanner,
-        name: str,
-        items: Sequence[WriteItem],
+        file: _DataFile,
     ) -> list[WriteResult]:
+        name = file.name
         extents = write_file(
             get_handle,
             os.fspath(self._path / name),
-            [(item.index.fqn, partial(planner.resolve_data, item)) for item in items],
+            [(item.index.fqn, partial(planner.resolve_data, item)) for item in file.items],
             checksum=self._checksum,
             written=written,
+            flight=file.flight,
         )
         return [
             WriteResult(item.index, extent.nbytes, _StorageInfo(name, extent.offset, extent.nbytes))
-            for item, extent in zip(items, extents, strict=True)
+            for item, extent in zip(file.items, extents, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -248,9 +268,14 @@ class NvmeStorageWriter(StorageWriter):
         }
         metadata.storage_meta = self.storage_meta()
         path = names.metadata_path(self._path, self._own_metadata)
-        before = names.referred_to(path)
-        replace_file(path, pickle.dumps(metadata))
-        removed = names.remove_stale(self._path, before, self._own_metadata)
+        data = pickle.dumps(metadata)
+
+        def replace() -> list[str]:
+            before = names.referred_to(path)
+            replace_file(path, data)
+            return names.remove_stale(self._path, before, self._own_metadata)
+
+        removed = run_interruptible(replace)
         if removed:
             logger.info("%s: removed %d files of older saves", self._path, len(removed))
 
@@ -371,14 +396,16 @@ class NvmeStorageReader(StorageReader):
             IntegrityError: An item is not what the metadata says.
             ValueError: The planner gives a tensor of another size than the plan says.
         """
-        with CallHandle(self._handle, self._path) as handle:
-            read_items(
-                handle.get(),
-                self._path,
-                [(request, self._found(request.storage_index)) for request in plan.items],
-                planner,
-                self._extension_registry,
-            )
+        wanted = [(request, self._found(request.storage_index)) for request in plan.items]
+        flight = InFlight()
+
+        def read() -> None:
+            with CallHandle(self._handle, self._path) as handle:
+                read_items(
+                    handle.get(), self._path, wanted, planner, self._extension_registry, flight
+                )
+
+        run_interruptible(_as_here(read), flight.cancel)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -405,6 +432,17 @@ class NvmeStorageReader(StorageReader):
 
     def __repr__(self) -> str:
         return f"<NvmeStorageReader {os.fspath(self._path)!r}>"
+
+
+def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:
+    """The same in another thread: planners are the user's, and may look at torch's modes."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def run() -> Value:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return work()
+
+    return run
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:

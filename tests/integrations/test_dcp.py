@@ -626,6 +626,46 @@ def test_metadata_of_every_kind_of_tensor_is_read(tmp_path: Path) -> None:
     assert set(metadata.state_dict_metadata) >= {"torch.bool", "nested.text"}
 
 
+def test_interrupts_at_random_moments_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Real signals: what is there is whole, and the next save and load work."""
+    done = run_python(
+        f"""
+        import logging, random, signal, torch
+        import torch.distributed.checkpoint as dcp
+        from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
+        logging.disable(logging.CRITICAL)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        moments = random.Random(3)
+        place = {str(tmp_path)!r}
+        def save(value):
+            state = {{"a": torch.full((300_000,), float(value)), "n": value}}
+            dcp.save(state, storage_writer=NvmeStorageWriter(place), no_dist=True)
+        def load():
+            state = {{"a": torch.zeros(300_000), "n": -1}}
+            dcp.load(state, storage_reader=NvmeStorageReader(place), no_dist=True)
+            assert bool((state["a"] == state["n"]).all()), state
+            return state["n"]
+        save(0)
+        load()
+        interrupted = 0
+        for trial in range(1, 41):
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, 0.06))
+            try:
+                save(trial)
+                load()
+            except (KeyboardInterrupt, dcp.CheckpointException):
+                interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert load() in range(trial + 1)
+        save(99)
+        assert load() == 99
+        print(interrupted)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     state, path, _ = saved(tmp_path)
     path.unlink()

@@ -82,7 +82,8 @@ def read_items(
     folder: Path,
     wanted: Sequence[tuple[ReadItem, Any]],
     planner: LoadPlanner,
-    extension_registry: Any = None,
+    extension_registry: Any,
+    flight: InFlight,
 ) -> None:
     """Read what is wanted into what the planner resolves; blocks.
 
@@ -92,6 +93,7 @@ def read_items(
         wanted: Requests, each with torch's `_StorageInfo` of the item that it is for.
         planner: Takes objects, and gives the tensors to fill.
         extension_registry: For items that torch's writer has sent through a stream transform.
+        flight: What is in flight, for somebody else to cancel.
 
     Raises:
         TransferError: A file cannot be opened or read.
@@ -110,7 +112,7 @@ def read_items(
             for path in paths[start : start + MOST_FILES]:
                 file = opened.enter_context(files.open(os.path.join(folder, path)))
                 items += _items(file, by_path[path])
-            with InFlight() as flight:
+            with flight:
                 reader = _Reader(handle, planner, extension_registry, flight)
                 for these in _rounds(items):
                     reader.read(these)

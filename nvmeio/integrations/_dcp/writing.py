@@ -10,6 +10,7 @@ import torch
 
 from nvmeio._formats.torch_layout import Layout, Piece, Record
 from nvmeio._formats.torch_writing import write_part
+from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
@@ -37,6 +38,7 @@ def write_file(
     *,
     checksum: bool,
     written: Callable[[], None],
+    flight: InFlight,
 ) -> list[Extent]:
     """Write a file of items and put it in its place, durably; blocks.
 
@@ -46,14 +48,16 @@ def write_file(
         items: Name and data of each, in the order of the file.
         checksum: Compute the CRC-32 of every record.
         written: Called when the handle is not needed any more.
+        flight: What is in flight, for somebody else to cancel.
 
     Returns:
         Where each item lies.
 
     Raises:
         TransferError: It cannot be written; `path` is as it was.
+        Cancelled: `flight` was cancelled; likewise.
     """
-    writer = _FileWriter(get_handle, checksum)
+    writer = _FileWriter(get_handle, checksum, flight)
     with Replacement(path) as replacement:
         for name, resolve in items:
             writer.add(replacement, name, resolve())
@@ -65,8 +69,11 @@ def write_file(
 
 
 class _FileWriter:
-    def __init__(self, get_handle: Callable[[], AioHandle], checksum: bool) -> None:
+    def __init__(
+        self, get_handle: Callable[[], AioHandle], checksum: bool, flight: InFlight
+    ) -> None:
         self._get_handle = get_handle
+        self._flight = flight
         self._checksum = checksum
         self._skeletons = Skeletons()
         self._start = 0  # of the group, in whole pages
@@ -99,6 +106,7 @@ class _FileWriter:
             self._start,
             end,
             checksum=self._checksum,
+            flight=self._flight,
         )
         self._pieces, self._records, self._group_bytes = [], [], 0
         self._start = self._position = end
