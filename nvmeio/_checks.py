@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+import re
+from typing import Any, overload
 
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _SWITCHES = {"true": True, "false": False}
 
 
@@ -25,6 +28,39 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     if most is not None and number > most:
         raise ValueError(f"{name} must be {most} or less, not {number}")
     return number
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "1048576", "64K", "1.5G" or "1MiB": binary, 1K is 1024.
+
+    Raises:
+        ValueError: It is none, or not a whole number of bytes, or not positive.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not a size: write bytes, or a number with K, M, G or T")
+    nbytes = float(found[1]) * _SUFFIXES[found[2].upper()]
+    if nbytes < 1 or not nbytes.is_integer():
+        raise ValueError(f"{text!r} is not a whole, positive number of bytes")
+    return int(nbytes)
+
+
+@overload
+def size(name: str, value: int | str) -> int: ...
+@overload
+def size(name: str, value: int | str | None) -> int | None: ...
+def size(name: str, value: int | str | None) -> int | None:
+    """A number of bytes that may be given as text, such as "24G"; what is none is as it was.
+
+    Raises:
+        ValueError: It is text, and no size.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def switch(name: str, value: Any) -> bool:

@@ -72,19 +72,20 @@ class GdsHandle(AioHandle):
 
     def __init__(
         self,
-        block_size: int = 1 << 20,
+        block_size: int | str = 1 << 20,
         queue_depth: int = 128,
         single_submit: bool = False,
         overlap_events: bool = True,
         intra_op_parallelism: int = 4,
         *,
         engine: str | Engine = "auto",
-        task_bytes: int = _cufile.TASK_BYTES,
+        task_bytes: int | str = _cufile.TASK_BYTES,
         allow_compat: bool = True,
         cpu_tensors: str = "aio",
         timeout_s: float = _cufile.CALL_LIMIT_S,
         max_direct_io_bytes: int | None = None,
     ) -> None:
+        task_bytes = _checks.size("task_bytes", task_bytes)
         _check_pages("task_bytes", task_bytes)
         if max_direct_io_bytes is not None:
             _check_pages("max_direct_io_bytes", max_direct_io_bytes)

@@ -68,15 +68,17 @@ class AioHandle:
 
     def __init__(
         self,
-        block_size: int = 1 << 20,
+        block_size: int | str = 1 << 20,
         queue_depth: int = 128,
         single_submit: bool = False,
         overlap_events: bool = True,
         intra_op_parallelism: int = 1,
         *,
         engine: str | Engine = "auto",
-        ring_bytes: int = ring.DEFAULT_BYTES,
+        ring_bytes: int | str = ring.DEFAULT_BYTES,
     ) -> None:
+        block_size = _checks.size("block_size", block_size)
+        ring_bytes = _checks.size("ring_bytes", ring_bytes)
         _check_block_size(block_size)
         options = Options(
             block_size,

@@ -57,8 +57,9 @@ class PinnedPool:
         The arena is mapped and touched once, here (about 0.1 s per GiB; see `empty_aligned`).
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        budget = _checks.integer("budget_bytes", budget_bytes, 1)
+    def __init__(self, budget_bytes: int | str) -> None:
+        nbytes = _checks.size("budget_bytes", budget_bytes)
+        budget = _checks.integer("budget_bytes", nbytes, 1)
         self._budget = round_up(budget, PAGE_BYTES)
         arena = Mapping(self._budget)
         self._locked = _lock_if_allowed(arena)

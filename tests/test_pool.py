@@ -92,7 +92,7 @@ def test_a_budget_below_one_byte_is_refused(budget: int) -> None:
         PinnedPool(budget)
 
 
-@pytest.mark.parametrize("value", [1.5, "1M", None, True])
+@pytest.mark.parametrize("value", [1.5, b"1M", None, True])
 def test_sizes_that_are_no_ints_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match="budget_bytes must be an int"):
         PinnedPool(value)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nvmeio import _checks
 from nvmeio._io.caller import Cancellation, at_once, run_with_caller
 from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint import _generations
@@ -96,7 +97,7 @@ class Checkpointer:
         handle: AioHandle | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        memory_bytes: int | None = None,
+        memory_bytes: int | str | None = None,
         checksum: bool = True,
         layout: str = "one",
         recycle: bool = True,
@@ -104,6 +105,7 @@ class Checkpointer:
     ) -> None:
         path = _checked_directory(directory)
         _checked_count("keep", keep, 1)
+        memory_bytes = _checks.size("memory_bytes", memory_bytes)
         if memory_bytes is not None:
             _checked_count("memory_bytes", memory_bytes, 1)
         if layout not in JOBS:

@@ -6,27 +6,12 @@ import re
 
 import typer
 
+from nvmeio._checks import parse_size as parse_size
+
 GB = 1e9
 
-_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "1048576", "64K", "1.5G" or "1MiB".
-
-    Raises:
-        ValueError: It is none, or not a whole number of bytes, or not positive.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise ValueError(f"{text!r} is not a size: write bytes, or a number with K, M, G or T")
-    nbytes = float(found[1]) * _SUFFIXES[found[2].upper()]
-    if nbytes < 1 or not nbytes.is_integer():
-        raise ValueError(f"{text!r} is not a whole, positive number of bytes")
-    return int(nbytes)
 
 
 def printable(text: str) -> str:

@@ -42,8 +42,9 @@ def command(
         int, typer.Option(metavar="N", min=1, help="Tokens to generate at most.")
     ] = 32,
     resident_bytes: Annotated[
-        str | None,
+        int | None,
         typer.Option(
+            parser=size_option,
             metavar="SIZE",
             help="Memory for all weights, such as 8G; by default half of what is left.",
         ),
@@ -80,7 +81,6 @@ def command(
     sense, 3 transformers is not installed.
     """
     errors = Console(stderr=True)
-    budget = None if resident_bytes is None else size_option(resident_bytes)
     wanted = dtype_of(dtype)
     if (prompt is None) == (ids is None):
         raise typer.BadParameter("give either --prompt or --ids")
@@ -93,7 +93,7 @@ def command(
                 model,
                 device=device,
                 window=window,
-                resident_bytes=budget,
+                resident_bytes=resident_bytes,
                 dtype=wanted,
                 kv_offload=kv_offload,
             )

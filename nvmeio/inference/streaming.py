@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nvmeio import _checks
 from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
@@ -31,7 +32,7 @@ def stream_model(
     *,
     device: str | int | torch.device = "cpu",
     window: int | None = None,
-    resident_bytes: int | None = None,
+    resident_bytes: int | str | None = None,
     handle: AioHandle | None = None,
     dtype: torch.dtype | None = None,
     kv_offload: bool | str | os.PathLike[str] = False,
@@ -54,9 +55,9 @@ def stream_model(
             stream of its own, and holds `resident_bytes` and the window as well.
         window: Layers that the window holds, the one in use included; 3, or fewer where
             `resident_bytes` leaves no room for them.
-        resident_bytes: Bytes of memory for all weights: what stays, the window, and the room
-            for conversions. As many layers as fit stay. By default half of the memory that is
-            left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
+        resident_bytes: Bytes of memory for all weights, or a size such as "24G": what stays, the
+            window, and the room for conversions. As many layers as fit stay. By default half of the
+            memory that is left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
         handle: Moves the bytes and stays open; by default one with the setting stored for the file
             system, for as long as the stream is open.
         dtype: Of the weights, converted when they are used; by default that of the configuration.
@@ -95,6 +96,7 @@ def stream_model(
         >>> tokens = model.generate(ids, max_new_tokens=32)
         >>> model.weight_stream.close()
     """
+    resident_bytes = _checks.size("resident_bytes", resident_bytes)
     where = torch.device(device)
     source, given = _source(model_or_config_or_path, checkpoint)
     check_numbers(window, resident_bytes)

@@ -6,6 +6,7 @@ import operator
 
 import torch
 
+from nvmeio._checks import size as size
 from nvmeio.handle import AioHandle
 
 

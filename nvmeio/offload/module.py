@@ -60,14 +60,16 @@ class SwappedModule(torch.nn.Module):
         module: torch.nn.Module,
         *,
         swap_dir: str | os.PathLike[str],
-        resident_bytes: int,
-        stage_bytes: int | None = None,
+        resident_bytes: int | str,
+        stage_bytes: int | str | None = None,
         init: Callable[[torch.nn.Module], object] | None = None,
         handle: AioHandle | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        resident_bytes = _checks.size("resident_bytes", resident_bytes)
+        stage_bytes = _checks.size("stage_bytes", stage_bytes)
         _checks.count("resident_bytes", resident_bytes, 4096)
         if stage_bytes is not None:
             _checks.count("stage_bytes", stage_bytes, 1)

@@ -105,8 +105,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
         params: Any,
         *,
         swap_dir: str | os.PathLike[str],
-        subgroup_bytes: int = DEFAULT_SUBGROUP_BYTES,
-        buffer_bytes: int | None = None,
+        subgroup_bytes: int | str = DEFAULT_SUBGROUP_BYTES,
+        buffer_bytes: int | str | None = None,
         handle: AioHandle | None = None,
         master_dtype: torch.dtype | None = None,
         gradients: str = "memory",
@@ -118,6 +118,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
         pipeline_write: bool = True,
         **optimizer_args: Any,
     ) -> None:
+        subgroup_bytes = _checks.size("subgroup_bytes", subgroup_bytes)
+        buffer_bytes = _checks.size("buffer_bytes", buffer_bytes)
         _checks.count("subgroup_bytes", subgroup_bytes, 4096)
         if buffer_bytes is not None:
             _checks.count("buffer_bytes", buffer_bytes, 4096)

@@ -1,0 +1,62 @@
+"""Arguments: sizes as text, wherever bytes are asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvmeio
+from nvmeio import _checks
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+
+
+def test_sizes_are_text_or_numbers() -> None:
+    assert _checks.size("x", "1.5G") == 3 << 29
+    assert _checks.size("x", 7) == 7
+    assert _checks.size("x", None) is None
+    with pytest.raises(ValueError, match=r"^resident_bytes: '24X' is not a size"):
+        _checks.size("resident_bytes", "24X")
+
+
+def test_a_handle_and_a_pool_take_them() -> None:
+    with nvmeio.AioHandle(block_size="64K", ring_bytes="8M") as handle:
+        assert handle.get_block_size() == 64 << 10
+    pool = nvmeio.PinnedPool("1M")
+    assert pool.budget_bytes == 1 << 20
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: nvmeio.PinnedPool("much"),
+        lambda path: nvmeio.AioHandle(block_size="much"),
+        lambda path: nvmeio.AioHandle(ring_bytes="much"),
+        lambda path: nvmeio.Checkpointer(path, memory_bytes="much"),
+        lambda path: nvmeio.stream_model(path, resident_bytes="much"),
+        lambda path: SwappedModule(torch.nn.Linear(2, 2), swap_dir=path, resident_bytes="much"),
+        lambda path: SwappedOptimizer(
+            torch.optim.AdamW, [torch.zeros(2)], swap_dir=path, subgroup_bytes="much"
+        ),
+    ],
+)
+def test_what_is_no_size_is_named(call: Callable[[Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"_(bytes|size): 'much' is not a size: write bytes, or"):
+        call(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_swapped_module_and_optimizer_work_with_them(tmp_path: Path) -> None:
+    module = SwappedModule(torch.nn.Linear(8, 8), swap_dir=tmp_path / "m", resident_bytes="1M")
+    assert module(torch.ones(1, 8)).shape == (1, 8)
+    module.close()
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = SwappedOptimizer(
+        torch.optim.AdamW, [weight], swap_dir=tmp_path / "o", subgroup_bytes="1M", buffer_bytes="1M"
+    )
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.close()
+    assert not torch.equal(weight, torch.ones(4))
