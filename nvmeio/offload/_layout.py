@@ -71,6 +71,8 @@ class Piece:
         scratch: Room in the slot for the gradient in `step_dtype`; None where none is needed.
         current: Which of the two files holds the state of the last complete step.
         begun: The state exists: the piece was stepped (or loaded).
+        lent: The weights on the drive are the parameter's own, which its module changes there too.
+        sums: By name: the CRC-32 of what is current; without those that were not summed.
     """
 
     owner: int
@@ -88,6 +90,8 @@ class Piece:
     scratch: Span | None = None
     current: int = 0
     begun: bool = False
+    lent: bool = False
+    sums: dict[str, int] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:

@@ -29,6 +29,7 @@ class Load:
         moved: The numbers of the pieces that are written to their other place.
         small: The state outside of the files, by piece number.
         begun: Whether the state of a piece exists, by its number.
+        sums: The checksums of the pieces, by number.
     """
 
     def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
@@ -38,6 +39,7 @@ class Load:
         self.moved: set[int] = set()
         self.small: dict[int, dict[str, Any]] = {}
         self.begun: dict[int, bool] = {}
+        self.sums: dict[int, dict[str, int]] = {}
         self._resident: list[Subgroup] = []
         for subgroup in swapped.subgroups:
             if subgroup.resident:
@@ -45,7 +47,14 @@ class Load:
                 continue
             at_home = [p for p in subgroup.pieces if swapped.owner_of(p).home is not None]
             reads = swapped.store.weights(subgroup, at_home)
-            self.turns.append(Turn(reads, functools.partial(self._take_over, subgroup)))
+            self.turns.append(
+                Turn(
+                    reads,
+                    functools.partial(self._take_over, subgroup),
+                    swapped.store.verifying(at_home, []),
+                    functools.partial(self._seal, subgroup),
+                )
+            )
             self.moved.update(piece.number for piece in subgroup.pieces if piece.spans)
 
     @property
@@ -79,6 +88,11 @@ class Load:
         new = [p for p in subgroup.pieces if not self.begun[p.number]]
         store = self._swapped.store
         return store.writes(subgroup, old) + store.writes(subgroup, new, False)
+
+    def _seal(self, subgroup: Subgroup, slot: torch.Tensor) -> None:
+        for piece in subgroup.pieces:
+            begun = self.begun[piece.number]
+            self.sums.update(self._swapped.store.sum_up(slot, [piece], begun))
 
     def _take_weights(
         self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor

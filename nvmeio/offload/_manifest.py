@@ -14,9 +14,8 @@ import errno
 import io
 import json
 import os
-import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +41,8 @@ class Manifest:
         begun: For each piece, whether its state exists.
         small: For each piece, the state that is not in the files.
         groups: The options of the parameter groups.
+        sums: Of each span of each piece, its CRC-32; -1 where it has none. Empty where there are
+            none at all.
         durable: The data has reached the drive.
         boot: Which boot of the machine wrote it.
     """
@@ -52,6 +53,7 @@ class Manifest:
     begun: list[int]
     small: list[dict[str, Any]]
     groups: list[dict[str, Any]]
+    sums: list[int] = field(default_factory=list)
     durable: bool = False
     boot: str = ""
 
@@ -195,8 +197,7 @@ def complete(directory: str) -> list[Manifest]:
 
 def _encode(manifest: Manifest) -> bytes:
     tensors = io.BytesIO()
-    columns, rest = _columns(manifest.small)
-    torch.save({"columns": columns, "rest": rest, "groups": _plain(manifest.groups)}, tensors)
+    torch.save(_tensors_of(manifest), tensors)
     return json.dumps(
         {
             "generation": manifest.generation,
@@ -207,6 +208,16 @@ def _encode(manifest: Manifest) -> bytes:
             "tensors": base64.b64encode(tensors.getvalue()).decode(),
         }
     ).encode()
+
+
+def _tensors_of(manifest: Manifest) -> dict[str, Any]:
+    columns, rest = _columns(manifest.small)
+    return {
+        "columns": columns,
+        "rest": rest,
+        "groups": _plain(manifest.groups),
+        "sums": torch.tensor(manifest.sums, dtype=torch.int64),
+    }
 
 
 def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -239,32 +250,44 @@ def _decode(data: bytes, path: str) -> Manifest | None:
     """None where it is torn."""
     if not data.startswith(_MAGIC):
         return None
-    with contextlib.suppress(ValueError, KeyError):
-        mark = data[_DURABLE_AT : _DURABLE_AT + 1]
-        length, crc = data[_DURABLE_AT + 1 : _HEADER_BYTES].decode().split()
-        body = data[_HEADER_BYTES : _HEADER_BYTES + int(length, 16)]
-        if len(body) != int(length, 16) or zlib.crc32(body) != int(crc, 16):
-            return None
-        told = json.loads(body)
-        try:
-            tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
-        except pickle.UnpicklingError as refused:
-            raise IntegrityError(
-                f"{path} is whole, and holds what this torch does not load: {refused}",
-                expected="what torch.load(weights_only=True) reads",
-                found="something else",
-            ) from refused
-        return Manifest(
-            told["generation"],
-            told["signature"],
-            [int(bit) for bit in told["current"]],
-            [int(bit) for bit in told["begun"]],
-            _rows(tensors["columns"], tensors["rest"]),
-            tensors["groups"],
-            mark == _DURABLE,
-            told["boot"],
-        )
-    return None
+    mark = data[_DURABLE_AT : _DURABLE_AT + 1]
+    try:
+        length, crc = (int(each, 16) for each in data[_DURABLE_AT + 1 : _HEADER_BYTES].split())
+    except ValueError:
+        return None
+    body = data[_HEADER_BYTES : _HEADER_BYTES + length]
+    if len(body) != length or zlib.crc32(body) != crc:
+        return None
+    try:
+        manifest = _read(body)
+    except Exception as refused:  # whatever its content makes torch, json or us stumble over
+        raise IntegrityError(
+            f"{path} is whole, and does not hold what it should: {refused!r:.200}; remove the "
+            "directory, and go on from a checkpoint",
+            expected="what this version of nvmeio and torch.load(weights_only=True) read",
+            found="something else",
+        ) from refused
+    manifest.durable = mark == _DURABLE
+    return manifest
+
+
+def _read(body: bytes) -> Manifest:
+    told = json.loads(body)
+    tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
+    current, begun = ([int(bit) for bit in told[name]] for name in ("current", "begun"))
+    small = _rows(tensors["columns"], tensors["rest"])
+    groups, boot = tensors["groups"], told["boot"]
+    if not len(current) == len(begun) == len(small):
+        raise ValueError(f"places of {len(current)}, {len(begun)} and {len(small)} pieces")
+    if not set(current) | set(begun) <= {0, 1}:
+        raise ValueError("places other than 0 and 1")
+    if type(told["generation"]) is not int or not isinstance(boot, str):
+        raise ValueError(f"generation {told['generation']!r:.20} of boot {boot!r:.40}")
+    if not all(isinstance(each, dict) for each in [*groups, *small]):
+        raise ValueError("options or state that are no dictionaries")
+    sums = tensors["sums"].tolist() if "sums" in tensors else []
+    signature = str(told["signature"])
+    return Manifest(told["generation"], signature, current, begun, small, groups, sums, boot=boot)
 
 
 def _columns(

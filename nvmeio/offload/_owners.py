@@ -125,4 +125,6 @@ def new_owner(
             )
     else:
         owner.pieces.append(whole)
+    for piece in owner.pieces:
+        piece.lent = home is not None and not owner.casts_home
     return owner

@@ -47,10 +47,19 @@ class Times:
 
 
 class Turn(NamedTuple):
-    """What is done with a slot: read, then compute, which says what to write."""
+    """What is done with a slot: read, then compute, which says what to write.
+
+    Attributes:
+        reads: What is read into it.
+        compute: Works in it, and tells what is written then.
+        verify: Looks at what was read, beside the computing of the turn before.
+        seal: Looks at what is being written.
+    """
 
     reads: Sequence[Move]
     compute: Callable[[torch.Tensor], Sequence[Move]]
+    verify: Callable[[torch.Tensor], None] | None = None
+    seal: Callable[[torch.Tensor], None] | None = None
 
 
 class Pipeline:
@@ -104,7 +113,11 @@ class Pipeline:
                 times.compute_s += time.perf_counter() - start
                 writes = started(self._handle.async_pwrite, slot, moves)
                 times.written_bytes += sum(move.nbytes for move in moves)
-                ahead.written.put((slot, writes))
+                try:
+                    if turn.seal is not None:
+                        turn.seal(slot)
+                finally:
+                    ahead.written.put((slot, writes))
                 if not self._write_behind:
                     times.write_wait_s += _waited(writes)
         finally:
@@ -175,6 +188,8 @@ class _Ahead:
             if slot is None or self._stopping:
                 return
             finish(started(self._handle.async_pread, slot, turn.reads))
+            if turn.verify is not None:
+                turn.verify(slot)
             self._ready.put(slot)
 
     def _next_free(self) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ class StateSwapper:
         transactions: Whose thread this is used in.
         stepper: Does the arithmetic.
         on_disk: Gradients are on the drive too.
-        durable: As for `SwappedOptimizer`, like the next two.
+        durable: As for `SwappedOptimizer`, like `checksum`.
         read_ahead: Read the next subgroup during a step.
         write_behind: Write the last subgroup during a step.
 
@@ -64,6 +64,7 @@ class StateSwapper:
         *,
         on_disk: bool,
         durable: bool,
+        checksum: bool,
         read_ahead: bool,
         write_behind: bool,
     ) -> None:
@@ -71,7 +72,7 @@ class StateSwapper:
         self._own_handle = handle is None
         self.handle = new_handle(directory.path) if handle is None else handle
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
-        self.store = Store(directory, self.handle, durable, ranks)
+        self.store = Store(directory, self.handle, durable, checksum, ranks)
         self.gradients = GradientSwapper(directory, self.handle, transactions) if on_disk else None
         self.broken = ""
         self.closed = False
@@ -199,7 +200,7 @@ class StateSwapper:
             check()
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             step.step_resident()
-            self.store.commit(step.moved, step.begun, step.small, saved(groups))
+            self.store.commit(step.moved, step.begun, step.small, saved(groups), step.sums)
         except BaseException as failed:
             self._undo(step, failed)
             raise
@@ -258,6 +259,12 @@ class StateSwapper:
     ) -> None:
         self.store.prepare()
         turns, moved = [], {}
+        sums: dict[int, dict[str, int]] = {}
+
+        def seal(pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+            for piece in pieces:
+                sums.update(self.store.sum_up(slot, [piece], piece.begun))
+
         for subgroup in subgroups:
             pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
             reads = self._swapped.home_reads(pieces, subgroup)
@@ -267,11 +274,13 @@ class StateSwapper:
                 self._swapped.read_now(memory, reads)
                 compute(memory)
                 continue
-            reads += self.store.reads(subgroup, [p for p in pieces if p.begun], weights=False)
-            turns.append(Turn(reads, compute))
+            begun = [piece for piece in pieces if piece.begun]
+            reads += self.store.reads(subgroup, begun, weights=False)
+            verify = self.store.verifying([], begun)
+            turns.append(Turn(reads, compute, verify, functools.partial(seal, pieces)))
             moved.update({piece.number: piece.begun for piece in pieces})
         self._buffers.run(turns, None if transaction is None else transaction.check)
-        self.store.commit(set(moved), moved, {}, saved(groups))
+        self.store.commit(set(moved), moved, {}, saved(groups), sums)
 
     def _take_weights(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
@@ -294,7 +303,8 @@ class StateSwapper:
             if not subgroup.resident:
                 pieces = [piece for piece in subgroup.pieces if piece.stored]
                 compute = functools.partial(self._give_weights, subgroup, pieces)
-                turns.append(Turn(self.store.weights(subgroup, pieces), compute))
+                verify = self.store.verifying(pieces, [])
+                turns.append(Turn(self.store.weights(subgroup, pieces), compute, verify))
         self._buffers.run(turns)
 
     def _give_weights(
@@ -313,7 +323,7 @@ class StateSwapper:
         self._swapped.evict_homes()
         self._buffers.run(load.turns, transaction.check)
         load.load_resident()
-        self.store.commit(load.moved, load.begun, load.small, list(groups))
+        self.store.commit(load.moved, load.begun, load.small, list(groups), load.sums)
         if load.has_masters:
             try:
                 self._restore(self._swapped.subgroups)

@@ -32,6 +32,7 @@ class Step:
         touched: Subgroups that were computed, and whose weights may have changed in memory.
         in_memory: State that stays in memory was stepped: this cannot be undone.
         small: The state outside of the files of the pieces that were stepped, by number.
+        sums: Their checksums, by number.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Step:
         self.touched: list[Subgroup] = []
         self.in_memory = False
         self.small: dict[int, dict[str, Any]] = {}
+        self.sums: dict[int, dict[str, int]] = {}
         self._moved: list[Piece] = []
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         for subgroup in swapped.subgroups:
@@ -61,8 +63,14 @@ class Step:
                 self._resident.append((subgroup, pieces))
                 continue
             self._moved += pieces
-            compute = functools.partial(self._turn, subgroup, pieces)
-            self.turns.append(Turn(self._reads(subgroup, pieces), compute))
+            self.turns.append(
+                Turn(
+                    self._reads(subgroup, pieces),
+                    functools.partial(self._turn, subgroup, pieces),
+                    swapped.store.verifying([p for p in pieces if p.staged], pieces),
+                    functools.partial(self._seal, pieces),
+                )
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -128,6 +136,9 @@ class Step:
         self._compute(subgroup, pieces, slot)
         writes = self._swapped.store.writes(subgroup, pieces)
         return writes + self._swapped.home_writes(subgroup, pieces)
+
+    def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+        self.sums.update(self._swapped.store.sum_up(slot, pieces))
 
     def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Step some pieces of a subgroup in a slot."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _manifest, _snapshot
+from nvmeio.offload import _manifest, _snapshot, _sums
 from nvmeio.offload._file_tensors import FilePart
 from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, runs
@@ -33,6 +36,7 @@ class Store:
         directory: Locked by this process.
         handle: For fsync.
         durable: Make each generation survive a power cut, beside what comes next.
+        checksum: Sum what is written, and compare what is read.
         ranks: What several ranks tell each other of that.
 
     Attributes:
@@ -46,12 +50,14 @@ class Store:
         directory: SwapDir,
         handle: AioHandle,
         durable: bool,
+        checksum: bool,
         ranks: DurableSteps | None = None,
     ) -> None:
         self._directory = directory
         self._ranks = ranks if durable else None
         self._handle = handle
         self._durable = durable
+        self._checksum = checksum
         self._files: list[File] = []
         self._nbytes = 0
         self.pieces: list[Piece] = []
@@ -63,7 +69,7 @@ class Store:
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
         self._resumed: Manifest | None = None  # may have to be made durable
-        self._before: list[tuple[int, bool]] = []  # current and begun of the generation before
+        self._before: list[tuple[int, bool, dict[str, int]]] = []  # of the generation before
         self._small_before: list[dict[str, Any]] = []
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
@@ -161,6 +167,45 @@ class Store:
             found += self._moves(subgroup, which, spans, len(mine) == len(subgroup.pieces))
         return found
 
+    def verifying(
+        self, weights_of: Sequence[Piece], state_of: Sequence[Piece]
+    ) -> Callable[[torch.Tensor], None] | None:
+        """What compares a slot with the checksums, after `reads` or `weights`.
+
+        Args:
+            weights_of: Pieces whose weights were read.
+            state_of: Pieces whose state was read, where it exists.
+        """
+        if not self._checksum:
+            return None
+        spans = [(piece, WEIGHTS) for piece in weights_of if WEIGHTS in piece.sums]
+        spans += [
+            (piece, name)
+            for piece in state_of
+            if piece.begun
+            for name in piece.sums
+            if name != WEIGHTS
+        ]
+        expected = [
+            _sums.Expected(
+                self._directory.file(NAMES[piece.current]),
+                self._subgroup_of[piece.number].offset + piece.spans[name].offset,
+                piece,
+                name,
+                piece.sums[name],
+            )
+            for piece, name in spans
+        ]
+        return functools.partial(_sums.verify, expected=expected) if expected else None
+
+    def sum_up(
+        self, slot: torch.Tensor, pieces: Iterable[Piece], begun: bool = True
+    ) -> dict[int, dict[str, int]]:
+        """The checksums of what `writes` takes to the drive, by the numbers of the pieces."""
+        if not self._checksum:
+            return {}
+        return {piece.number: _sums.of_piece(slot, piece, begun) for piece in pieces}
+
     def _moves(
         self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool
     ) -> list[Move]:
@@ -212,6 +257,7 @@ class Store:
         begun: dict[int, bool],
         small: dict[int, dict[str, Any]],
         groups: list[dict[str, Any]],
+        sums: Mapping[int, dict[str, int]],
     ) -> None:
         """What was written since `prepare` is current from now on.
 
@@ -220,6 +266,7 @@ class Store:
             begun: Of those whose state exists now, or does not, which it is.
             small: What changed of the state outside of the files, by number.
             groups: The options of the parameter groups.
+            sums: The checksums of what was written, by number.
 
         Raises:
             TransferError: The manifest could not be written: the generation before is current.
@@ -229,13 +276,24 @@ class Store:
         values = list(self.small)
         for number, value in small.items():
             values[number] = value
-        manifest = Manifest(self.generation + 1, self.signature(), current, started, values, groups)
+        summed = [
+            sums.get(piece.number, {}) if piece.number in moved else piece.sums
+            for piece in self.pieces
+        ]
+        flat = [
+            one.get(name, -1)
+            for piece, one in zip(self.pieces, summed, strict=True)
+            for name in piece.spans
+        ]
+        manifest = Manifest(
+            self.generation + 1, self.signature(), current, started, values, groups, flat
+        )
         _manifest.store(self._directory.path, manifest)
         self.generation += 1
         self._small_before, self.small = self.small, values
-        self._before = [(piece.current, piece.begun) for piece in self.pieces]
-        for piece, which, has in zip(self.pieces, current, started, strict=True):
-            piece.current, piece.begun = which, bool(has)
+        self._before = [(piece.current, piece.begun, piece.sums) for piece in self.pieces]
+        for piece, which, has, one in zip(self.pieces, current, started, summed, strict=True):
+            piece.current, piece.begun, piece.sums = which, bool(has), one
         self._start_syncing(manifest)
 
     @property
@@ -268,8 +326,8 @@ class Store:
         _manifest.drop(self._directory.path, self.generation, durable=self._durable)
         self.generation -= 1
         self.small = self._small_before
-        for piece, (which, has) in zip(self.pieces, self._before, strict=True):
-            piece.current, piece.begun = which, has
+        for piece, (which, has, one) in zip(self.pieces, self._before, strict=True):
+            piece.current, piece.begun, piece.sums = which, has, one
 
     def _sync(self, manifest: Manifest) -> None:
         """Data first, then the manifest: it must not promise what a power cut could take."""
@@ -366,8 +424,11 @@ class Store:
         self._resumed = manifest
         self.generation = manifest.generation
         self.small = manifest.small
+        flat = iter(manifest.sums)
         for piece, which, has in zip(self.pieces, manifest.current, manifest.begun, strict=True):
             piece.current, piece.begun = which, bool(has)
+            found = {name: next(flat, -1) for name in piece.spans}
+            piece.sums = {name: total for name, total in found.items() if total >= 0}
         return manifest
 
     def _check_fits(self, manifest: Manifest) -> None:
@@ -378,6 +439,13 @@ class Store:
                 "before, or begin anew with resume=False",
                 expected=self.signature(),
                 found=manifest.signature,
+            )
+        if len(manifest.current) != len(self.pieces):
+            raise IntegrityError(
+                f"the manifest in {self._directory.path} is whole, and tells of other pieces than "
+                "its signature: go on from a checkpoint",
+                expected=len(self.pieces),
+                found=len(manifest.current),
             )
         for name in NAMES:
             path = self._directory.file(name)

@@ -69,6 +69,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
             steps and is what `resume` takes weights from: 4 bytes more written for an fp32
             parameter. Master weights are such a copy already.
         durable: Survive a power cut as well (fdatasync beside the next forward pass).
+        checksum: Sum what is written (CRC-32), and compare what is read: bits that flipped on the
+            drive raise `IntegrityError`. Costs nothing beside the drive.
         resume: Go on from what is in the directory, weights included; where there is nothing,
             begin. Files stay there on `close`. False removes what a dead process left. Several
             ranks go on from the last step that all of them have, so all must make it together.
@@ -81,7 +83,8 @@ class SwappedOptimizer(torch.optim.Optimizer):
         ValueError: A parameter is out of range; the buffers are too small for one parameter.
         TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or
             not this user's (EPERM, ELOOP).
-        IntegrityError: What is to be resumed belongs to something else, or is damaged.
+        IntegrityError: What is to be resumed belongs to something else, or is damaged: names the
+            file, and the parameter and span.
 
     Attributes:
         generation: How many times the state has changed: 1 when made, one more with each step.
@@ -113,6 +116,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         ratio: float = 1.0,
         recoverable: bool = True,
         durable: bool = True,
+        checksum: bool = True,
         resume: bool = False,
         pipeline_read: bool = True,
         pipeline_write: bool = True,
@@ -157,6 +161,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
             handle,
             bool(resume),
             durable=bool(durable),
+            checksum=bool(checksum),
             read_ahead=bool(pipeline_read),
             write_behind=bool(pipeline_write),
         )

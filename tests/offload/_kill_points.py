@@ -61,7 +61,7 @@ class Killer:
             setattr(os, name, before(name))
 
 
-CALLS = ("fdatasync", "fsync", "truncate", "mkdir", "unlink")
+CALLS = ("fdatasync", "fsync", "ftruncate", "mkdir", "unlink")
 
 
 def made_in(folder: Path, engine: FakeEngine | None = None) -> tuple[Any, Any, Any]:

@@ -47,7 +47,7 @@ def test_killed_at_every_point(tmp_path: Path) -> None:
         assert each["after"] == weights[steps + 2], (number, each)
     step, start = (each["events"] for each in told if "events" in each)
     # Data, manifest and mark; each made durable before the next.
-    assert step[0] == "truncate"
+    assert step[0] == "ftruncate"
     assert step.count("pwrite") >= 6
     assert step[-5:] == ["fdatasync", "fdatasync", "fdatasync", "pwrite", "fdatasync"]
     assert start.count("fsync") == 2  # of the directory's names

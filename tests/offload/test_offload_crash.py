@@ -505,7 +505,7 @@ def test_without_room_for_a_thread_the_step_makes_itself_durable(
         with monkeypatch.context() as patch:
             patch.setattr("nvmeio.offload._store.threading.Thread.start", refuse)
             engine: Any = optimizer._swapper
-            engine.store.commit(set(), {}, {}, [])
+            engine.store.commit(set(), {}, {}, [], {})
         found = _manifest.newest(optimizer.swap_dir)
         assert found is not None
         assert (found.generation, found.durable) == (2, True)

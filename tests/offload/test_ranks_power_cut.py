@@ -38,7 +38,7 @@ class Rank:
         self.number = number
         self.handle = AioHandle(engine="threads")
         self.directory = SwapDir(folder, f"rank{number}")
-        self.store = Store(self.directory, self.handle, True, steps)
+        self.store = Store(self.directory, self.handle, True, False, steps)
         pieces = [
             Piece(n, 0, NUMEL, (NUMEL,), torch.float32, torch.float32, (), True, True)
             for n in range(3)
@@ -62,7 +62,7 @@ class Rank:
                 self.handle.sync_pwrite(part, move.file, move.file_offset)
             moved |= {piece.number for piece in subgroup.pieces}
         small = {number: {"step": torch.tensor(float(generation))} for number in moved}
-        self.store.commit(moved, dict.fromkeys(moved, True), small, [{"lr": 0.5}])
+        self.store.commit(moved, dict.fromkeys(moved, True), small, [{"lr": 0.5}], {})
 
     def value(self, generation: int) -> float:
         return 100.0 * self.number + generation
