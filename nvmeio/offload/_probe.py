@@ -35,6 +35,12 @@ def check_class(optimizer_class: Any) -> None:
     Raises:
         TypeError: It is no optimizer class, or one that needs a closure or sparse gradients.
     """
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        name = type(optimizer_class).__name__
+        raise TypeError(
+            f"this is a {name}, made already: pass the class, {name}, and its arguments by name; "
+            "or swapped_like(optimizer, swap_dir), which takes over its groups and state"
+        )
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):

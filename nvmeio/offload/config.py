@@ -1,6 +1,7 @@
 """`offload`: a module and its optimizer, swapped as a config in DeepSpeed's words says.
 
-Every key is understood, or refused: one that is silently left out changes a run without a word.
+A key of DeepSpeed's that is about offloading is understood. Any other is refused by name, with what
+to do instead where we know it: one that is silently left out changes a run without a word.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._checks import switch
 from nvmeio.errors import AlignmentError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._pipeline import Times
@@ -325,9 +327,12 @@ def _known(name: str, section: Any, known: tuple[str, ...]) -> Mapping[str, Any]
 
 def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
     value = section.get(key, default)
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, str)):
         raise ValueError(f"{key} must be true or false, not {value!r}")
-    return value
+    try:
+        return switch(key, value)  # tuners print them as strings
+    except TypeError as refused:
+        raise ValueError(str(refused)) from None
 
 
 def _number(name: str, section: Mapping[str, Any], key: str, default: int) -> int:

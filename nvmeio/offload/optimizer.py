@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._checks import switch
 from nvmeio._io import ending
 from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
@@ -131,6 +132,10 @@ class SwappedOptimizer(torch.optim.Optimizer):
         _checks.master_dtype(master_dtype)
         _checks.choice("gradients", gradients, ("memory", "disk"))
         _checks.ratio(ratio)
+        resume = switch("resume", resume)
+        recoverable = switch("recoverable", recoverable)
+        read_ahead = switch("pipeline_read", pipeline_read)
+        write_behind = switch("pipeline_write", pipeline_write)
         if resume and not (ratio == 1.0 and recoverable):
             raise ValueError(
                 "resume=True needs all state and weights on the drive: leave ratio at 1.0 and "
@@ -140,10 +145,10 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self._optimizer_class = optimizer_class
         self._subgroup_bytes = subgroup_bytes
         self._buffer_bytes = buffer_bytes
-        self._buffers = 1 + bool(pipeline_read) + bool(pipeline_write)
+        self._buffers = 1 + read_ahead + write_behind
         self._master_dtype = master_dtype
         self._ratio = float(ratio)
-        self._recoverable = bool(recoverable)
+        self._recoverable = recoverable
         self._on_disk = gradients == "disk"
         self._owners: list[Owner] = []
         self._swapper: StateSwapper | None = None
@@ -159,11 +164,11 @@ class SwappedOptimizer(torch.optim.Optimizer):
             self._open,
             swap_dir,
             handle,
-            bool(resume),
-            durable=bool(durable),
-            checksum=bool(checksum),
-            read_ahead=bool(pipeline_read),
-            write_behind=bool(pipeline_write),
+            resume,
+            durable=switch("durable", durable),
+            checksum=switch("checksum", checksum),
+            read_ahead=read_ahead,
+            write_behind=write_behind,
         )
         try:
             self._swapper, self._ending, groups = self._transactions.run(make)

@@ -59,6 +59,23 @@ def test_all_three_together(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_switches_as_strings_are_what_they_say(tmp_path: Path) -> None:
+    """DeepSpeed's tuner prints them so; "false" is true to Python."""
+    state = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": "false"}
+    config = {
+        "bf16": {"enabled": "false"},
+        "zero_optimization": {"sub_group_size": 10_000},
+        "offload_optimizer": {**state, "pipeline_read": "False", "pipeline_write": "true"},
+        "aio": {"use_gds": "false", "single_submit": "false", "overlap_events": "true"},
+    }
+    made = offload(gpt(), torch.optim.AdamW, config)
+    optimizer: Any = made.optimizer
+    assert optimizer.plan.buffers == 2
+    made.close()
+    with pytest.raises(ValueError, match="pipeline_read must be true or false, not 'no'"):
+        offload(gpt(), torch.optim.AdamW, {"offload_optimizer": {**state, "pipeline_read": "no"}})
+
+
 def test_only_the_optimizer(tmp_path: Path) -> None:
     ours, theirs = gpt(torch.bfloat16), gpt(torch.bfloat16)
     (tmp_path / "theirs").mkdir()

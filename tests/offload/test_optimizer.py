@@ -526,6 +526,25 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_optimizer_in_the_place_of_its_class_is_refused(tmp_path: Path) -> None:
+    made = model()
+    with pytest.raises(TypeError, match=r"pass the class, AdamW, .* swapped_like"):
+        SwappedOptimizer(torch.optim.AdamW(made.parameters()), made.parameters(), swap_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["durable", "checksum", "resume", "recoverable", "pipeline_read", "pipeline_write"]
+)
+def test_switches_are_what_they_say(name: str, tmp_path: Path) -> None:
+    """The string "false", as tuners print it, was taken for True."""
+    made = model()
+    with swapped(made, tmp_path, **{name: "false"}) as optimizer:
+        train(made, optimizer, 1)
+        assert (optimizer.plan.buffers == 2) == name.startswith("pipeline")
+    with pytest.raises(TypeError, match=f"{name} must be true or false, not 'off'"):
+        swapped(made, tmp_path, **{name: "off"})
+
+
 def test_parameters_that_changed_are_refused_before_anything_happens(tmp_path: Path) -> None:
     made = model()
     with swapped(made, tmp_path) as optimizer:
