@@ -109,7 +109,7 @@ def test_in_memory(tmp_path: Path) -> None:
     assert plain.last_step is None
 
 
-NVME = {"device": "nvme", "nvme_path": "/nowhere"}
+NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
 
 
 @pytest.mark.parametrize(
