@@ -334,7 +334,7 @@ def test_a_streaming_save_fails_at_once(new: Any, new_handle: Any, directory: Pa
         ({"keep": True}, TypeError, "keep must be an int"),
         ({"keep": None}, TypeError, "keep must be an int"),
         ({"memory_bytes": 0}, ValueError, "memory_bytes must be at least 1"),
-        ({"memory_bytes": "1G"}, TypeError, "memory_bytes must be an int"),
+        ({"memory_bytes": 1.5}, TypeError, "memory_bytes must be an int"),
         ({"layout": "two"}, ValueError, "layout must be 'one' or 'per_rank', not 'two'"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be more than 0"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be more than 0"),

@@ -91,7 +91,7 @@ def test_parameters_out_of_range(parameter: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("parameter", ["block_size", "queue_depth", "intra_op_parallelism"])
-@pytest.mark.parametrize("value", ["4096", 4096.0, True, None, [4096]], ids=repr)
+@pytest.mark.parametrize("value", [b"4096", 4096.0, True, None, [4096]], ids=repr)
 def test_parameters_of_the_wrong_type(parameter: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{parameter} must be an int, not "):
         nvmeio.AioHandle(**{parameter: value})

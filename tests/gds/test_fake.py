@@ -558,7 +558,7 @@ def test_nvidia_fs_without_its_device_is_refused(
     [
         ({"task_bytes": 5000}, nvmeio.AlignmentError, "not a multiple of 4096; use 8192"),
         ({"task_bytes": 0}, ValueError, "task_bytes must lie between"),
-        ({"task_bytes": "1M"}, TypeError, "task_bytes must be an int"),
+        ({"task_bytes": 1.5}, TypeError, "task_bytes must be an int"),
         ({"max_direct_io_bytes": 1}, ValueError, "max_direct_io_bytes must lie"),
         ({"cpu_tensors": "host"}, ValueError, "must be 'aio' or 'cufile'"),
         ({"timeout_s": 0}, ValueError, "positive and finite"),
