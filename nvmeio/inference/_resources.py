@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from nvmeio._io.owner import OwnerThread
 from nvmeio._residency.reader import Reader
 from nvmeio.handle import AioHandle
 from nvmeio.inference._checkpoint import Checkpoint
@@ -51,7 +50,6 @@ class Resources(NamedTuple):
     its unit and the modules that show it): the model would never go.
     """
 
-    owner: OwnerThread
     handle: AioHandle
     own_handle: bool
     checkpoint: Checkpoint
@@ -59,9 +57,8 @@ class Resources(NamedTuple):
     reader: Reader
 
     def close(self) -> None:
-        """Take it apart. Idempotent; in the owner's thread, which ends with that."""
+        """Take it apart."""
         with contextlib.ExitStack() as steps:
-            steps.callback(self.owner.close)
             if self.own_handle:
                 steps.callback(self.handle.close)
             steps.callback(self.checkpoint.close)

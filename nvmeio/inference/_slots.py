@@ -72,6 +72,7 @@ class Memory:
         self._free: list[
             tuple[torch.Tensor, Any]
         ] = []  # of a GPU: twins, and when they may be used
+        self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
         self._copies: Any = None
         try:
             if shares.resident:
@@ -107,6 +108,7 @@ class Memory:
                 host = lease.__enter__()
             except TimeoutError:
                 return None
+            self._out[id(lease)] = lease
         return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
 
     def give_back(self, slot: Slot) -> None:
@@ -122,6 +124,7 @@ class Memory:
         if slot.unit.resident:
             self._places[slot.unit.name] = (slot.lease, slot.host)
         else:
+            del self._out[id(slot.lease)]
             slot.lease.__exit__(None, None, None)
 
     def _twin(self, unit: Unit) -> torch.Tensor:
@@ -237,12 +240,6 @@ class Memory:
             return buffers.empty_aligned(nbytes, dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def lend_no_more(self) -> None:
-        """Close the pools; does not wait, in any thread."""
-        for pool in (self._resident, self._window):
-            if pool is not None:
-                pool.close()
-
     def close(self) -> None:
         """Let go of everything; a lease that is out keeps its own."""
         if self._copies is not None:
@@ -250,7 +247,10 @@ class Memory:
         for lease, _ in self._places.values():
             lease.__exit__(None, None, None)
         self._places.clear()
-        self.lend_no_more()
+        for pool in (self._resident, self._window):
+            if pool is not None:
+                pool.close()
+        self._out.clear()
         self._work = None
         self._free.clear()
 

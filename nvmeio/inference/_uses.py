@@ -180,14 +180,13 @@ class Uses:
         self._fixed_slot = slot
 
     def close(self) -> None:
-        """Take all weights away and close everything."""
+        """Take all weights away."""
         self.closed = True
         self._use = self._kept = None
         self._window.drop_all()
         uninstall(self._fixed.targets)
         if self._fixed_slot is not None:
             self.resources.memory.give_back(self._fixed_slot)
-        self.resources.close()
         for gate in self._queue:
             gate.release()
         self._queue.clear()

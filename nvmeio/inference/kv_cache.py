@@ -25,7 +25,6 @@ import torch
 from nvmeio import buffers, files
 from nvmeio._io.handles import new_handle
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._residency.closing import finish
 from nvmeio.handle import AioHandle
 from nvmeio.inference._transformers import require
 from nvmeio.operation import Operation
@@ -401,7 +400,7 @@ def offload(
     elif device.type == "cpu":
         directory = tempfile.gettempdir()
     mover = _Mover(handle, directory)
-    weakref.finalize(model, finish, mover.close)
+    weakref.finalize(model, _finish, mover.close)
 
     def fresh(config: Any) -> Any:
         return new_cache(config, Store(directory, mover.get()))
@@ -423,6 +422,14 @@ def offload(
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     return mover.close
+
+
+def _finish(close: Callable[[], None]) -> None:
+    """Close for a model that is dropped, which a thread that this waits for may have noticed."""
+    if threading.current_thread().name.startswith("nvmeio"):
+        threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
+    else:
+        close()
 
 
 class _Mover:

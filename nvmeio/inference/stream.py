@@ -28,12 +28,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.span_plan import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio._residency import closing
 from nvmeio._residency.reader import Reader
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
@@ -94,8 +94,7 @@ class WeightStream:
         self._owner: OwnerThread | None = None
         self._opening = threading.Lock()
         self._uses: Uses | None = None
-        self._life: Lease | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._ending: Ending | None = None
         self._before: dict[str, Any] = dict.fromkeys(Uses.COUNTS, 0)  # counts of what was closed
         self._rows = [0, 0, 0.0]  # read, bytes, seconds
         self.progress: Callable[[str, int], None] | None = None
@@ -333,9 +332,7 @@ class WeightStream:
                 memory = undo.enter_context(contextlib.closing(Memory(self._shares, self._device)))
                 reader = Reader(handle)
                 undo.callback(reader.stop)
-                resources = Resources(
-                    owner, handle, self._handle is None, checkpoint, memory, reader
-                )
+                resources = Resources(handle, self._handle is None, checkpoint, memory, reader)
                 uses = Uses(owner, resources, self._partition)
                 uses.open()
                 undo.pop_all()
@@ -343,8 +340,7 @@ class WeightStream:
             owner.close()
             raise
         self._uses = uses
-        self._life = owner.lease(resources.close)
-        self._finalizer = weakref.finalize(self, _close, owner, resources)
+        self._ending = Ending(owner, resources.close)
         return True
 
     def close(self) -> None:
@@ -376,11 +372,11 @@ class WeightStream:
             return queued
         self._before = self._counts()
         self._uses = None
-        if self._finalizer is not None:
-            self._finalizer.detach()
         with contextlib.ExitStack() as steps:
             if self._beside is not None:
                 steps.callback(self._beside)
+            if self._ending is not None:
+                steps.callback(self._ending.close)
             steps.callback(uses.close)
         return None
 
@@ -467,9 +463,3 @@ class WeightStream:
 
 def _nothing() -> None:
     """A call that ends when those before it have."""
-
-
-def _close(owner: OwnerThread, resources: Resources) -> None:
-    """The same, at the end of the program or before the slots are collected."""
-    resources.memory.lend_no_more()
-    closing.in_owner(owner, resources.close)

@@ -19,7 +19,6 @@ import importlib
 import json
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,11 +26,12 @@ import torch
 
 from nvmeio import files
 from nvmeio._formats.safetensors_files import header_of
+from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import OwnerThread
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._residency import closing, window
+from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool
 from nvmeio._residency.order import Round
 from nvmeio._residency.reader import Fill, Reader, Wanted
@@ -194,9 +194,8 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         self._reading: _Reading | None = None
         self._owner = OwnerThread("nvmeio-weights-map", "these weights are closed")
         folder = None if save_folder is None else os.fspath(save_folder)
-        self._life = self._owner.call(self._begin, folder, index, window_bytes, handle)
+        self._ending = self._owner.call(self._begin, folder, index, window_bytes, handle)
         self._names = [*self.state_dict, *(n for n in self._places if n not in self.state_dict)]
-        self._finalizer = weakref.finalize(self, closing.in_owner, self._owner, self._resources)
 
     def _begin(
         self,
@@ -204,7 +203,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         index: Mapping[str, Mapping[str, Any]] | None,
         window_bytes: int,
         handle: AioHandle | None,
-    ) -> Lease:
+    ) -> Ending:
         with contextlib.ExitStack() as undo:
             undo.callback(self._owner.close)
             undo.callback(_close_files, self._files)
@@ -217,8 +216,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
             room = min(max(window_bytes, 2 * largest), max(most, PAGE_BYTES))
             self._reading = _Reading(self._places, room, reader)
             undo.callback(self._reading.close)
-            self._resources = undo.pop_all().close
-        return self._owner.lease(self._resources)
+            return Ending(self._owner, undo.pop_all().close)
 
     # --- what accelerate calls ----------------------------------------------------------------
 
@@ -240,8 +238,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Stop reading and close the files. Tensors that are in use stay valid. Idempotent."""
-        closing.in_owner(self._owner, self._resources)
-        self._finalizer.detach()
+        self._ending.close()
 
     @property
     def mispredicted(self) -> int:

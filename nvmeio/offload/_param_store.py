@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
-from nvmeio._residency import closing, window
+from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool
 from nvmeio._residency.order import ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, Wanted
@@ -88,16 +89,12 @@ class ParamStore:
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
-    def open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Lease:
-        """Make the file and the window.
-
-        Returns:
-            Whose end closes everything, if `close` was not called.
-        """
+    def open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
+        """Make the file and the window; returns what closes them."""
         return self._owner.call(self._open, swap_dir, handle)
 
-    def _open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Lease:
-        life = self._owner.lease(self._close)
+    def _open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
+        ending = Ending(self._owner, self._close)
         directory = SwapDir(swap_dir, directory_name("parameters"))
         self._resources.callback(directory.release, remove=True)
         directory.clean()
@@ -113,7 +110,7 @@ class ParamStore:
         self._resources.callback(reader.stop)
         order: ThereAndBack[Unit] = ThereAndBack(lambda unit: len(unit.stages) == 1)
         self._window: Window[Unit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
-        return life
+        return ending
 
     # What computing asks for
 
@@ -351,14 +348,7 @@ class ParamStore:
         if os.getpid() != self._pid:
             raise ClosedError("this process was forked from the module's owner: swap one here")
 
-    def close(self) -> None:
-        """Let everything go, and give memory and directory back. Idempotent."""
-        if os.getpid() == self._pid:
-            closing.in_owner(self._owner, self._close)
-
     def _close(self) -> None:
-        if self.closed:
-            return
         self.closed = True
         for unit in self.units:
             for parameter in unit.parameters:
@@ -368,7 +358,6 @@ class ParamStore:
                 self._window.drop_all()
         finally:
             self._resources.close()
-            self._owner.close()
 
     @property
     def held(self) -> list[Unit]:

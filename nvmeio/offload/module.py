@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,9 +80,8 @@ class SwappedModule(torch.nn.Module):
         _check_budget(module, stages, units, resident_bytes)
         store = ParamStore(units, resident_bytes)
         self._store = store
-        self._finalizer = weakref.finalize(self, store.close)
+        self._ending = store.open(swap_dir, handle)
         try:
-            self._life = store.open(swap_dir, handle)  # a finalizer can be interrupted
             for unit in units:
                 gathered = store.first(unit)
                 try:
@@ -223,8 +221,7 @@ class SwappedModule(torch.nn.Module):
         Without it the same happens when the object goes, or the process ends. Close a
         `SwappedOptimizer` of these parameters before or after it, as you like.
         """
-        self._store.close()
-        self._finalizer.detach()
+        self._ending.close()
 
     def _apply(self, fn: Any, recurse: bool = True) -> SwappedModule:
         raise TypeError(
