@@ -88,13 +88,16 @@ class OwnerThread:
             return work(*args)
         self._check_pid()
         reply = _Reply(work, args)
-        self._requests.put(reply)
-        wait_s = 0.0 if self._state.ended else threads.SLICE_S
-        while not reply.gate.acquire(timeout=wait_s):
-            if self._state.ended and reply.gate.locked():  # it came too late to be answered
-                raise ClosedError(self._state.closed)
-        value: Value = reply.result()
-        return value
+        try:
+            self._requests.put(reply)
+            wait_s = 0.0 if self._state.ended else threads.SLICE_S
+            while not reply.gate.acquire(timeout=wait_s):
+                if self._state.ended and reply.gate.locked():  # it came too late to be answered
+                    raise ClosedError(self._state.closed)
+            value: Value = reply.result()
+            return value
+        finally:
+            del reply  # a traceback that is kept must not keep the lease that an answer may hold
 
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
         """The same, awaited; a cancelled task goes on at once, and the work is done."""

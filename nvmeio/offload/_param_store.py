@@ -90,8 +90,16 @@ class ParamStore:
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
     def open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
-        """Make the file and the window; returns what closes them."""
-        return self._owner.call(self._open, swap_dir, handle)
+        """Make the file and the window; returns what closes them.
+
+        An interrupted one has ended when that is raised (a second interrupt is raised at once): who
+        tries again must not find the directory in use.
+        """
+        try:
+            return self._owner.call(self._open, swap_dir, handle)
+        except KeyboardInterrupt:
+            self._owner.call(bool)
+            raise
 
     def _open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)

@@ -182,6 +182,28 @@ def test_lease_of_an_interrupted_caller_ends(owner: OwnerThread) -> None:
     assert count > 20
 
 
+def test_lease_of_an_interrupted_call_ends_though_its_error_is_kept(owner: OwnerThread) -> None:
+    """The frame of `call` kept the answer that came later, and with it the lease."""
+    released: list[int] = []
+    entered, gate = threading.Event(), threading.Event()
+
+    def take() -> Lease:
+        entered.set()
+        gate.wait()
+        return owner.lease(released.append, 1)
+
+    def interrupt() -> None:
+        entered.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt) as kept:
+        owner.call(take)
+    gate.set()
+    until(lambda: owner.call(list, released) == [1])
+    assert kept.value.__traceback__ is not None
+
+
 def test_lease_asked_elsewhere_is_refused(owner: OwnerThread) -> None:
     with pytest.raises(RuntimeError, match="use call"):
         owner.lease(print)
