@@ -7,6 +7,7 @@ copies are as fast as the bus, and run beside the drive), else aligned only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -40,6 +41,13 @@ class Stagings:
         self._left = count
         self._device = device
         self._free: list[torch.Tensor] = []
+
+    @classmethod
+    def of(cls, chunks: Sequence[torch.Tensor]) -> Stagings:
+        """Chunks that the caller has, all of one size."""
+        made = cls(chunks[0].nbytes, 0, chunks[0].device)
+        made._free += reversed(chunks)
+        return made
 
     def take(self, flight: InFlight) -> torch.Tensor:
         """A chunk that nobody uses; waits for what is in flight until one is given back.

@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import _memory, buffers
+from nvmeio import _memory
 from nvmeio._formats.torch_layout import Layout, Record
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
+from nvmeio._io.staging import new_staging
 from nvmeio._io.threads import SLICE_S
 from nvmeio._plan import PAGE_BYTES
 
@@ -356,9 +357,4 @@ def _bytes_in_pages(
 
 
 def _new_arena(nbytes: int, pinned: bool) -> torch.Tensor:
-    if pinned:
-        try:
-            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
-        except OSError:
-            pass  # no right to page-lock so much: the copies are slower, nothing else
-    return buffers.empty_aligned(nbytes, dtype=torch.uint8)
+    return new_staging(nbytes, torch.device("cuda" if pinned else "cpu"))

@@ -14,6 +14,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,13 +23,14 @@ import torch
 from nvmeio import buffers
 from nvmeio._formats import torch_zip
 from nvmeio._io.handles import new_handle
+from nvmeio._io.inflight import InFlight
+from nvmeio._io.staging import Stagings
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.operation import Operation
 
 BUFFER_BYTES = 32 << 20
 
@@ -47,10 +49,10 @@ class Stream:
     def __init__(self, handle: AioHandle, file: File, staging: torch.Tensor) -> None:
         # Whole pages, so that every drain but the last begins and ends where direct I/O can.
         half = max(staging.numel() // 2 // PAGE_BYTES * PAGE_BYTES, 1)
-        self._halves = [staging[:half], staging[half : 2 * half]]
-        self._views = [_memory_of(part) for part in self._halves]
-        self._pending: list[Operation | None] = [None, None]
-        self._now = 0
+        self._stagings = Stagings.of([staging[:half], staging[half : 2 * half]])
+        self._flight = InFlight()
+        self._chunk = self._stagings.take(self._flight)
+        self._view = _memory_of(self._chunk)
         self._filled = 0
         self._offset = 0
         self._handle = handle
@@ -65,7 +67,7 @@ class Stream:
         taken = memoryview(data).cast("B")
         done = 0
         while done < len(taken):
-            view = self._views[self._now]
+            view = self._view
             step = min(len(taken) - done, len(view) - self._filled)
             view[self._filled : self._filled + step] = taken[done : done + step]
             self._filled += step
@@ -89,21 +91,11 @@ class Stream:
         """
         if self._filled:
             self._drain()
-        for which in (0, 1):
-            self._settle(which)
+        self._flight.drain()
 
     def abandon(self) -> None:
         """Write no more; nothing is in flight after this."""
-        for operation in self._pending:
-            if operation is not None:
-                operation.cancel()
-        for which, operation in enumerate(self._pending):
-            self._pending[which] = None
-            if operation is not None:
-                try:
-                    operation.result()
-                except Exception:
-                    continue
+        self._flight.stop()
 
     @property
     def position(self) -> int:
@@ -111,17 +103,13 @@ class Stream:
         return self._offset + self._filled
 
     def _drain(self) -> None:
-        half = self._halves[self._now][: self._filled]
-        self._pending[self._now] = self._handle.async_pwrite(half, self._file, self._offset)
-        self._offset += self._filled
+        chunk, nbytes = self._chunk, self._filled
+        begin = partial(self._handle.async_pwrite, chunk[:nbytes], self._file, self._offset)
+        self._flight.start(begin, nbytes, partial(self._stagings.give_back, chunk))
+        self._offset += nbytes
         self._filled = 0
-        self._now = 1 - self._now
-        self._settle(self._now)
-
-    def _settle(self, which: int) -> None:
-        operation, self._pending[which] = self._pending[which], None
-        if operation is not None:
-            operation.result()
+        self._chunk = self._stagings.take(self._flight)
+        self._view = _memory_of(self._chunk)
 
 
 class FastFileWriter:

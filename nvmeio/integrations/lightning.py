@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from nvmeio import buffers
 from nvmeio._formats.torch_layout import Layout, Record, plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import new_handle
+from nvmeio._io.staging import new_staging
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint import load, save
 from nvmeio.errors import BackendUnavailableError, ClosedError
@@ -102,7 +102,10 @@ class NvmeCheckpointIO:
         """
         target = _local(path)
         loaded: dict[str, Any] = load(
-            target, map_location, weights_only is not False, handle=self._handle(target)
+            target,
+            map_location,
+            weights_only=weights_only is not False,
+            handle=self._handle(target),
         )
         return loaded
 
@@ -320,9 +323,4 @@ def _new_memory(layout: Layout, nbytes: int) -> torch.Tensor:
     on_gpu = any(
         isinstance(record.data, torch.Tensor) and record.data.is_cuda for record in layout.records
     )
-    if on_gpu:
-        try:
-            return buffers.empty_pinned(nbytes, dtype=torch.uint8)
-        except OSError:
-            pass  # no right to page-lock so much: the copies are slower, nothing else
-    return buffers.empty_aligned(nbytes, dtype=torch.uint8)
+    return new_staging(nbytes, torch.device("cuda" if on_gpu else "cpu"))
