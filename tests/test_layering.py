@@ -206,11 +206,8 @@ STANDS_ON = {
         *("_memory", "_io"),
     },
 }
-# Until inference's feeder is that of _residency, and what all engines share has a name of its own.
-NOT_YET = {
-    ("nvmeio.integrations.accelerate", "nvmeio.inference._feeder"),
-    ("nvmeio._transfer", "nvmeio.engines._queued"),
-}
+# Until what all engines share has a name of its own.
+NOT_YET = {("nvmeio._transfer", "nvmeio.engines._queued")}
 
 
 def is_private_to_another(importer: str, name: str) -> bool:

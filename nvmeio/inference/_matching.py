@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio.errors import IntegrityError
 from nvmeio.inference import _packed, _transformers
-from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._packed import Found
 from nvmeio.inference._weights import Weight, part_of
 

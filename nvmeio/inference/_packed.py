@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting
 from nvmeio.inference._weights import Part, part_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._residency.reader import Reader
 from nvmeio.handle import AioHandle
-from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._slots import Memory
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio.errors import BackendUnavailableError, IntegrityError
-from nvmeio.inference._checkpoint import Checkpoint, Stored
 from nvmeio.inference._weights import Part, concatenated, part_of, stacked
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._checkpoint import Checkpoint, Stored
 from nvmeio.inference._quant import Quantised
 
 

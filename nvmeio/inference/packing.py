@@ -18,6 +18,7 @@ from nvmeio import buffers, files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Entry
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
@@ -25,7 +26,6 @@ from nvmeio._storage.durable import sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _packed, _transformers
-from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._matching import match
 from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise

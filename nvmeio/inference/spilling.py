@@ -18,12 +18,12 @@ from torch import nn
 
 from nvmeio import buffers, files
 from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.handles import handle_for
 from nvmeio._storage.private import create
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
 from nvmeio.inference._budget import check_numbers, share_out
-from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._units import partition
 from nvmeio.inference._weights import Weight, part_of
 from nvmeio.inference.stream import WeightStream

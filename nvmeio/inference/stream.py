@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
@@ -39,7 +40,6 @@ from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _lockstep
 from nvmeio.inference._budget import Shares
-from nvmeio.inference._checkpoint import Checkpoint
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources, StreamStats
 from nvmeio.inference._slots import Memory

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from nvmeio import _checks
+from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks, _transformers, kv_cache
 from nvmeio.inference._budget import check_numbers, share_out
-from nvmeio.inference._checkpoint import Checkpoint, Stored
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
 from nvmeio.inference._units import partition
