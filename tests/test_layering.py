@@ -57,6 +57,7 @@ LAYERS = {
     "_formats": 5,
     "_residency": 5,
     "_storage": 3,
+    "_blocks": 5,
     "checkpoint": 6,
     "inference": 6,
     "offload": 6,

@@ -5,5 +5,6 @@ Each module is imported by its user, never by nvmeio itself, and needs its libra
 Checkpoints: `dcp` (a storage writer and reader), `fsspec` (``nvmeio://``), `lightning` (a
 `CheckpointIO` plugin), `transformers` (a Trainer, `save_pretrained` and `from_pretrained`).
 Inference: `accelerate` (disk offload with prefetch), `sglang` (an offloader), `vllm` (a model
-loader). Training with state on disk: `lightning_offload`, `transformers_offload`.
+loader). Servers' KV caches: `sglang_hicache`, `vllm_tier`. Training with state on disk:
+`lightning_offload`, `transformers_offload`.
 """

@@ -6,7 +6,8 @@ does nothing unless a configuration is named::
     NVMEIO_SGLANG_CONFIG=zero_inference.json python -m sglang.launch_server --model-path … \
         --disable-cuda-graph
 
-The file is what DeepSpeed's fork of SGLang takes with ``--zero-inference-config``, in JSON::
+The file is JSON, and nvmeio's own. (DeepSpeed's fork of SGLang takes a ZeRO-3 configuration with
+``--zero-inference-config``; that is another thing.) ::
 
     {"nvme_path": "/mnt/nvme",
      "resident_bytes": 24000000000,

@@ -1,0 +1,234 @@
+"""Pages of KV caches to and from the drive: nvmeio beside the servers' own file backends, and fio.
+
+    python benchmarks/kv_blocks.py --dir /mnt/nvme          # vLLM's tier where vLLM is installed,
+                                                            # SGLang's backend where SGLang is
+Every contender stores and loads the same pages in the same memory, batch by batch, in turns; files
+are written back and dropped from the page cache before a load. Medians, and ratios to nvmeio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from _files import drop_from_cache
+
+KIB = 1 << 10
+PAGES = (64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
+BATCHES = (1, 16, 256)
+MOST_BYTES = 512 << 20  # of a batch
+
+
+class Contender(NamedTuple):
+    """Attributes: `store` and `load` move one batch of pages, given its number."""
+
+    name: str
+    store: Callable[[int], None]
+    load: Callable[[int], None]
+    close: Callable[[], None]
+
+
+def vllm_spec() -> Any:
+    """What vLLM's tiers ask a specification for."""
+    parallel = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
+    return SimpleNamespace(
+        blocks_per_chunk=1,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+        config=SimpleNamespace(
+            groups=[],
+            parallel=SimpleNamespace(**parallel, rank=0, is_parallelism_agnostic=True),
+            model=SimpleNamespace(name="m", dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=16),
+            canonical_layout=False,
+            replicated_layout=False,
+            kv_cache_layout=None,
+        ),
+    )
+
+
+def tier(name: str, made: Any, batch: int) -> Contender:
+    """A tier of vLLM, through vLLM's interface."""
+
+    def run(submit: Callable[[Any], None], number: int) -> None:
+        keys = [number.to_bytes(4, "big") + n.to_bytes(28, "big") + bytes(4) for n in range(batch)]
+        submit(SimpleNamespace(job_id=number, keys=keys, chunk_ids=range(batch)))
+        made.drain_jobs()
+        (result,) = made.get_finished_jobs()
+        assert result.success, f"{name} failed"
+
+    return Contender(
+        name,
+        lambda number: run(made.submit_store, number),
+        lambda number: run(made.submit_load, number),
+        made.shutdown,
+    )
+
+
+def of_vllm(directory: Path, page: int, batch: int) -> list[Contender]:
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+    from nvmeio.integrations.vllm_tier import NvmeTier
+
+    mapping = mmap.mmap(-1, page * batch)  # shared, as vLLM's
+    mapping[:] = os.urandom(min(page * batch, 1 << 20)) * max(page * batch >> 20, 1)
+    view = memoryview(mapping).cast("B", (batch, page))
+    room = 8 * page * batch + (1 << 30)
+    return [
+        tier(
+            "nvmeio",
+            NvmeTier(
+                vllm_spec(), view, "n", directory=str(directory / "nvmeio"), capacity_bytes=room
+            ),
+            batch,
+        ),
+        tier(
+            "vLLM fs",
+            FileSystemTierManager(vllm_spec(), view, "fs", root_dir=str(directory / "fs")),
+            batch,
+        ),
+    ]
+
+
+def of_sglang(directory: Path, page: int, batch: int) -> list[Contender]:
+    import sglang.srt.mem_cache.hicache_storage as interface
+
+    from nvmeio.integrations.sglang_hicache import NvmeHiCache
+
+    class Pool:
+        layout, page_size, dtype = "page_first", 1, torch.bfloat16
+
+        def __init__(self) -> None:
+            self.pages = torch.empty(batch, page // 2, dtype=self.dtype).normal_()
+
+        def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+            return self.pages[index]
+
+        def get_dummy_flat_data_page(self) -> torch.Tensor:
+            return torch.zeros(page // 2, dtype=self.dtype)
+
+        def set_from_flat_data_page(self, index: int, data: torch.Tensor) -> None:
+            self.pages[index] = data
+
+    room = 8 * page * batch + (1 << 30)
+    config = interface.HiCacheStorageConfig(
+        **dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0),
+        **dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1),
+        **dict.fromkeys(("is_mla_model", "enable_storage_metrics", "is_page_first_layout"), False),
+        model_name="m",
+        extra_config={"directory": str(directory / "nvmeio"), "capacity_bytes": room},
+    )
+    pool, found = Pool(), []
+    for name, backend in (
+        ("nvmeio", NvmeHiCache(config)),
+        ("HiCacheFile", interface.HiCacheFile(config, file_path=str(directory / "file"))),
+    ):
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, interface.PoolName.KV)
+
+        def run(work: Any, number: int, name: str = name) -> None:
+            keys = [f"{number}-{n}" for n in range(batch)]
+            given = interface.PoolTransfer(
+                name=interface.PoolName.KV, host_indices=torch.arange(batch), keys=keys
+            )
+            assert all(work([given])[interface.PoolName.KV]), f"{name} failed"
+
+        found.append(
+            Contender(
+                name,
+                lambda number, run=run, backend=backend: run(backend.batch_set_v2, number),
+                lambda number, run=run, backend=backend: run(backend.batch_get_v2, number),
+                getattr(backend, "close", lambda: None),
+            )
+        )
+    return found
+
+
+def of_fio(directory: Path, page: int, batch: int) -> list[Contender]:
+    if shutil.which("fio") is None:
+        return []
+
+    def run(verb: str) -> None:
+        total = page * batch
+        command = [
+            *("fio", "--name=kv", f"--filename={directory / 'fio'}", f"--rw=rand{verb}"),
+            *(f"--bs={page}", f"--size={max(total, 1 << 20)}", f"--io_size={total}", "--direct=1"),
+            *("--ioengine=libaio", f"--iodepth={min(batch, 128)}", "--output-format=json"),
+        ]
+        said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        seconds[0] = said["jobs"][0][verb]["runtime"] / 1e3
+
+    seconds = [0.0]
+    fio = Contender("fio", lambda _: run("write"), lambda _: run("read"), lambda: None)
+    fio.store.seconds = fio.load.seconds = seconds  # type: ignore[attr-defined]
+    return [fio]
+
+
+def measure(contenders: list[Contender], directory: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds a batch, by verb: for each contender the median."""
+    taken: dict[str, list[list[float]]] = {v: [[] for _ in contenders] for v in ("store", "load")}
+    for number in range(repeats + 1):  # the first one is not counted
+        for verb in ("store", "load"):
+            os.sync()
+            drop_from_cache(directory)
+            for place, contender in enumerate(contenders):
+                work = getattr(contender, verb)
+                began = time.perf_counter()
+                work(number)
+                seconds = time.perf_counter() - began
+                own = getattr(work, "seconds", None)
+                if number:
+                    taken[verb][place].append(own[0] if own else seconds)
+                if verb == "store":
+                    os.sync()
+    return {verb: [statistics.median(each) for each in times] for verb, times in taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="on the drive")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pages", type=int, nargs="+", default=PAGES, help="bytes")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    arguments = parser.parse_args()
+    peers = [
+        make
+        for library, make in (("vllm", of_vllm), ("sglang", of_sglang))
+        if importlib.util.find_spec(library) is not None
+    ]
+    if not peers:
+        sys.exit("neither vLLM nor SGLang is installed here: see `make serve-vllm`")
+    print(f"{'page':>9} {'batch':>5} {'verb':5} {'contender':12} {'GB/s':>6} {'nvmeio is':>9}")
+    for page in arguments.pages:
+        for batch in arguments.batches:
+            if page * batch > MOST_BYTES:
+                continue
+            for make in peers:
+                with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="kv-") as name:
+                    directory = Path(name)
+                    contenders = make(directory, page, batch) + of_fio(directory, page, batch)
+                    found = measure(contenders, directory, arguments.repeats)
+                    for contender in contenders:
+                        contender.close()
+                for verb, times in found.items():
+                    for contender, seconds in zip(contenders, times, strict=True):
+                        rate, ratio = page * batch / seconds / 1e9, seconds / times[0]
+                        row = f"{page:>9} {batch:>5} {verb:5} {contender.name:12}"
+                        print(f"{row} {rate:6.2f} {ratio:8.2f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What lies in which slot: a table in a file, a record of 64 bytes for each slot.
+
+A record is written in place, through the page cache, once the slot's bytes are on the drive, and
+emptied before they are overwritten. So a killed process loses what it was writing and nothing else:
+the next one reads the table. After a crash of the machine, records and bytes may be of different
+moments; every record has a checksum of itself and of the slot's bytes, so that such a slot is found
+out when it is read, and is a miss.
+
+Other processes may read a table while its writer changes it: they look at a counter in the header,
+and then at the records that are newer than what they saw.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._storage import crc32
+
+HEADER_BYTES = 4096
+RECORD_BYTES = 64
+DIGEST_BYTES = 32
+
+_MAGIC = b"nvmeio blocks 1\0"
+_HEADER = struct.Struct("<16sQQ")  # magic, bytes of a block, slots
+_HEADER_CRC_AT = _HEADER.size
+_LATEST_AT = 64  # of the header: the sequence number of the newest change
+# Digest, sequence number, nbytes, checksum of the block, checksum of the record.
+_RECORD = struct.Struct("<32sQQII")
+_SEQUENCE_WORD = DIGEST_BYTES // 8
+_WORDS = RECORD_BYTES // 8
+
+
+class Record(NamedTuple):
+    """A slot that holds a block.
+
+    Attributes:
+        slot: Its number.
+        digest: Of the block's name.
+        sequence: Grows with every record that is written.
+        nbytes: The block's length.
+        crc: CRC-32 of the block.
+    """
+
+    slot: int
+    digest: bytes
+    sequence: int
+    nbytes: int
+    crc: int
+
+
+class NotATable(Exception):
+    """A file is foreign, damaged, or of blocks of another size; says which."""
+
+
+class Table:
+    """A table that is open.
+
+    Args:
+        fd: The file, open for reading and, for its writer, for writing; the table owns it.
+        block_bytes: What a slot holds at most.
+        slots: How many there are.
+        new: Whether to write an empty table, whatever the file holds.
+
+    Raises:
+        NotATable: `new` is False, and the file is none, or another's.
+        OSError: It cannot be read or written.
+    """
+
+    def __init__(self, fd: int, block_bytes: int, slots: int, new: bool) -> None:
+        self.slots = slots
+        header = _HEADER.pack(_MAGIC, block_bytes, slots)
+        header += struct.pack("<I", crc32.of_bytes(header))
+        if new:
+            # Not truncated to nothing: a reader that has it mapped would be killed (SIGBUS).
+            os.ftruncate(fd, max(os.fstat(fd).st_size, self.nbytes))
+            _fill(fd, self.nbytes)
+            os.pwrite(fd, header, 0)
+        found = os.pread(fd, len(header), 0)
+        if found[:16] != _MAGIC:
+            raise NotATable("it is no table of blocks")
+        if found[_HEADER_CRC_AT:] != struct.pack("<I", crc32.of_bytes(found[:_HEADER_CRC_AT])):
+            raise NotATable("its header is damaged")
+        if found != header or os.fstat(fd).st_size < self.nbytes:
+            raise NotATable("it is one of blocks of another size or number, or was cut")
+        # Never written through. Private, so that torch may have a buffer that counts as writable;
+        # Linux shows what others write to the file all the same.
+        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        self._map = mmap.mmap(fd, self.nbytes, flags=flags, prot=access)
+        self._latest = self.latest
+        self._file = os.fdopen(fd, "rb", buffering=0)  # closes it, should nobody else
+
+    @property
+    def nbytes(self) -> int:
+        """The file's size."""
+        return HEADER_BYTES + self.slots * RECORD_BYTES
+
+    @property
+    def latest(self) -> int:
+        """The sequence number of the newest change, whoever made it."""
+        (found,) = struct.unpack_from("<Q", self._map, _LATEST_AT)
+        return int(found)
+
+    def put(self, slot: int, digest: bytes, nbytes: int, crc: int) -> int:
+        """Say what a slot holds; the record's sequence number."""
+        self._latest += 1
+        record = _RECORD.pack(digest, self._latest, nbytes, crc, 0)[:-4]
+        self._write(slot, record + struct.pack("<I", crc32.of_bytes(record)) + bytes(8))
+        return self._latest
+
+    def empty(self, slot: int) -> None:
+        """Say that a slot holds nothing that counts."""
+        self._latest += 1
+        # With a number, for readers to see that it changed; its checksum is that of no record.
+        self._write(slot, _RECORD.pack(bytes(DIGEST_BYTES), self._latest, 0, 0, 0) + bytes(8))
+
+    def _write(self, slot: int, record: bytes) -> None:
+        os.pwrite(self._file.fileno(), record, HEADER_BYTES + slot * RECORD_BYTES)
+        os.pwrite(self._file.fileno(), struct.pack("<Q", self._latest), _LATEST_AT)
+
+    def records(self, since: int = 0) -> Iterator[tuple[int, Record | None]]:
+        """Every slot that changed after `since`, oldest change first, and what it holds."""
+        words = torch.frombuffer(self._map, dtype=torch.int64, offset=HEADER_BYTES)
+        sequences = words.view(self.slots, _WORDS)[:, _SEQUENCE_WORD].clone()
+        changed = (sequences > since).nonzero().flatten()
+        for slot in changed[sequences[changed].argsort()].tolist():
+            yield slot, self.record(slot)
+
+    def record(self, slot: int) -> Record | None:
+        """What a slot holds; None for nothing, or a record that is damaged."""
+        at = HEADER_BYTES + slot * RECORD_BYTES
+        found = self._map[at : at + _RECORD.size]
+        digest, sequence, nbytes, crc, own = _RECORD.unpack(found)
+        if not nbytes or own != crc32.of_bytes(found[:-4]):
+            return None
+        return Record(slot, digest, sequence, nbytes, crc)
+
+    def close(self) -> None:
+        """Close the file; the lock on it goes. Idempotent."""
+        self._map.close()
+        self._file.close()
+
+
+def lock(fd: int) -> bool:
+    """Become the one writer of a table; False if there is one.
+
+    The lock goes with the process. (flock; where a file system has none, everybody is.)
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _fill(fd: int, nbytes: int) -> None:
+    zeros = bytes(1 << 20)
+    at = 0
+    while at < nbytes:
+        at += os.pwrite(fd, zeros[: nbytes - at], at)

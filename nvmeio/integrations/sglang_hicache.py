@@ -1,0 +1,368 @@
+"""KV caches of SGLang on the drive: a storage backend for its hierarchical cache.
+
+::
+
+    python -m sglang.launch_server --model-path … --enable-hierarchical-cache \
+        --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+            "backend_name": "nvmeio", "module_path": "nvmeio.integrations.sglang_hicache",
+            "class_name": "NvmeHiCache", "interface_v1": 1,
+            "directory": "/mnt/nvme/kv", "capacity_bytes": "200GB"}'
+
+Pages lie in block stores (`nvmeio._blocks`): one for each rank and kind of page, or one that all
+ranks read where their pages are the same (MLA). `capacity_bytes` is for each rank. With
+``interface_v1`` whole batches go through memory that is used again; without it SGLang allocates
+every page that it reads.
+
+Written for sglang 0.5.23 (`sglang.srt.mem_cache.hicache_storage`); see docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from nvmeio import buffers
+from nvmeio._blocks.store import PAGE_BYTES, BlockStore
+from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio.errors import BackendUnavailableError
+
+__all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
+
+logger = logging.getLogger("nvmeio")
+
+_INTERFACE = "sglang.srt.mem_cache.hicache_storage"
+_KV = "kv"
+_MAMBA = "mamba"
+# Pages on their way between drive and pool, twice: one part is read while the other is copied.
+STAGING_BYTES = 32 << 20
+
+
+def __getattr__(name: str) -> Any:
+    """`NvmeHiCache`, made when it is asked for: its base class is SGLang's."""
+    if name != "NvmeHiCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        base: Any = importlib.import_module(_INTERFACE).HiCacheStorage
+    except ImportError as failed:
+        raise BackendUnavailableError(
+            "nvmeio plugs into SGLang as a storage backend of its hierarchical cache",
+            attempts=[(_INTERFACE, str(failed))],
+            remedy="pip install 'sglang>=0.5.23'",
+        ) from failed
+    kind = type(name, (HiCache, base), {"__doc__": HiCache.__doc__, "__module__": __name__})
+    globals()[name] = kind
+    return kind
+
+
+class HiCache:
+    """Pages of SGLang's host pools on the drive; joined with SGLang's `HiCacheStorage`.
+
+    Args:
+        storage_config: SGLang's; its `extra_config` has "directory" (on the drive) and
+            "capacity_bytes" (a number, or a text such as "200GB"), for each rank.
+        kwargs: Of SGLang's factory; nothing is looked at.
+
+    Raises:
+        ValueError: One of the two is missing or makes no sense.
+    """
+
+    mem_pool_host: Any
+    registered_pools: dict[Any, Any]
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        extra = storage_config.extra_config or {}
+        missing = [name for name in ("directory", "capacity_bytes") if name not in extra]
+        if missing:
+            raise ValueError(
+                f"--hicache-storage-backend-extra-config lacks {' and '.join(missing)}: "
+                'for instance {"directory": "/mnt/nvme/kv", "capacity_bytes": "200GB", …}'
+            )
+        self._config = storage_config
+        self._directory = str(extra["directory"])
+        self._capacity = parse_size(extra["capacity_bytes"])
+        self._lock = threading.Lock()
+        self._stores: dict[str, BlockStore] = {}
+        self._stagings: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._closed = False
+
+    # Pools and their stores
+
+    def _pool(self, name: str) -> Any:
+        if name == _KV:
+            return self.mem_pool_host
+        return self.registered_pools[name]
+
+    def _pools(self) -> dict[str, Any]:
+        others = getattr(self, "registered_pools", {})
+        return {_KV: self.mem_pool_host} | {str(name): pool for name, pool in others.items()}
+
+    def _store(self, name: str) -> BlockStore | None:
+        """The store of a pool's pages; None for a reader's where its writer has not begun."""
+        with self._lock:
+            if self._closed:
+                return None
+            if name not in self._stores:
+                store = self._opened(name)
+                if store is None:
+                    return None
+                self._stores[name] = store
+            return self._stores[name]
+
+    def _opened(self, name: str) -> BlockStore | None:
+        # Every pool has as many slots as the others: a page of one is of no use without theirs.
+        sizes = {each: _page_bytes(pool) for each, pool in self._pools().items()}
+        nbytes = sizes[name]
+        config = self._config
+        # What MLA keeps is the same in all ranks of a tensor-parallel group, and one writes it.
+        shared = config.is_mla_model and name != _MAMBA
+        writer = not shared or bool(getattr(config, "is_storage_writer", config.tp_rank == 0))
+        slot_bytes = {each: -(-n // PAGE_BYTES) * PAGE_BYTES for each, n in sizes.items()}
+        share = self._capacity * slot_bytes[name] // sum(slot_bytes.values())
+        pool = self._pool(name)
+        identity = json.dumps(
+            [
+                *(config.model_name, config.tp_size, config.pp_rank, config.pp_size),
+                *(config.attn_cp_rank, config.attn_cp_size, getattr(config, "dcp_rank", 0)),
+                *(getattr(config, "dcp_size", 1), getattr(config, "dp_rank", 0)),
+                *(str(getattr(pool, "layout", "")), str(getattr(pool, "dtype", ""))),
+                *(getattr(pool, "page_size", 1), nbytes),
+            ]
+        )
+        rank = "all" if shared else config.tp_rank
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        try:
+            return BlockStore(
+                self._directory, f"sglang-{digest}-{name}-{rank}", nbytes, share, writer=writer
+            )
+        except FileNotFoundError:
+            if writer:
+                raise
+            return None
+
+    # Interface 0: tensors of single pages
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """A page into `target_location`; None where it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """Pages into tensors; None for each that is not there."""
+        store = self._store(_KV)
+        if store is None:
+            return [None] * len(keys)
+        found = store.load(keys, [_bytes_of(target) for target in target_locations])
+        return [
+            target if there else None for target, there in zip(target_locations, found, strict=True)
+        ]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store a page; whether it is there."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store pages; whether all are there."""
+        store = self._store(_KV)
+        if store is None or not store.is_writer:
+            return self.batch_exists(keys) == len(keys)
+        return all(store.store(keys, [_bytes_of(value) for value in values]))
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many pages, from the first on, are there."""
+        store = self._store(_KV)
+        return 0 if store is None else store.prefix(keys)
+
+    # Interfaces 1 and 2: pages of host pools
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Pages into the host pool; for each, whether it is there."""
+        return self._read(_KV, keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Store pages of the host pool; for each, whether it is there."""
+        return self._write(_KV, keys, host_indices)
+
+    def batch_get_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """`batch_get_v1` for several pools."""
+        return {t.name: self._read(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    def batch_set_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """`batch_set_v1` for several pools."""
+        return {t.name: self._write(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    def batch_exists_v2(
+        self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        """The longest prefix that every pool can restore, as its policy asks; as `HiCacheFile`."""
+        interface: Any = importlib.import_module(_INTERFACE)
+        pages = self.batch_exists(keys)
+        hits: dict[Any, int] = {interface.PoolName.KV: pages} if pages else {}
+        restorable = list(range(1, pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            store = self._store(str(transfer.name))
+            there = store.contains(keys) if store else [False] * len(keys)
+            possible = _restorable(there[:pages], transfer, interface.PoolHitPolicy)
+            if possible:
+                hits[transfer.name] = max(possible)
+            restorable = [count for count in restorable if count in possible]
+        return interface.PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        store, pool = self._store(name), self._pool(name)
+        starts = _starts(pool, keys, indices)
+        if store is None or starts is None:
+            return [False] * len(keys)
+        there = store.contains(keys)
+        if not store.is_writer:  # another rank writes the same pages
+            return there
+        found: list[bool] = []
+        for first, last in _parts(len(keys), _page_bytes_of(store)):
+            new = [n for n in range(first, last) if not there[n]]
+            pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
+            stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
+            found += [stored.get(n, True) for n in range(first, last)]
+        store.touch([key for key, known in zip(keys, there, strict=True) if known])
+        return found
+
+    def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        """One part is read while the one before is copied into the pool."""
+        store, pool = self._store(name), self._pool(name)
+        starts = _starts(pool, keys, indices)
+        if store is None or starts is None:
+            return [False] * len(keys)
+        nbytes = _page_bytes_of(store)
+        parts = list(_parts(len(keys), nbytes))
+        stagings = self._staging(name, nbytes, parts)
+        answers: SimpleQueue[list[bool]] = SimpleQueue()
+
+        def begin(number: int) -> None:
+            first, last = parts[number]
+            rows = stagings[number % len(stagings)]
+            blocks = [rows[n - first, :nbytes] for n in range(first, last)]
+            store.begin_load(keys[first:last], blocks, answers.put)
+
+        found: list[bool] = []
+        for number in range(min(1, len(parts))):
+            begin(number)
+        for number, (first, last) in enumerate(parts):
+            there = answers.get()
+            if number + 1 < len(parts):
+                begin(number + 1)
+            rows = stagings[number % len(stagings)]
+            for n in range(first, last):
+                if there[n - first]:
+                    pool.set_from_flat_data_page(
+                        starts[n], rows[n - first, :nbytes].view(pool.dtype)
+                    )
+            found += there
+        return found
+
+    def _staging(self, name: str, nbytes: int, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Memory for two parts, of this thread and pool, kept."""
+        key = (name, threading.get_ident())
+        most = max((last - first for first, last in parts), default=0)
+        count = min(len(parts), 2)
+        kept = self._stagings.get(key, [])
+        if len(kept) < count or (kept and len(kept[0]) < most):
+            slot = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            rows = (max(most, 1), slot)
+            kept = [buffers.empty_aligned(rows, dtype=torch.uint8) for _ in range(count)]
+            self._stagings[key] = kept
+        return kept
+
+    # Life
+
+    def clear(self) -> bool:
+        """Forget all pages of this rank."""
+        for name in self._pools():
+            store = self._store(name)
+            if store is not None and store.is_writer:
+                store.clear()
+        return True
+
+    def close(self) -> None:
+        """Close the stores; their files stay."""
+        with self._lock:
+            self._closed = True
+            stores, self._stores = list(self._stores.values()), {}
+        for store in stores:
+            store.close()
+        self._stagings.clear()
+
+
+def _page_bytes(pool: Any) -> int:
+    nbytes: int = pool.get_dummy_flat_data_page().nbytes
+    return nbytes
+
+
+def _page_bytes_of(store: BlockStore) -> int:
+    return store.block_bytes
+
+
+def _bytes_of(page: torch.Tensor) -> torch.Tensor:
+    return page.reshape(-1).view(torch.uint8)
+
+
+def _starts(pool: Any, keys: Sequence[str], indices: torch.Tensor | None) -> list[int] | None:
+    """Of each page the index of its first token; None where there are not as many."""
+    page_size = getattr(pool, "page_size", 1) or 1
+    if indices is None or indices.numel() != len(keys) * page_size:
+        logger.error(
+            "%d pages of %d tokens were asked for with %d indices: none is moved",
+            *(len(keys), page_size, 0 if indices is None else indices.numel()),
+        )
+        return None
+    starts: list[int] = indices[::page_size].tolist()
+    return starts
+
+
+def _parts(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    step = max(STAGING_BYTES // nbytes, 1)
+    for first in range(0, count, step):
+        yield first, min(first + step, count)
+
+
+def _restorable(there: list[bool], transfer: Any, policies: Any) -> set[int]:
+    """The lengths of prefixes that a pool can restore."""
+    if transfer.hit_policy == policies.ALL_PAGES:
+        first = there.index(False) if False in there else len(there)
+        return set(range(1, first + 1))
+    if transfer.hit_policy == policies.TRAILING_PAGES:
+        trailing = max(1, len(transfer.keys) if transfer.keys else 1)
+        return {
+            length
+            for length in range(1, len(there) + 1)
+            if all(there[max(0, length - trailing) : length])
+        }
+    raise ValueError(f"unsupported pool hit policy: {transfer.hit_policy}")

@@ -1,0 +1,196 @@
+"""KV caches of vLLM on the drive: a secondary tier for its tiered offloading.
+
+::
+
+    vllm serve … --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
+            "secondary_tiers": [{"type": "NvmeTier", "module_path": "nvmeio.integrations.vllm_tier",
+                                 "directory": "/mnt/nvme/kv", "capacity_bytes": "200GB"}]}}'
+
+vLLM hands over chunks of its first tier, in shared memory; they go to a block store
+(`nvmeio._blocks`) and back, direct, a whole job at once.
+
+Written for vLLM 0.32.0 (`vllm.v1.kv_offload.tiering.base`, which vLLM calls experimental); see
+docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._blocks.store import BlockStore
+from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio.errors import BackendUnavailableError
+
+__all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
+
+_TIERING = "vllm.v1.kv_offload.tiering.base"
+_BASE = "vllm.v1.kv_offload.base"
+_MAPPER = "vllm.v1.kv_offload.file_mapper"
+
+
+def __getattr__(name: str) -> Any:
+    """`NvmeTier`, made when it is asked for: its base class is vLLM's."""
+    if name != "NvmeTier":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        tiering: Any = importlib.import_module(_TIERING)
+        medium = importlib.import_module(_BASE).Medium.STORAGE
+        base: Any = tiering.SecondaryTierManager
+    except (ImportError, AttributeError) as failed:
+        raise BackendUnavailableError(
+            "nvmeio plugs into vLLM as a secondary tier of its KV offloading",
+            attempts=[(_TIERING, str(failed))],
+            remedy="pip install 'vllm>=0.32'",
+        ) from failed
+    about = {"__doc__": Tier.__doc__, "__module__": __name__, "medium": medium}
+    kind = type(name, (Tier, base), about)
+    globals()[name] = kind
+    return kind
+
+
+class _Ended(NamedTuple):
+    job_id: int
+    found: list[bool]
+    seconds: float
+
+
+class Tier:
+    """Chunks of vLLM's first tier on the drive; joined with vLLM's `SecondaryTierManager`.
+
+    Args:
+        offloading_spec: vLLM's: what a chunk is, of which model.
+        primary_kv_view: The first tier's memory, a row for each chunk.
+        tier_type: What vLLM calls this tier.
+        backpressure_detector: vLLM's, where one is configured.
+        directory: On the drive.
+        capacity_bytes: A number, or a text such as "200GB".
+        locality: "LOCAL" or "REMOTE", for vLLM's events.
+
+    Raises:
+        ValueError: `capacity_bytes` is none, or has no room for a chunk.
+        TransferError: The store cannot be opened: see `nvmeio._blocks.store.BlockStore`.
+
+    Jobs are done in the background; every method returns at once but `drain_jobs` and `shutdown`.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        directory: str,
+        capacity_bytes: int | str,
+        locality: str | None = None,
+    ) -> None:
+        parent: Any = super()
+        parent.__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._interface: Any = importlib.import_module(_BASE)
+        self._results: Any = importlib.import_module(_TIERING).JobResult
+        if locality is not None:
+            self.locality = self._interface.Locality(locality)
+        assert primary_kv_view.strides is not None
+        self._nbytes = primary_kv_view.strides[0]
+        # vLLM's own file tier names its directories after all that makes chunks differ.
+        mapper: Any = importlib.import_module(_MAPPER).FileMapper.from_offloading_spec(
+            root_dir="",
+            offloading_spec=offloading_spec,
+            blocks_per_file=offloading_spec.blocks_per_chunk,
+            parallel_agnostic=True,
+        )
+        name = f"vllm-{os.path.basename(mapper.base_path)}-r{mapper.rank}"
+        self._store = BlockStore(directory, name, self._nbytes, parse_size(capacity_bytes))
+        self._view = primary_kv_view.cast("B")
+        self._rows: torch.Tensor | None = torch.frombuffer(self._view, dtype=torch.uint8).view(
+            -1, self._nbytes
+        )
+        self._ended: SimpleQueue[_Ended] = SimpleQueue()
+        self._jobs: dict[int, tuple[list[bytes], bool]] = {}
+        self._storing: Counter[bytes] = Counter()
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT, MISS, or RETRY while the chunk is on its way to the drive."""
+        result = self._interface.LookupResult
+        if self._store.contains([key])[0]:
+            return result.HIT
+        return result.RETRY if key in self._storing else result.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to write chunks; those that are there are left as they are."""
+        keys, rows = self._begun(job_metadata, is_load=False)
+        self._storing.update(keys)
+        ended = partial(self._end, job_metadata.job_id, time.monotonic())
+        self._store.begin_store(keys, rows, ended)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to read chunks."""
+        keys, rows = self._begun(job_metadata, is_load=True)
+        ended = partial(self._end_load, job_metadata.job_id, keys, time.monotonic())
+        self._store.begin_load(keys, rows, ended)
+
+    def _begun(self, job: Any, is_load: bool) -> tuple[list[bytes], list[torch.Tensor]]:
+        keys = list(job.keys)
+        self._jobs[job.job_id] = (keys, is_load)
+        assert self._rows is not None
+        return keys, [self._rows[int(chunk)] for chunk in job.chunk_ids]
+
+    def _end(self, job_id: int, began: float, found: list[bool]) -> None:
+        self._ended.put(_Ended(job_id, found, time.monotonic() - began))
+
+    def _end_load(self, job_id: int, keys: list[bytes], began: float, found: list[bool]) -> None:
+        # Were they found again and again, and could never be read, vLLM would ask for ever.
+        self._store.remove([key for key, there in zip(keys, found, strict=True) if not there])
+        self._end(job_id, began, found)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """What has ended since the last call."""
+        results: list[Any] = []
+        while True:
+            try:
+                ended = self._ended.get_nowait()
+            except Empty:
+                return results
+            keys, is_load = self._jobs.pop(ended.job_id)
+            if not is_load:
+                self._storing -= Counter(keys)
+            there = tuple(key for key, found in zip(keys, ended.found, strict=True) if found)
+            results.append(
+                self._results(
+                    job_id=ended.job_id,
+                    success=all(ended.found),
+                    successful_keys=there or None if is_load else None,
+                    transfer_time=ended.seconds,
+                    transfer_bytes=len(there) * self._nbytes,
+                )
+            )
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Chunks that were used: they are evicted last."""
+        self._store.touch(list(keys))
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """Nothing that is of interest here."""
+        return self._interface.RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Wait until nothing is read into or written from the first tier's memory."""
+        self._store.drain()
+
+    def shutdown(self) -> None:
+        """End what was begun; the chunks stay on the drive. Idempotent."""
+        self._store.close()
+        # Or vLLM could not close the memory.
+        self._rows = None
+        self._view.release()

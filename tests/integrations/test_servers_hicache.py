@@ -1,0 +1,302 @@
+"""SGLang's hierarchical cache on the drive: in SGLang's interface, or beside a double of it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations import sglang_hicache
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+MODULE = "sglang.srt.mem_cache.hicache_storage"
+PAGE = 4  # tokens
+
+
+def double() -> ModuleType:
+    """As sglang 0.5.23 has it, as far as nvmeio reaches into it."""
+    module = ModuleType(MODULE)
+
+    class HiCacheStorage:
+        def register_mem_pool_host(self, pool: Any) -> None:
+            self.mem_pool_host = pool
+
+        def register_mem_host_pool_v2(self, pool: Any, name: str) -> None:
+            if not hasattr(self, "registered_pools"):
+                self.registered_pools: dict[str, Any] = {}
+            self.registered_pools[name] = pool
+
+    class PoolName(str, Enum):
+        KV = "kv"
+        MAMBA = "mamba"
+
+        def __str__(self) -> str:
+            return self.value
+
+    class PoolHitPolicy(str, Enum):
+        ALL_PAGES = "all_pages"
+        TRAILING_PAGES = "trailing_pages"
+
+    @dataclass
+    class PoolTransfer:
+        name: Any
+        host_indices: Any = None
+        keys: Any = None
+        hit_policy: Any = PoolHitPolicy.ALL_PAGES
+
+    @dataclass
+    class PoolTransferResult:
+        kv_hit_pages: int
+        extra_pool_hit_pages: dict[Any, int]
+        restorable_prefix_pages: Any = None
+
+    for thing in (HiCacheStorage, PoolName, PoolHitPolicy, PoolTransfer, PoolTransferResult):
+        setattr(module, thing.__name__, thing)
+    return module
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's own where it is installed."""
+    sglang_hicache.__dict__.pop("NvmeHiCache", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            __import__(MODULE)
+        except ImportError:
+            monkeypatch.setitem(sys.modules, MODULE, double())
+    yield sys.modules[MODULE]
+    sglang_hicache.__dict__.pop("NvmeHiCache", None)
+
+
+class Pool:
+    """A host pool as SGLang's `MHATokenToKVPoolHost` with the layout layer_first."""
+
+    layout = "layer_first"
+    page_size = PAGE
+    dtype = torch.bfloat16
+
+    def __init__(self, width: int = 16, tokens: int = 256) -> None:
+        self.kv_buffer = torch.zeros(2, 3, tokens, width, dtype=self.dtype)
+        self.width = width
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        page = self.kv_buffer[:, :, index : index + PAGE]
+        return page.flatten() if flat else page
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(2, 3, PAGE, self.width, dtype=self.dtype).flatten()
+
+    def set_from_flat_data_page(self, index: int, page: torch.Tensor) -> None:
+        self.kv_buffer[:, :, index : index + PAGE] = page.reshape(2, 3, PAGE, self.width)
+
+
+def indices(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+@pytest.fixture
+def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def open_(pool: Pool | None = None, **config: Any) -> Any:
+        extra = {"directory": str(tmp_path), "capacity_bytes": "4MB", "interface_v1": 1}
+        standard = {
+            **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0},
+            **{"attn_cp_size": 1, "is_mla_model": False, "model_name": "m"},
+            "extra_config": extra,
+        }
+        given = SimpleNamespace(**(standard | config))
+        given.is_storage_writer = not given.is_mla_model or given.tp_rank == 0
+        backend = sglang_hicache.NvmeHiCache(given, {})
+        assert isinstance(backend, interface.HiCacheStorage)
+        backend.register_mem_pool_host(pool or Pool())
+        made.append(backend)
+        return backend
+
+    yield open_
+    for backend in made:
+        backend.close()
+
+
+def filled(seed: int = 0, **options: Any) -> Pool:
+    pool = Pool(**options)
+    pool.kv_buffer.copy_(
+        torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed))
+    )
+    return pool
+
+
+def test_pages_come_back_after_a_restart(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = filled()
+    monkeypatch.setattr(sglang_hicache, "STAGING_BYTES", 2 * 768)  # two pages a part
+    backend = opened(pool)
+    assert backend.batch_set_v1(list("abcde"), indices(3, 1, 0, 7, 9)) == [True] * 5
+    assert backend.batch_exists(list("abxd")) == 2
+    assert backend.exists("e")
+    backend.close()
+    other = Pool()
+    backend = opened(other)
+    found = backend.batch_get_v1(list("eaxcdb"), indices(0, 1, 2, 3, 4, 5))
+    assert found == [True, True, False, True, True, True]
+    for page, source in ((0, 9), (1, 3), (3, 0), (4, 7), (5, 1)):
+        assert other.get_data_page(page * PAGE).equal(pool.get_data_page(source * PAGE))
+    assert not other.get_data_page(2 * PAGE).any()
+
+
+def test_a_page_at_a_time(opened: Callable[..., Any]) -> None:
+    """Interface 0, which SGLang takes without "interface_v1"."""
+    pool = filled()
+    backend = opened(pool)
+    assert backend.batch_set(["a", "b"], [pool.get_data_page(0), pool.get_data_page(PAGE)])
+    assert backend.set("c", pool.get_data_page(2 * PAGE))
+    rooms = [pool.get_dummy_flat_data_page() for _ in range(3)]
+    given = backend.batch_get(["b", "x", "c"], rooms)
+    assert given[0] is rooms[0]
+    assert given[0].equal(pool.get_data_page(PAGE))
+    assert given[1] is None
+    assert given[2].equal(pool.get_data_page(2 * PAGE))
+    assert backend.get("x", rooms[0]) is None
+
+
+def test_pages_of_several_pools(opened: Callable[..., Any], interface: Any) -> None:
+    kv, state = filled(), filled(1, width=8)
+    backend = opened(kv)
+    backend.register_mem_host_pool_v2(state, interface.PoolName.MAMBA)
+    transfer = interface.PoolTransfer
+    mamba, policy = interface.PoolName.MAMBA, interface.PoolHitPolicy.TRAILING_PAGES
+    assert backend.batch_set_v1(list("abcd"), indices(0, 1, 2, 3)) == [True] * 4
+    stored = backend.batch_set_v2(
+        [transfer(name=mamba, host_indices=indices(1, 3), keys=["b", "d"])]
+    )
+    assert stored == {mamba: [True, True]}
+    every = backend.batch_exists_v2(list("abcd"), [transfer(name=mamba)])
+    assert (every.kv_hit_pages, every.restorable_prefix_pages) == (0, [])
+    last = backend.batch_exists_v2(list("abcx"), [transfer(name=mamba, hit_policy=policy)])
+    assert (last.kv_hit_pages, last.restorable_prefix_pages) == (2, [2])
+    assert last.extra_pool_hit_pages == {interface.PoolName.KV: 3, mamba: 2}
+    state.kv_buffer[:, :, 4 : 4 + PAGE] = 0
+    expected = filled(1, width=8).get_data_page(PAGE)
+    found = backend.batch_get_v2(
+        [transfer(name=mamba, host_indices=indices(1, 2), keys=["b", "c"])]
+    )
+    assert found == {mamba: [True, False]}
+    assert state.get_data_page(PAGE).equal(expected)
+
+
+def test_as_sglangs_own_file_backend_answers(
+    opened: Callable[..., Any], interface: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(interface, "HiCacheFile"):
+        pytest.skip("sglang is not installed: make serve-sglang")
+    pool = filled()
+    config = interface.HiCacheStorageConfig(
+        **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0},
+        **{"attn_cp_size": 1, "is_mla_model": False, "model_name": "m"},
+        **{"enable_storage_metrics": False, "is_page_first_layout": False},
+        extra_config={"directory": str(tmp_path), "capacity_bytes": "4MB"},
+    )
+    peers = [
+        interface.HiCacheFile(config, file_path=str(tmp_path / "file")),
+        sglang_hicache.NvmeHiCache(config, {}),
+    ]
+    said = []
+    for backend in peers:
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, interface.PoolName.KV)
+        backend.register_mem_host_pool_v2(pool, interface.PoolName.MAMBA)
+        kv = interface.PoolTransfer(
+            name=interface.PoolName.KV, host_indices=indices(0, 1, 2), keys=list("abc")
+        )
+        mamba = interface.PoolTransfer(
+            name=interface.PoolName.MAMBA,
+            host_indices=indices(1),
+            keys=["b"],
+            hit_policy=interface.PoolHitPolicy.TRAILING_PAGES,
+        )
+        said.append(
+            [
+                backend.batch_set_v2([kv, mamba]),
+                backend.batch_exists_v2(list("abcd"), [mamba]),
+                backend.batch_get_v2([kv, mamba]),
+                backend.batch_exists(list("abd")),
+            ]
+        )
+    peers[1].close()
+    assert said[0] == said[1]
+
+
+def test_indices_that_do_not_fit_move_nothing(opened: Callable[..., Any]) -> None:
+    backend = opened()
+    assert backend.batch_set_v1(["a", "b"], indices(0)) == [False, False]
+    assert backend.batch_get_v1(["a"], indices(0, 1)) == [False]
+    assert backend.batch_exists(["a"]) == 0
+
+
+def test_each_rank_has_its_own_pages(opened: Callable[..., Any]) -> None:
+    first, second = (opened(filled(rank), tp_rank=rank, tp_size=2) for rank in (0, 1))
+    assert first.batch_set_v1(["a"], indices(0)) == [True]
+    assert second.batch_exists(["a"]) == 0
+    assert second.batch_set_v1(["a"], indices(0)) == [True]
+    for rank, backend in enumerate((first, second)):
+        assert backend.batch_get_v1(["a"], indices(5)) == [True]
+        pool = backend.mem_pool_host
+        assert pool.get_data_page(5 * PAGE).equal(filled(rank).get_data_page(0))
+
+
+def test_with_mla_one_rank_writes_for_all(opened: Callable[..., Any]) -> None:
+    first, second = (
+        opened(filled(rank), tp_rank=rank, tp_size=2, is_mla_model=True) for rank in (0, 1)
+    )
+    assert second.batch_exists(["a"]) == 0  # before there is a store
+    assert second.batch_set_v1(["a"], indices(0)) == [False]
+    assert first.batch_set_v1(["a"], indices(0)) == [True]
+    assert second.batch_set_v1(["a"], indices(0)) == [True]
+    assert second.batch_get_v1(["a"], indices(5)) == [True]
+    assert second.mem_pool_host.get_data_page(5 * PAGE).equal(filled(0).get_data_page(0))
+    assert second.clear()
+    assert first.batch_exists(["a"]) == 1
+
+
+def test_another_model_finds_nothing(opened: Callable[..., Any]) -> None:
+    opened(filled()).batch_set_v1(["a"], indices(0))
+    assert opened(model_name="other").batch_exists(["a"]) == 0
+    assert opened(filled(width=8)).batch_exists(["a"]) == 0
+
+
+def test_clear_forgets(opened: Callable[..., Any]) -> None:
+    backend = opened(filled())
+    backend.batch_set_v1(["a"], indices(0))
+    assert backend.clear()
+    assert not backend.exists("a")
+    backend.close()
+    assert backend.batch_exists(["a"]) == 0
+    assert backend.batch_get_v1(["a"], indices(0)) == [False]
+
+
+def test_what_is_missing_is_told(opened: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="lacks directory and capacity_bytes"):
+        opened(extra_config={"backend_name": "nvmeio"})
+    with pytest.raises(ValueError, match="is no size"):
+        opened(extra_config={"directory": "/tmp", "capacity_bytes": "much"})
+
+
+def test_sglang_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_hicache.__dict__.pop("NvmeHiCache", None)
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    with pytest.raises(BackendUnavailableError, match="sglang>="):
+        _ = sglang_hicache.NvmeHiCache
+    with pytest.raises(AttributeError, match="NvmeOther"):
+        _ = sglang_hicache.NvmeOther

@@ -1,0 +1,337 @@
+"""vLLM's tiered KV offloading on the drive: in vLLM's interface, or beside a double of it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations import vllm_tier
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+TIERING = "vllm.v1.kv_offload.tiering.base"
+BASE = "vllm.v1.kv_offload.base"
+MAPPER = "vllm.v1.kv_offload.file_mapper"
+CHUNK = 8192
+CHUNKS = 16
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+
+        VLLM = bool(vllm)
+    except ImportError:
+        VLLM = False
+
+
+def doubles() -> dict[str, ModuleType]:
+    """As vLLM 0.32.0 has it, as far as nvmeio reaches into it."""
+    tiering, base, mapper = ModuleType(TIERING), ModuleType(BASE), ModuleType(MAPPER)
+
+    class SecondaryTierManager:
+        locality = None
+
+        def __init__(
+            self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, bp: Any = None
+        ) -> None:
+            self.tier_type = tier_type
+
+    @dataclass
+    class JobResult:
+        job_id: int
+        success: bool
+        successful_keys: Any = None
+        transfer_time: Any = None
+        transfer_bytes: Any = None
+
+    class LookupResult(Enum):
+        MISS = 0
+        HIT = 1
+        RETRY = 2
+
+    class Medium(str, Enum):
+        CPU = "CPU"
+        STORAGE = "STORAGE"
+
+    class Locality(str, Enum):
+        LOCAL = "LOCAL"
+        REMOTE = "REMOTE"
+
+    class RequestOffloadingContext:
+        pass
+
+    class FileMapper:
+        rank = 0
+        base_path = ""
+
+        @classmethod
+        def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, **_: Any) -> Any:
+            made = cls()
+            made.base_path = f"{root_dir}/{offloading_spec.config.model.name}_0123"
+            return made
+
+    tiering.SecondaryTierManager = SecondaryTierManager  # type: ignore[attr-defined]
+    tiering.JobResult = JobResult  # type: ignore[attr-defined]
+    for thing in (LookupResult, Medium, Locality, RequestOffloadingContext):
+        setattr(base, thing.__name__, thing)
+    mapper.FileMapper = FileMapper  # type: ignore[attr-defined]
+    return {TIERING: tiering, BASE: base, MAPPER: mapper}
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`LookupResult` and the base class: vLLM's own where it is installed."""
+    vllm_tier.__dict__.pop("NvmeTier", None)
+    if not VLLM:
+        for name, module in doubles().items():
+            monkeypatch.setitem(sys.modules, name, module)
+    else:
+        for name in (TIERING, BASE, MAPPER):
+            __import__(name)
+    lookup = sys.modules[BASE].LookupResult  # type: ignore[attr-defined]
+    yield SimpleNamespace(
+        base=sys.modules[TIERING].SecondaryTierManager,  # type: ignore[attr-defined]
+        HIT=lookup.HIT,
+        MISS=lookup.MISS,
+        RETRY=lookup.RETRY,
+    )
+    vllm_tier.__dict__.pop("NvmeTier", None)
+
+
+def spec(model: str = "m") -> Any:
+    """What `FileMapper` asks a specification for."""
+    parallel = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
+    return SimpleNamespace(
+        blocks_per_chunk=1,
+        config=SimpleNamespace(
+            groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a", "b"))],
+            parallel=SimpleNamespace(**parallel, rank=0, is_parallelism_agnostic=True),
+            model=SimpleNamespace(name=model, dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=16),
+            canonical_layout=False,
+            replicated_layout=False,
+            kv_cache_layout=None,
+        ),
+    )
+
+
+class Primary:
+    """The first tier's memory: shared, as vLLM's `SharedOffloadRegion` maps it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.mapping = mmap.mmap(-1, CHUNK * CHUNKS)
+        made = torch.Generator().manual_seed(seed)
+        self.whole = torch.randint(0, 256, (CHUNKS, CHUNK), dtype=torch.uint8, generator=made)
+        self.mapping[:] = self.whole.numpy().tobytes()
+        self.view = memoryview(self.mapping).cast("B", (CHUNKS, CHUNK))
+
+    def chunk(self, number: int) -> bytes:
+        return self.mapping[number * CHUNK : (number + 1) * CHUNK]
+
+    def close(self) -> None:
+        """As vLLM does: fails where somebody still has the memory."""
+        self.view.release()
+        self.mapping.close()
+
+
+@pytest.fixture
+def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    made: list[tuple[Any, Primary]] = []
+
+    def open_(primary: Primary, model: str = "m", **options: Any) -> Any:
+        standard = {"directory": str(tmp_path), "capacity_bytes": 1 << 20}
+        kind = vllm_tier.NvmeTier
+        assert issubclass(kind, interface.base)
+        tier = kind(
+            offloading_spec=spec(model),
+            primary_kv_view=primary.view,
+            tier_type="NvmeTier",
+            backpressure_detector=None,
+            **(standard | options),
+        )
+        made.append((tier, primary))
+        return tier
+
+    yield open_
+    for tier, primary in made:
+        with contextlib.suppress(ValueError):  # closed by the test
+            tier.shutdown()
+            primary.close()
+
+
+def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:
+    return SimpleNamespace(job_id=number, keys=keys, chunk_ids=chunks)
+
+
+def ended(tier: Any) -> list[tuple[int, bool, Any]]:
+    tier.drain_jobs()
+    return [(r.job_id, r.success, r.successful_keys) for r in tier.get_finished_jobs()]
+
+
+def test_chunks_come_back_after_a_restart(opened: Callable[..., Any], interface: Any) -> None:
+    primary = Primary()
+    tier = opened(primary)
+    assert tier.lookup(b"a", None) is interface.MISS
+    tier.submit_store(job(1, [b"a", b"b"], [3, 5]))
+    tier.submit_store(job(2, [b"b", b"c"], [5, 7]))
+    assert ended(tier) == [(1, True, None), (2, True, None)]
+    assert list(tier.get_finished_jobs()) == []
+    assert [tier.lookup(key, None) for key in (b"a", b"x")] == [interface.HIT, interface.MISS]
+    tier.shutdown()
+    tier.shutdown()
+    primary.close()
+    other = Primary(1)
+    tier = opened(other)
+    tier.submit_load(job(9, [b"c", b"a"], [0, 15]))
+    ((number, success, keys),) = ended(tier)
+    assert (number, success, set(keys)) == (9, True, {b"a", b"c"})
+    assert other.chunk(0) == primary.whole[7].numpy().tobytes()
+    assert other.chunk(15) == primary.whole[3].numpy().tobytes()
+    assert other.chunk(1) == other.whole[1].numpy().tobytes()
+
+
+def test_a_chunk_on_its_way_is_to_be_asked_for_again(
+    opened: Callable[..., Any], interface: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(Primary())
+    held: list[Any] = []
+    monkeypatch.setattr(tier._store, "begin_store", lambda *given: held.append(given))
+    tier.submit_store(job(1, [b"a"], [0]))
+    assert tier.lookup(b"a", None) is interface.RETRY
+    held[0][2]([False])
+    assert ended(tier) == [(1, False, None)]
+    assert tier.lookup(b"a", None) is interface.MISS
+
+
+def test_a_load_that_fails_in_part(opened: Callable[..., Any], interface: Any) -> None:
+    """What came is kept; what did not is a miss from then on, and not asked for without end."""
+    tier = opened(Primary())
+    tier.submit_store(job(1, [b"a", b"b"], [0, 1]))
+    ended(tier)
+    with tier._store.path.open("r+b") as file:
+        file.write(b"damaged")
+    tier.submit_load(job(2, [b"a", b"x", b"b"], [4, 5, 6]))
+    ((_, success, keys),) = ended(tier)
+    assert not success
+    (kept,) = keys
+    assert tier.lookup(kept, None) is interface.HIT
+    assert tier.lookup(b"b" if kept == b"a" else b"a", None) is interface.MISS
+
+
+def test_what_was_used_longest_ago_makes_room(opened: Callable[..., Any], interface: Any) -> None:
+    tier = opened(Primary(), capacity_bytes=4 * CHUNK)
+    tier.submit_store(job(1, [b"a", b"b", b"c", b"d"], [0, 1, 2, 3]))
+    ended(tier)
+    tier.touch([b"a"], None)
+    tier.submit_store(job(2, [b"e"], [4]))
+    assert ended(tier) == [(2, True, None)]
+    found = [tier.lookup(key, None) is interface.HIT for key in (b"a", b"b", b"c", b"d", b"e")]
+    assert found == [True, False, True, True, True]
+    tier.submit_store(job(3, [bytes([n]) for n in range(6)], list(range(6))))
+    assert ended(tier) == [(3, False, None)]
+
+
+def test_another_model_finds_nothing(opened: Callable[..., Any], interface: Any) -> None:
+    tier = opened(Primary())
+    tier.submit_store(job(1, [b"a"], [0]))
+    ended(tier)
+    assert opened(Primary(), "other").lookup(b"a", None) is interface.MISS
+
+
+def test_what_makes_no_sense_is_refused(opened: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        opened(Primary(), capacity_bytes="much")
+    with pytest.raises(ValueError, match="no room"):
+        opened(Primary(), capacity_bytes=CHUNK - 1)
+
+
+def test_vllms_factory_takes_the_tier(interface: Any, tmp_path: Path) -> None:
+    """By its module path, as in ``--kv-transfer-config``."""
+    if not VLLM:
+        pytest.skip("vllm is not installed: make serve-vllm")
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    primary = Primary()
+    tier = SecondaryTierFactory.create_secondary_tier(
+        {
+            "type": "NvmeTier",
+            "module_path": "nvmeio.integrations.vllm_tier",
+            "directory": str(tmp_path),
+            "capacity_bytes": "1MB",
+            "locality": "LOCAL",
+        },
+        primary.view,
+        spec(),
+    )
+    assert tier.tier_type == "NvmeTier"
+    assert tier.medium.name == "STORAGE"
+    tier.on_new_request(None)
+    tier.shutdown()
+    primary.close()
+
+
+def test_vllms_manager_stores_and_promotes(interface: Any, tmp_path: Path) -> None:
+    """`TieringOffloadingManager` itself above the tier, its first tier smaller than what it saw."""
+    if not VLLM:
+        pytest.skip("vllm is not installed: make serve-vllm")
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        ReqContext,
+        ScheduleEndContext,
+        make_offload_key,
+    )
+    from vllm.v1.kv_offload.tiering.manager import (
+        CPUPrimaryTierOffloadingManager,
+        TieringOffloadingManager,
+    )
+
+    primary = Primary()
+    region = SimpleNamespace(create_kv_memoryview=lambda: primary.view, cleanup=lambda: None)
+    first = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=region)
+    tier = vllm_tier.NvmeTier(
+        spec(), primary.view, "NvmeTier", directory=str(tmp_path), capacity_bytes=1 << 20
+    )
+    manager = TieringOffloadingManager(first, [tier])
+    request = ReqContext(req_id="r")
+    keys = [make_offload_key(bytes([n]) * 8, 0) for n in range(CHUNKS)]
+    try:
+        manager.on_new_request(request)
+        prepared = manager.prepare_store(keys, request)
+        assert prepared is not None
+        chunks = prepared.store_spec.chunk_ids.tolist()
+        expected = primary.chunk(chunks[prepared.keys_to_store.index(keys[3])])
+        manager.complete_store(keys, request, True)
+        manager.reset_cache()  # waits for the tier, and empties the first one
+        assert [tier.lookup(key, request) for key in keys] == [LookupResult.HIT] * CHUNKS
+        primary.mapping[:] = bytes(CHUNK * CHUNKS)
+        assert manager.lookup(keys[3], request) is LookupResult.HIT_PENDING
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        tier.drain_jobs()
+        assert manager.lookup(keys[3], request) is LookupResult.HIT
+        loaded = [primary.chunk(n) for n in range(CHUNKS) if any(primary.chunk(n))]
+        assert loaded == [expected]
+    finally:
+        tier.shutdown()
+        primary.close()
+
+
+def test_vllm_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_tier.__dict__.pop("NvmeTier", None)
+    monkeypatch.setitem(sys.modules, TIERING, None)
+    with pytest.raises(BackendUnavailableError, match="vllm>="):
+        _ = vllm_tier.NvmeTier
