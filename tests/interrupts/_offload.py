@@ -382,6 +382,8 @@ class Modules(Scenario):
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-optimizer-step": StepInMemory,
+    "swapped-optimizer-step-disk": StepOnDisk,
+    "swapped-module-passes-disk": PassesOnDisk,
     "swapped-optimizer-async-step": AsyncStep,
     "swapped-optimizer-resume": Resume,
     "swapped-optimizer-snapshot": Snapshot,
