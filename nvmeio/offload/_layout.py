@@ -56,7 +56,7 @@ class Piece:
     """A parameter, or elements [start, stop) of one.
 
     Attributes:
-        owner: The parameter's number.
+        param: The parameter's number.
         start: First element.
         stop: Behind the last element.
         shape: The parameter's own where the piece is all of it, else 1-D.
@@ -75,7 +75,7 @@ class Piece:
         sums: By name: the CRC-32 of what is current; without those that were not summed.
     """
 
-    owner: int
+    param: int
     start: int
     stop: int
     shape: tuple[int, ...]

@@ -45,7 +45,7 @@ class Load:
             if subgroup.resident:
                 self._resident.append(subgroup)
                 continue
-            at_home = [p for p in subgroup.pieces if swapped.owner_of(p).home is not None]
+            at_home = [p for p in subgroup.pieces if swapped.param_of(p).home is not None]
             reads = swapped.store.weights(subgroup, at_home)
             self.turns.append(
                 Turn(
@@ -73,12 +73,12 @@ class Load:
             slot = self._swapped.resident[id(subgroup)]
             stored = [piece for piece in subgroup.pieces if piece.stored]
             for piece in stored:
-                _weights.weights_out(subgroup, piece, self._swapped.owner_of(piece), slot)
+                _weights.weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
             self._swapped.write_now(slot, self._swapped.home_writes(subgroup, stored))
 
     def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[Move]:
         for piece in subgroup.pieces:
-            entry = self._states.get(piece.owner)
+            entry = self._states.get(piece.param)
             if piece.stored:
                 self._take_weights(subgroup, piece, entry, slot)
             self.begun[piece.number] = bool(entry)
@@ -97,12 +97,12 @@ class Load:
     def _take_weights(
         self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor
     ) -> None:
-        owner = self._swapped.owner_of(piece)
+        param = self._swapped.param_of(piece)
         if entry and MASTER in entry:
             given = part(local(entry[MASTER]), piece.start, piece.stop, piece.shape)
             view(slot, piece.spans[WEIGHTS]).copy_(given)
-        elif owner.home is None:
-            _weights.weights_in(subgroup, piece, owner, slot)
+        elif param.home is None:
+            _weights.weights_in(subgroup, piece, param, slot)
 
     def _take_state(
         self, piece: Piece, entry: dict[str, Any], slot: torch.Tensor

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, pack, place
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 
 _SPARE = 0.9  # of a buffer: what alignment takes is not known before the pieces are placed
 
@@ -98,10 +98,10 @@ def check_budget(
     needed = largest.slot_nbytes(gradients)
     if needed * buffers <= buffer_bytes:
         return
-    owner = max(largest.pieces, key=lambda piece: piece.record_nbytes)
+    piece = max(largest.pieces, key=lambda piece: piece.record_nbytes)
     raise ValueError(
         f"buffer_bytes={buffer_bytes} is too small: {buffers} buffers are needed, and parameter "
-        f"{owner.owner} of shape {owner.shape} takes {needed} bytes of one with all its state (it "
+        f"{piece.param} of shape {piece.shape} takes {needed} bytes of one with all its state (it "
         f"is stepped as a whole); give buffer_bytes={needed * buffers} or more"
     )
 
@@ -134,7 +134,7 @@ def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
 
 
 def plan_of(
-    owners: Sequence[Owner],
+    params: Sequence[SwappedParam],
     subgroups: Sequence[Subgroup],
     slots: Sequence[torch.Tensor],
     gradient_bytes: int,
@@ -143,7 +143,7 @@ def plan_of(
     """What an optimizer takes.
 
     Args:
-        owners: Its parameters, by number.
+        params: Its parameters, by number.
         subgroups: Its subgroups.
         slots: Its buffers.
         gradient_bytes: Length of the gradient file, or 0.
@@ -155,12 +155,12 @@ def plan_of(
         weights = piece.spans[WEIGHTS].nbytes if piece.stored else 0
         writes += piece.record_nbytes
         reads += piece.record_nbytes - (0 if piece.staged else weights)
-        if owners[piece.owner].casts_home:
+        if params[piece.param].casts_home:
             writes += piece.numel * piece.grad_dtype.itemsize
     state = sum(subgroup.nbytes for subgroup in swapped)
     each = slots[0].nbytes if slots else 0
     return MemoryPlan(
-        parameters=sum(piece.numel for owner in owners for piece in owner.pieces),
+        parameters=sum(piece.numel for param in params for piece in param.pieces),
         subgroups=len(subgroups),
         buffers=len(slots),
         buffer_bytes=each,

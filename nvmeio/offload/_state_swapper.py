@@ -17,7 +17,7 @@ from nvmeio.offload._homes import Extent
 from nvmeio.offload._layout import Piece, Subgroup
 from nvmeio.offload._loading import Load
 from nvmeio.offload._manifest import Manifest
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Times, Turn
 from nvmeio.offload._plan import MemoryPlan, plan_of
 from nvmeio.offload._ranks import DurableSteps
@@ -84,7 +84,7 @@ class StateSwapper:
 
     def open(
         self,
-        owners: Sequence[Owner],
+        params: Sequence[SwappedParam],
         subgroups: Sequence[Subgroup],
         resume: bool,
         groups: Groups,
@@ -96,8 +96,8 @@ class StateSwapper:
             What was resumed; None where this is the beginning.
         """
         if self.gradients is not None:
-            self.gradients.reserve(owners, subgroups)
-        self._add(owners, subgroups)
+            self.gradients.reserve(params, subgroups)
+        self._add(params, subgroups)
         manifest = self.store.resume() if resume else None
         self.store.open()
         self._swapped.make_buffers()
@@ -106,27 +106,27 @@ class StateSwapper:
         else:
             self._swapped.evict_homes()
             self._restore(self._swapped.subgroups)
-        self._relocate(owners)
+        self._relocate(params)
         if self.gradients is not None:
-            self.gradients.extend(owners, subgroups)
+            self.gradients.extend(params, subgroups)
         return manifest
 
     def extend(
-        self, owners: Sequence[Owner], subgroups: Sequence[Subgroup], groups: Groups
+        self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup], groups: Groups
     ) -> None:
         """Take further parameters on."""
         if self.gradients is not None:
-            self.gradients.reserve(owners, subgroups)
+            self.gradients.reserve(params, subgroups)
         self.store.settle()
         swapped = self._swapped
-        before = len(swapped.owners), len(swapped.subgroups), self.store.nbytes
+        before = len(swapped.params), len(swapped.subgroups), self.store.nbytes
         try:
-            self._add(owners, subgroups)
+            self._add(params, subgroups)
             self.store.open()
             swapped.make_buffers()
             self._store_weights(subgroups, groups)
         except BaseException as failed:
-            del swapped.owners[before[0] :], swapped.subgroups[before[1] :]
+            del swapped.params[before[0] :], swapped.subgroups[before[1] :]
             for subgroup in subgroups:
                 swapped.resident.pop(id(subgroup), None)
             self.store.forget(subgroups, before[2])
@@ -135,14 +135,14 @@ class StateSwapper:
             except BaseException as again:
                 self.broken = f"adding a group failed ({failed}), and then its buffers: {again}"
             raise
-        self._relocate(owners)
+        self._relocate(params)
         if self.gradients is not None:
-            self.gradients.extend(owners, subgroups)
+            self.gradients.extend(params, subgroups)
 
-    def _add(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+    def _add(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
         """Take parameters on: places in the files, and memory for what stays there."""
         self.store.place(subgroups)
-        self._swapped.owners += owners
+        self._swapped.params += params
         self._swapped.subgroups += subgroups
         for subgroup in subgroups:
             if subgroup.resident:
@@ -150,11 +150,11 @@ class StateSwapper:
                 memory = empty_aligned(nbytes, dtype=torch.uint8)
                 self._swapped.resident[id(subgroup)] = memory
 
-    def _relocate(self, owners: Sequence[Owner]) -> None:
-        for owner in owners:
-            if owner.home is not None and not owner.casts_home:
-                locate = functools.partial(_extents, self.store, owner.pieces)
-                owner.home.relocate(owner.parameter, locate)
+    def _relocate(self, params: Sequence[SwappedParam]) -> None:
+        for param in params:
+            if param.home is not None and not param.casts_home:
+                locate = functools.partial(_extents, self.store, param.pieces)
+                param.home.relocate(param.parameter, locate)
 
     # The step
 
@@ -177,8 +177,8 @@ class StateSwapper:
 
         Raises: As `SwappedOptimizer.step`.
         """
-        for owner in self._swapped.owners:
-            owner.check_unchanged()
+        for param in self._swapped.params:
+            param.check_unchanged()
         factor = before = None
         if self.gradients is not None:
             self.gradients.flush()
@@ -244,9 +244,9 @@ class StateSwapper:
 
     def _tell_changed(self, step: Step) -> None:
         """Count a change of the parameters that changed on the drive only; backward looks at it."""
-        for owner in step.stepped_owners():
-            if owner.home is not None:
-                torch.autograd.graph.increment_version(owner.parameter)
+        for param in step.stepped_params():
+            if param.home is not None:
+                torch.autograd.graph.increment_version(param.parameter)
 
     # Weights
 
@@ -286,15 +286,15 @@ class StateSwapper:
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
     ) -> list[Move]:
         for piece in pieces:
-            _weights.weights_in(subgroup, piece, self._swapped.owner_of(piece), slot)
+            _weights.weights_in(subgroup, piece, self._swapped.param_of(piece), slot)
         old = [piece for piece in pieces if piece.begun]
         new = [piece for piece in pieces if not piece.begun]
         return self.store.writes(subgroup, old) + self.store.writes(subgroup, new, False)
 
     def _reads_weights(self, piece: Piece) -> bool:
         """Whether the parameter can differ from the drive: one that lives there does not."""
-        owner = self._swapped.owner_of(piece)
-        return owner.home is None or owner.casts_home or not self.store.generation
+        param = self._swapped.param_of(piece)
+        return param.home is None or param.casts_home or not self.store.generation
 
     def _restore(self, subgroups: Sequence[Subgroup]) -> None:
         """Bring the weights of the last complete step back into the parameters."""
@@ -311,7 +311,7 @@ class StateSwapper:
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
     ) -> list[Move]:
         for piece in pieces:
-            _weights.weights_out(subgroup, piece, self._swapped.owner_of(piece), slot)
+            _weights.weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
         return self._swapped.home_writes(subgroup, pieces)
 
     def load(
@@ -355,7 +355,7 @@ class StateSwapper:
         """See `SwappedOptimizer.plan`."""
         gradients = self.gradients
         return plan_of(
-            self._swapped.owners,
+            self._swapped.params,
             self._swapped.subgroups,
             self._buffers.slots,
             0 if gradients is None else gradients.file_bytes,

@@ -10,7 +10,7 @@ import torch
 
 from nvmeio.offload import _weights
 from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Turn
 from nvmeio.offload._stepping import Stepper, Work
 from nvmeio.offload._swapped import Swapped
@@ -56,7 +56,7 @@ class Step:
         self._moved: list[Piece] = []
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         for subgroup in swapped.subgroups:
-            pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.owner_of(p))]
+            pieces = [p for p in subgroup.pieces if self._has_gradient(swapped.param_of(p))]
             if not pieces:
                 continue
             if subgroup.resident:
@@ -88,12 +88,12 @@ class Step:
         resident = [piece for _, pieces in self._resident for piece in pieces]
         return {piece.number: True for piece in [*self._moved, *resident]}
 
-    def stepped_owners(self) -> list[Owner]:
+    def stepped_params(self) -> list[SwappedParam]:
         """The parameters whose weights are others after this step."""
         touched = [*self.touched, *(subgroup for subgroup, _ in self._resident)]
-        numbers = dict.fromkeys(piece.owner for each in touched for piece in each.pieces)
-        owners = [self._swapped.owners[number] for number in numbers]
-        return [owner for owner in owners if self._has_gradient(owner)]
+        numbers = dict.fromkeys(piece.param for each in touched for piece in each.pieces)
+        params = [self._swapped.params[number] for number in numbers]
+        return [param for param in params if self._has_gradient(param)]
 
     def step_resident(self) -> None:
         """Step what stays in memory: last, for it cannot be undone."""
@@ -107,14 +107,14 @@ class Step:
             self._compute(subgroup, pieces, slot)
             self._swapped.write_now(slot, self._swapped.home_writes(subgroup, pieces))
 
-    def _has_gradient(self, owner: Owner) -> bool:
+    def _has_gradient(self, param: SwappedParam) -> bool:
         gradients = self._swapped.gradients
         if gradients is not None:
-            if gradients.has(owner.number):
+            if gradients.has(param.number):
                 return True
-            if gradients.stands_in(owner):
+            if gradients.stands_in(param):
                 return False
-        return owner.number in self._grads
+        return param.number in self._grads
 
     def _reads(self, subgroup: Subgroup, pieces: list[Piece]) -> list[Move]:
         """State, weights where the step works on them, gradients where they are on the drive."""
@@ -144,39 +144,39 @@ class Step:
         """Step some pieces of a subgroup in a slot."""
         works = []
         for piece in pieces:
-            owner = self._swapped.owner_of(piece)
+            param = self._swapped.param_of(piece)
             weights = (
                 view(slot, piece.spans[WEIGHTS])
                 if piece.staged
-                else part(local(owner.parameter), piece.start, piece.stop, piece.shape)
+                else part(local(param.parameter), piece.start, piece.stop, piece.shape)
             )
             stepped = torch.nn.Parameter(weights)
-            stepped.grad = self._gradient(subgroup, piece, owner, slot)
-            works.append(Work(piece, owner.group, stepped, slot))
+            stepped.grad = self._gradient(subgroup, piece, param, slot)
+            works.append(Work(piece, param.group, stepped, slot))
         small = self._stepper.step(works, self._groups, self._swapped.store.small)
         for work in works:
-            owner = self._swapped.owner_of(work.piece)
+            param = self._swapped.param_of(work.piece)
             if work.piece.staged:
-                _weights.weights_out(subgroup, work.piece, owner, slot)
+                _weights.weights_out(subgroup, work.piece, param, slot)
             elif work.piece.stored:
                 view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
         self.small.update(small)
 
     def _gradient(
-        self, subgroup: Subgroup, piece: Piece, owner: Owner, slot: torch.Tensor
+        self, subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor
     ) -> torch.Tensor:
         """The piece's gradient, in the dtype of the step."""
         base = subgroup.nbytes + subgroup.scratch_nbytes
         gradients, factor = self._swapped.gradients, self._factor
-        if gradients is not None and gradients.has(owner.number) and piece.grad is not None:
+        if gradients is not None and gradients.has(param.number) and piece.grad is not None:
             gradient = view(slot, piece.grad, base)
             if factor is not None:
                 gradient.mul_(factor)
         else:
-            given = self._grads[owner.number]
+            given = self._grads[param.number]
             if given.layout is not torch.strided:
                 raise TypeError(
-                    f"parameter {owner.number} has a {given.layout} gradient: only dense ones "
+                    f"parameter {param.number} has a {given.layout} gradient: only dense ones "
                     "can be stepped (an embedding wants sparse=False)"
                 )
             gradient = part(local(given), piece.start, piece.stop, piece.shape)

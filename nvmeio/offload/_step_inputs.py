@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 
 
 class Scaled(NamedTuple):
@@ -41,22 +41,22 @@ class StepInputs(NamedTuple):
     scaled: Scaled | None
 
 
-def grads_of(owners: Sequence[Owner]) -> dict[int, torch.Tensor]:
+def grads_of(params: Sequence[SwappedParam]) -> dict[int, torch.Tensor]:
     """The gradients that are in memory, by the numbers of their parameters."""
-    parameters = ((owner.number, owner.parameter) for owner in owners)
+    parameters = ((param.number, param.parameter) for param in params)
     return {number: p.grad for number, p in parameters if p.grad is not None}
 
 
-def check_groups(groups: Sequence[dict[str, Any]], owners: Sequence[Owner]) -> None:
+def check_groups(groups: Sequence[dict[str, Any]], params: Sequence[SwappedParam]) -> None:
     """Whether parameter groups have the parameters that they were given.
 
     Raises:
         RuntimeError: Somebody changed them by hand.
     """
     mine: list[list[int]] = [[] for _ in groups]
-    for owner in owners:
-        if owner.group < len(mine):
-            mine[owner.group].append(id(owner.parameter))
+    for param in params:
+        if param.group < len(mine):
+            mine[param.group].append(id(param.parameter))
     for number, (group, wanted) in enumerate(zip(groups, mine, strict=True)):
         if [id(parameter) for parameter in group["params"]] != wanted:
             raise RuntimeError(
@@ -64,7 +64,7 @@ def check_groups(groups: Sequence[dict[str, Any]], owners: Sequence[Owner]) -> N
                 "drive was not: parameters are added with add_param_group, and left out of a "
                 "step by having no gradient"
             )
-    if owners and owners[-1].group >= len(mine):
+    if params and params[-1].group >= len(mine):
         raise RuntimeError(
             "a group was taken out of param_groups by hand: leave it, and give its parameters "
             "no gradient (requires_grad=False)"

@@ -462,7 +462,7 @@ class Store:
         digest = hashlib.sha256()
         for piece in self.pieces:
             subgroup = self._subgroup_of[piece.number]
-            facts = (piece.owner, piece.start, piece.stop, piece.shape, subgroup.offset)
+            facts = (piece.param, piece.start, piece.stop, piece.shape, subgroup.offset)
             digest.update(repr((facts, sorted(piece.spans.items()))).encode())
         return digest.hexdigest()[:32]
 

@@ -50,7 +50,7 @@ def verify(slot: torch.Tensor, expected: Sequence[Expected]) -> None:
         found = _of_span(slot, span)
         if found != each.sum:
             raise IntegrityError(
-                f"{each.path}: {each.name} of parameter {each.piece.owner}, elements "
+                f"{each.path}: {each.name} of parameter {each.piece.param}, elements "
                 f"{each.piece.start} to {each.piece.stop}, bytes [{each.file_offset}, "
                 f"{each.file_offset + span.nbytes}), are not what was written there: look at "
                 "`dmesg` and `smartctl -a`, and go on from a checkpoint or a snapshot "

@@ -10,7 +10,7 @@ import torch
 
 from nvmeio.handle import AioHandle
 from nvmeio.offload._layout import Piece, Subgroup
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, Times, Turn, move_all
 from nvmeio.offload._store import Store
 from nvmeio.offload._weights import home_moves
@@ -90,7 +90,7 @@ class Swapped:
         store: The files.
         buffers: The slots.
         gradients: Has the gradients, where those are on the drive.
-        owners: The parameters, by number.
+        params: The parameters, by number.
         subgroups: In the order of the parameters.
         resident: By id of a subgroup: its memory, where it stays there (`ratio`).
     """
@@ -99,14 +99,14 @@ class Swapped:
     store: Store
     buffers: Buffers
     gradients: GradientSwapper | None = None
-    owners: list[Owner] = field(default_factory=list)
+    params: list[SwappedParam] = field(default_factory=list)
     subgroups: list[Subgroup] = field(default_factory=list)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def with_grads(self) -> bool:
         """Whether a buffer has room for gradients: of the drive, or rounded weights to it."""
-        return self.gradients is not None or any(owner.casts_home for owner in self.owners)
+        return self.gradients is not None or any(param.casts_home for param in self.params)
 
     def make_buffers(self) -> None:
         """Have buffers for the largest subgroup."""
@@ -114,22 +114,22 @@ class Swapped:
         need = max((each.slot_nbytes(self.with_grads) for each in swapped), default=0)
         self.buffers.make(need, len(swapped))
 
-    def owner_of(self, piece: Piece) -> Owner:
+    def param_of(self, piece: Piece) -> SwappedParam:
         """The parameter that a piece is of."""
-        return self.owners[piece.owner]
+        return self.params[piece.param]
 
     def evict_homes(self) -> None:
         """What is in memory of parameters that live on the drive is about to be of the past."""
-        for home in {id(o.home): o.home for o in self.owners if o.home is not None}.values():
+        for home in {id(o.home): o.home for o in self.params if o.home is not None}.values():
             home.evict()
 
     def home_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
         """The moves that bring the weights of parameters that live on the drive."""
-        return [m for p in pieces for m in home_moves(subgroup, p, self.owner_of(p))]
+        return [m for p in pieces for m in home_moves(subgroup, p, self.param_of(p))]
 
     def home_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[Move]:
         """The moves that take rounded weights to parameters that live on the drive."""
-        return self.home_reads((p for p in pieces if self.owner_of(p).casts_home), subgroup)
+        return self.home_reads((p for p in pieces if self.param_of(p).casts_home), subgroup)
 
     def read_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
         """Outside of the pipeline; awaited."""

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from nvmeio._io.rank_store import several
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
+from nvmeio.offload._grad_sentinel import GradSentinel
 from nvmeio.offload._layout import Piece, Subgroup, runs
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, failure_of, started
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded, local, part, view
 from nvmeio.offload._transactions import Transaction, Transactions
-from nvmeio.offload._witness import Witness
 from nvmeio.operation import Operation
 from nvmeio.pool import PinnedPool
 
@@ -64,7 +64,7 @@ class GradientSwapper:
         self._transactions = transactions
         self._file: File | None = None
         self._nbytes = 0
-        self._owners: dict[int, Owner] = {}
+        self._params: dict[int, SwappedParam] = {}
         self._group_of: dict[int, Subgroup] = {}  # by id of the piece
         self._present: set[int] = set()
         self._norms: dict[int, torch.Tensor] = {}
@@ -73,7 +73,9 @@ class GradientSwapper:
         self._order: list[Subgroup] = []  # in which they came last time
         self._failure: BaseException | None = None
         self._not_finite = False
-        self._witness: Witness | None = None  # there as soon as a parameter wants gradients
+        self._grad_sentinel: GradSentinel | None = (
+            None  # there as soon as a parameter wants gradients
+        )
         self.factor: torch.Tensor | None = None
         self._pool: PinnedPool | None = None
         self._leases: list[Any] = []
@@ -82,7 +84,7 @@ class GradientSwapper:
         self.read_bytes = 0
         self.written_bytes = 0
 
-    def reserve(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+    def reserve(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
         """Have space and memory for the gradients of further parameters; none are taken yet.
 
         Raises:
@@ -90,7 +92,7 @@ class GradientSwapper:
             ValueError: They are of several ranks and not sharded: DistributedDataParallel reduces
                 gradients in memory, after they were taken.
         """
-        if self._distributed and not all(is_sharded(owner.parameter) for owner in owners):
+        if self._distributed and not all(is_sharded(param.parameter) for param in params):
             raise ValueError(
                 "with several ranks only sharded gradients (FSDP2) can be swapped: "
                 'DistributedDataParallel reduces them in memory; use gradients="memory"'
@@ -106,19 +108,19 @@ class GradientSwapper:
             before.close()
         self._make_sheets(max((subgroup.grad_nbytes for subgroup in subgroups), default=0))
 
-    def extend(self, owners: Sequence[Owner], subgroups: Sequence[Subgroup]) -> None:
+    def extend(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
         """Take over the gradients of parameters that `reserve` has made room for."""
         self._nbytes += sum(subgroup.grad_nbytes for subgroup in subgroups)
-        self._owners.update({owner.number: owner for owner in owners})
+        self._params.update({param.number: param for param in params})
         self._group_of.update({id(p): s for s in subgroups for p in s.pieces})
-        wanting = [owner for owner in owners if owner.parameter.requires_grad]
-        if self._witness is None and wanting:
-            self._witness = Witness(min(wanting, key=lambda o: o.parameter.numel()))
-            witness: Any = self._witness.owner.parameter
-            self._hooks.append(witness.register_hook(self._announce))
-        for owner in wanting:
-            take = functools.partial(self._hand_over, owner)
-            parameter: Any = owner.parameter
+        wanting = [param for param in params if param.parameter.requires_grad]
+        if self._grad_sentinel is None and wanting:
+            self._grad_sentinel = GradSentinel(min(wanting, key=lambda o: o.parameter.numel()))
+            sentinel: Any = self._grad_sentinel.param.parameter
+            self._hooks.append(sentinel.register_hook(self._announce))
+        for param in wanting:
+            take = functools.partial(self._hand_over, param)
+            parameter: Any = param.parameter
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     def _make_sheets(self, need: int) -> None:
@@ -134,57 +136,57 @@ class GradientSwapper:
 
     # What backward made
 
-    def _hand_over(self, owner: Owner, parameter: torch.Tensor) -> None:
+    def _hand_over(self, param: SwappedParam, parameter: torch.Tensor) -> None:
         """The hook: called in autograd's threads, and in the main one."""
-        self._transactions.run(lambda _: self._take(owner, parameter))
+        self._transactions.run(lambda _: self._take(param, parameter))
 
     def _announce(self, _: torch.Tensor) -> None:
         """The hook before the gradient in memory is accumulated."""
-        self._transactions.run(lambda _: self._before_the_witness())
+        self._transactions.run(lambda _: self._before_the_grad_sentinel())
 
-    def _take(self, owner: Owner, parameter: torch.Tensor) -> None:
+    def _take(self, param: SwappedParam, parameter: torch.Tensor) -> None:
         if parameter.grad is None or self._file is None:
             return
         if parameter.grad.layout is not torch.strided:
             raise TypeError(
-                f"parameter {owner.number} has a {parameter.grad.layout} gradient: only dense "
+                f"parameter {param.number} has a {parameter.grad.layout} gradient: only dense "
                 "ones can be swapped (an embedding wants sparse=False)"
             )
-        witness = self._watching()
-        if owner is witness.owner:
-            if witness.replaced():
+        sentinel = self._watching()
+        if param is sentinel.param:
+            if sentinel.replaced():
                 self.clear()
-            witness.arrived()
+            sentinel.arrived()
             self._check_not_clipped()
             if self._not_finite:
-                witness.poison()
+                sentinel.poison()
             return
         self._look_for_zero_grad()
         self._check_not_clipped()
         gradient = local(parameter.grad).contiguous()
-        again = owner.number in self._present
+        again = param.number in self._present
         try:
             if again:
-                for piece in owner.pieces:
+                for piece in param.pieces:
                     old = self._open(piece)
                     part(gradient, piece.start, piece.stop, piece.shape).add_(old)
             norm = torch.linalg.vector_norm(gradient)
-            self._norms[owner.number] = norm
+            self._norms[param.number] = norm
             # A norm may overflow where no element is infinite.
             if not bool(torch.isfinite(norm)) and not bool(torch.isfinite(gradient).all()):
                 self._not_finite = True
-            for piece in owner.pieces:
+            for piece in param.pieces:
                 place = self._open(piece)
                 place.copy_(part(gradient, piece.start, piece.stop, piece.shape))
                 self._close_if_full(piece)
         except BaseException as failed:
             self._failure = self._failure or failed
             raise
-        self._present.add(owner.number)
+        self._present.add(param.number)
         parameter.grad = None
-        witness.stand_in()
+        sentinel.stand_in()
         if self._not_finite:
-            witness.poison()
+            sentinel.poison()
 
     def _open(self, piece: Piece) -> torch.Tensor:
         """The place of a piece's gradient in its sheet, with what was there before."""
@@ -210,7 +212,7 @@ class GradientSwapper:
         self._sheets[id(subgroup)] = sheet
         if subgroup not in self._order:
             self._order.append(subgroup)
-        there = [piece for piece in subgroup.pieces if piece.owner in self._present]
+        there = [piece for piece in subgroup.pieces if piece.param in self._present]
         moves = self.reads(subgroup, there, 0)
         sheet.reading = started(self._handle.async_pread, sheet.memory, moves)
         self.read_bytes += sum(move.nbytes for move in moves)
@@ -227,7 +229,7 @@ class GradientSwapper:
         busy = {id(sheet.subgroup) for sheet in self._leaving} | set(self._sheets)
         if following is None or id(following) in busy or not self._free:
             return
-        if any(piece.owner in self._present for piece in following.pieces):
+        if any(piece.param in self._present for piece in following.pieces):
             self._new_sheet(following)
 
     def _close_if_full(self, piece: Piece) -> None:
@@ -236,8 +238,8 @@ class GradientSwapper:
         expected = [
             each
             for each in sheet.subgroup.pieces
-            if self._owners[each.owner].parameter.requires_grad
-            and self._owners[each.owner] is not self._watching().owner
+            if self._params[each.param].parameter.requires_grad
+            and self._params[each.param] is not self._watching().param
         ]
         if len(sheet.changed) >= len(expected):
             self._write(sheet)
@@ -269,18 +271,18 @@ class GradientSwapper:
 
     # The gradient in memory
 
-    def _watching(self) -> Witness:
-        if self._witness is None:
+    def _watching(self) -> GradSentinel:
+        if self._grad_sentinel is None:
             raise RuntimeError("a gradient came, and no parameter wanted one")
-        return self._witness
+        return self._grad_sentinel
 
-    def _before_the_witness(self) -> None:
+    def _before_the_grad_sentinel(self) -> None:
         self._look_for_zero_grad()
         self._watching().make_way()
 
     def _look_for_zero_grad(self) -> None:
         """``model.zero_grad()`` knows nothing of the drive; the gradient in memory tells of it."""
-        if self._witness is not None and self._witness.zeroed():
+        if self._grad_sentinel is not None and self._grad_sentinel.zeroed():
             self.clear()
 
     def _check_not_clipped(self) -> None:
@@ -292,8 +294,8 @@ class GradientSwapper:
 
     def restore(self) -> None:
         """Give the gradient in memory its own values again."""
-        if self._witness is not None:
-            self._witness.restore()
+        if self._grad_sentinel is not None:
+            self._grad_sentinel.restore()
 
     def check(self, scaled: bool = False) -> None:
         """Whether memory and drive agree about the gradients.
@@ -305,10 +307,10 @@ class GradientSwapper:
             RuntimeError: Somebody changed gradients in memory, or put some there, since backward.
         """
         self._look_for_zero_grad()
-        if self._witness is not None:
-            self._witness.check(scaled)
+        if self._grad_sentinel is not None:
+            self._grad_sentinel.check(scaled)
         for number in self._present:
-            if self._owners[number].parameter.grad is not None:
+            if self._params[number].parameter.grad is not None:
                 raise RuntimeError(
                     f"parameter {number} has a gradient on the drive, and another was put into "
                     "its .grad: call zero_grad() before gradients are set by hand"
@@ -320,14 +322,14 @@ class GradientSwapper:
         """Whether a parameter's gradient is on the drive."""
         return number in self._present
 
-    def stands_in(self, owner: Owner) -> bool:
+    def stands_in(self, param: SwappedParam) -> bool:
         """Whether what a parameter has in ``.grad`` is no gradient of it."""
-        witness = self._witness
-        return witness is not None and witness.owner is owner and witness.stands_in
+        sentinel = self._grad_sentinel
+        return sentinel is not None and sentinel.param is param and sentinel.stands_in
 
     def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
         """The moves that bring gradients into a slot, from byte `base` on."""
-        return self._moves(subgroup, [p for p in pieces if p.owner in self._present], base)
+        return self._moves(subgroup, [p for p in pieces if p.param in self._present], base)
 
     def _moves(self, subgroup: Subgroup, pieces: Sequence[Piece], base: int) -> list[Move]:
         if self._file is None:
@@ -366,8 +368,8 @@ class GradientSwapper:
         self._failure = None
         self._not_finite = False
         self.factor = None
-        if self._witness is not None:
-            self._witness.forget()
+        if self._grad_sentinel is not None:
+            self._grad_sentinel.forget()
 
     def clip(
         self, max_norm: float, inverse_scale: torch.Tensor | None, transaction: Transaction
@@ -381,14 +383,14 @@ class GradientSwapper:
         """
         self.check()
         norms = []
-        for owner in self._owners.values():
-            norm = self._norms.get(owner.number)
+        for param in self._params.values():
+            norm = self._norms.get(param.number)
             if norm is None:
-                gradient = self._in_memory(owner)
+                gradient = self._in_memory(param)
                 if gradient is None:
                     continue
                 norm = torch.linalg.vector_norm(local(gradient))
-            norms.append(_over_ranks(owner.parameter, norm))
+            norms.append(_over_ranks(param.parameter, norm))
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
         if inverse_scale is not None:
             total = total * inverse_scale
@@ -404,11 +406,11 @@ class GradientSwapper:
         transaction.on_rollback(undo)
         return total
 
-    def _in_memory(self, owner: Owner) -> torch.Tensor | None:
-        witness = self._witness
-        if witness is not None and witness.owner is owner:
-            return witness.gradient
-        return owner.parameter.grad
+    def _in_memory(self, param: SwappedParam) -> torch.Tensor | None:
+        sentinel = self._grad_sentinel
+        if sentinel is not None and sentinel.param is param:
+            return sentinel.gradient
+        return param.parameter.grad
 
     @property
     def file_bytes(self) -> int:

@@ -16,7 +16,7 @@ from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks, _plan, _state
-from nvmeio.offload._owners import Owner, new_owner
+from nvmeio.offload._params import SwappedParam, new_param
 from nvmeio.offload._pipeline import Times
 from nvmeio.offload._plan import MemoryPlan
 from nvmeio.offload._ranks import directory_name
@@ -150,7 +150,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self._ratio = float(ratio)
         self._recoverable = recoverable
         self._on_disk = gradients == "disk"
-        self._owners: list[Owner] = []
+        self._params: list[SwappedParam] = []
         self._swapper: StateSwapper | None = None
         self._ending: Ending | None = None
         self._closed = False
@@ -175,7 +175,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
             if groups is not None:
                 self.resumed = True
                 _state.apply_groups(self.param_groups, groups)
-            state: Any = StateView(self._swapper, self._owners, self._transactions)
+            state: Any = StateView(self._swapper, self._params, self._transactions)
             self.state = state
             if self._on_disk:
                 # GradScaler then leaves the scaling to us: only this object reaches the gradients.
@@ -203,11 +203,11 @@ class SwappedOptimizer(torch.optim.Optimizer):
                 directory, handle, self._transactions, self._stepper, on_disk=self._on_disk, **how
             )
             for number in range(len(self.param_groups)):
-                self._own_group(number)
-            subgroups = self._subgroups(self._owners)
-            bound = {o.number for o in self._owners if o.home is not None and not o.casts_home}
+                self._take_group(number)
+            subgroups = self._subgroups(self._params)
+            bound = {o.number for o in self._params if o.home is not None and not o.casts_home}
             _plan.hold(subgroups, self._ratio, bound)
-            manifest = swapper.open(self._owners, subgroups, resume, self.param_groups, transaction)
+            manifest = swapper.open(self._params, subgroups, resume, self.param_groups, transaction)
             transaction.check()
         except BaseException:
             if swapper is not None:
@@ -222,19 +222,19 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
     # Parameters
 
-    def _own_group(self, number: int) -> list[Owner]:
+    def _take_group(self, number: int) -> list[SwappedParam]:
         """The parameters of a group, cut so that each piece fits into a buffer."""
-        whole = self._new_owners(number, 1 << 62)
+        whole = self._new_params(number, 1 << 62)
         share = _plan.slot_share([p for each in whole for p in each.pieces], self._on_disk)
-        made = self._new_owners(number, self._most_bytes(share))
-        self._owners += made
+        made = self._new_params(number, self._most_bytes(share))
+        self._params += made
         return made
 
-    def _new_owners(self, number: int, most_bytes: int) -> list[Owner]:
+    def _new_params(self, number: int, most_bytes: int) -> list[SwappedParam]:
         group = self.param_groups[number]
         return [
-            new_owner(
-                len(self._owners) + position,
+            new_param(
+                len(self._params) + position,
                 parameter,
                 number,
                 group,
@@ -252,15 +252,15 @@ class SwappedOptimizer(torch.optim.Optimizer):
             self._subgroup_bytes, self._buffer_bytes, self._buffers, share
         )
 
-    def _subgroups(self, owners: Sequence[Owner]) -> list[Any]:
-        pieces = [piece for owner in owners for piece in owner.pieces]
+    def _subgroups(self, params: Sequence[SwappedParam]) -> list[Any]:
+        pieces = [piece for param in params for piece in param.pieces]
         most = self._most_bytes(_plan.slot_share(pieces, self._on_disk))
         subgroups = _plan.make_subgroups(pieces, most, self._on_disk)
-        _plan.check_budget(subgroups, self._needs_grads(owners), self._buffer_bytes, self._buffers)
+        _plan.check_budget(subgroups, self._needs_grads(params), self._buffer_bytes, self._buffers)
         return subgroups
 
-    def _needs_grads(self, owners: Sequence[Owner]) -> bool:
-        return self._on_disk or any(owner.casts_home for owner in owners)
+    def _needs_grads(self, params: Sequence[SwappedParam]) -> bool:
+        return self._on_disk or any(param.casts_home for param in params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; its state follows the others' in the files.
@@ -279,12 +279,12 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
         def work(transaction: Transaction) -> None:
             add(param_group)
-            made: list[Owner] = []
+            made: list[SwappedParam] = []
             try:
-                made = self._own_group(len(self.param_groups) - 1)
+                made = self._take_group(len(self.param_groups) - 1)
                 swapper.extend(made, self._subgroups(made), self.param_groups)
             except BaseException:
-                del self._owners[len(self._owners) - len(made) :]
+                del self._params[len(self._params) - len(made) :]
                 self.param_groups.pop()
                 raise
 
@@ -348,11 +348,11 @@ class SwappedOptimizer(torch.optim.Optimizer):
 
     def _inputs(self) -> StepInputs:
         """What a step works with, as it is now."""
-        check_groups(self.param_groups, self._owners)
+        check_groups(self.param_groups, self._params)
         scaled = None
         if self._on_disk and hasattr(self, "found_inf"):
             scaled = Scaled(self.found_inf, getattr(self, "grad_scale", None))
-        grads = None if self._on_disk else grads_of(self._owners)
+        grads = None if self._on_disk else grads_of(self._params)
         return StepInputs([dict(group) for group in self.param_groups], grads, scaled)
 
     def _step(self, inputs: StepInputs, transaction: Transaction) -> None:
@@ -367,7 +367,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
                     return
             gradients.check(scaled=scaled is not None)
             gradients.restore()
-        grads = grads_of(self._owners) if inputs.grads is None else inputs.grads
+        grads = grads_of(self._params) if inputs.grads is None else inputs.grads
         self.last_step = swapper.step(inputs.groups, grads, inverse, transaction)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -413,7 +413,7 @@ class SwappedOptimizer(torch.optim.Optimizer):
         """
         gradients = self._opened().gradients
         if gradients is None:
-            parameters = [owner.parameter for owner in self._owners]
+            parameters = [param.parameter for param in self._params]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2.0:
             raise ValueError("of gradients on the drive only the 2-norm is known")

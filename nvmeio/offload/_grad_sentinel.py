@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import torch
 
-from nvmeio.offload._owners import Owner
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._tensors import local
 
 
-class Witness:
+class GradSentinel:
     """The gradient of one parameter, watched.
 
     Args:
-        owner: The parameter.
+        param: The parameter.
 
     Attributes:
-        owner: The parameter.
+        param: The parameter.
         stands_in: What is in ``.grad`` is no gradient, but stands in for one.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner = owner
+    def __init__(self, param: SwappedParam) -> None:
+        self.param = param
         self.stands_in = False
         self._held: torch.Tensor | None = None  # what we found or put there; keeps its identity
         self._version = 0  # of it: torch counts changes in place
@@ -38,14 +38,14 @@ class Witness:
 
     def zeroed(self) -> bool:
         """Whether somebody set it to None since it was seen."""
-        return self._held is not None and self.owner.parameter.grad is None
+        return self._held is not None and self.param.parameter.grad is None
 
     def make_way(self) -> None:
         """Its gradient is about to be accumulated: into its own values, or into nothing."""
         self.restore()
         self._look()
-        if self.stands_in and self.owner.parameter.grad is self._held:
-            self.owner.parameter.grad = None
+        if self.stands_in and self.param.parameter.grad is self._held:
+            self.param.parameter.grad = None
             self._held, self.stands_in = None, False
         self._announced = True
 
@@ -60,14 +60,14 @@ class Witness:
     def arrived(self) -> None:
         """Its gradient has come."""
         self.stands_in = False
-        self._hold(self.owner.parameter.grad)
+        self._hold(self.param.parameter.grad)
 
     def stand_in(self) -> None:
         """Another gradient has gone to the drive: see that there is something in memory."""
-        if self.owner.parameter.grad is None:
-            zeros = torch.zeros_like(self.owner.parameter, requires_grad=False)
+        if self.param.parameter.grad is None:
+            zeros = torch.zeros_like(self.param.parameter, requires_grad=False)
             # Minus zero: what is added to it (by FSDP) keeps even the sign of its zeros.
-            self.owner.parameter.grad = zeros.neg_()
+            self.param.parameter.grad = zeros.neg_()
             self.stands_in = True
             self._hold(zeros)
 
@@ -75,7 +75,7 @@ class Witness:
 
     def poison(self) -> None:
         """Be NaN, since another gradient is not finite."""
-        gradient = self.owner.parameter.grad
+        gradient = self.param.parameter.grad
         if gradient is not None and self._clean is None:
             self._look()
             self._clean = gradient.clone()
@@ -85,7 +85,7 @@ class Witness:
     def restore(self) -> None:
         """Have its own values again."""
         clean, self._clean = self._clean, None
-        gradient = self.owner.parameter.grad
+        gradient = self.param.parameter.grad
         if clean is not None and gradient is not None:
             self._look()
             gradient.copy_(clean)
@@ -98,7 +98,7 @@ class Witness:
         """Its gradient with its own values; None where it has none."""
         if self.stands_in:
             return None
-        return self.owner.parameter.grad if self._clean is None else self._clean
+        return self.param.parameter.grad if self._clean is None else self._clean
 
     def check(self, scaled: bool) -> None:
         """Whether nobody changed it since backward.
@@ -123,13 +123,13 @@ class Witness:
     def forget(self) -> None:
         """All gradients are gone."""
         if self.stands_in and self._is_held():
-            self.owner.parameter.grad = None
+            self.param.parameter.grad = None
         self._held = self._clean = None
         self.stands_in = self._touched = self._announced = False
 
     def _look(self, more: int = 0) -> None:
         held = self._held
-        if held is None or self.owner.parameter.grad is None:
+        if held is None or self.param.parameter.grad is None:
             return
         if not self._is_held() or local(held)._version not in (self._version, self._version + more):
             self._touched = True
@@ -139,7 +139,7 @@ class Witness:
         self._version = 0 if gradient is None else local(gradient)._version
 
     def _is_held(self) -> bool:
-        return self.owner.parameter.grad is self._held
+        return self.param.parameter.grad is self._held
 
 
 def _versions_of_a_look() -> int:

@@ -14,7 +14,7 @@ from nvmeio.offload._tensors import local
 
 
 @dataclass(eq=False)
-class Owner:
+class SwappedParam:
     """A parameter, as it was handed over.
 
     Attributes:
@@ -68,7 +68,7 @@ class Owner:
         return len(self.pieces) == 1 or self.home is not None or now.is_contiguous()
 
 
-def new_owner(
+def new_param(
     number: int,
     parameter: torch.Tensor,
     group_number: int,
@@ -78,7 +78,7 @@ def new_owner(
     recoverable: bool,
     most_bytes: int,
     gradients: bool,
-) -> Owner:
+) -> SwappedParam:
     """A parameter with its pieces, none of which has a record longer than `most_bytes`.
 
     Raises:
@@ -86,7 +86,7 @@ def new_owner(
     """
     tensor = local(parameter)
     home = home_of(parameter)
-    owner = Owner(
+    param = SwappedParam(
         number, parameter, group_number, home, tuple(tensor.shape), tensor.dtype, tensor.device
     )
     if tensor.layout is not torch.strided:
@@ -101,16 +101,16 @@ def new_owner(
         or not contiguous
         or tensor.device.type != "cpu"
     )
-    kinds = stepper.kinds(group, group_number, step_dtype, owner.shape)
+    kinds = stepper.kinds(group, group_number, step_dtype, param.shape)
     stored = staged or recoverable
     whole = Piece(
-        number, 0, tensor.numel(), owner.shape, step_dtype, tensor.dtype, kinds, staged, stored
+        number, 0, tensor.numel(), param.shape, step_dtype, tensor.dtype, kinds, staged, stored
     )
     nbytes = whole.record_nbytes + (whole.numel * tensor.dtype.itemsize if gradients else 0)
     if stepper.splits(step_dtype) and contiguous and nbytes > most_bytes:
         each = nbytes / max(1, whole.numel)
         for start, stop in cut(whole.numel, each, most_bytes):
-            owner.pieces.append(
+            param.pieces.append(
                 Piece(
                     number,
                     start,
@@ -124,7 +124,7 @@ def new_owner(
                 )
             )
     else:
-        owner.pieces.append(whole)
-    for piece in owner.pieces:
-        piece.lent = home is not None and not owner.casts_home
-    return owner
+        param.pieces.append(whole)
+    for piece in param.pieces:
+        piece.lent = home is not None and not param.casts_home
+    return param
