@@ -22,7 +22,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress power native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -53,6 +53,9 @@ serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang's KV cache interface
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
+
+power: $(STAMP) ## a loss of power, rebuilt from a log of the drive; part of stress; needs root
+	@$(BIN)/python -m pytest -m stress tests/power $(PYTEST_ARGS)
 
 native-check: ## the shim under ASan and UBSan, TSan, and valgrind
 	@sh tests/native/run.sh asan tsan valgrind

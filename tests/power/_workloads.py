@@ -1,0 +1,359 @@
+"""What is at work when the power goes, and what must be there afterwards.
+
+python -m power._workloads work NAME PROMISES FOLDER...    does it, and notes each promise
+python -m power._workloads check NAME                      checks the images named on its input
+
+A promise is a line of PROMISES, written when a call has returned that said "durable": the time, the
+rank and a number. A check is a line of JSON {"folders", "promised"}, answered by "right …" or
+"wrong …"; each is done in forked processes, one for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import nvmeio
+from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
+from nvmeio.offload import SwappedOptimizer
+
+Promise = Callable[[int], None]
+TURNS = 8
+
+
+def state(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    made = {f"w{n}": torch.randn(211, 173, generator=generator) for n in range(3)}
+    return {**made, "number": torch.tensor([number])}
+
+
+def number_of(found: dict[str, torch.Tensor]) -> int:
+    """Which state it is, all of it."""
+    number = int(found["number"])
+    wanted = state(number)
+    assert found.keys() == wanted.keys(), found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), f"{name} of {number} is damaged"
+    return number
+
+
+class Workload:
+    """`work` promises numbers; `check` returns the number that it found, None for nothing yet."""
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        raise NotImplementedError
+
+    def check(self, folder: Path) -> int | None:
+        raise NotImplementedError
+
+
+class Save(Workload):
+    name = "state.pt"
+
+    def save(self, number: int, path: Path) -> None:
+        nvmeio.save(state(number), path)
+
+    def load(self, path: Path) -> Any:
+        return nvmeio.load(path)
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        for number in range(TURNS):
+            self.save(number, folder / self.name)
+            promise(number)
+
+    def check(self, folder: Path) -> int | None:
+        if not (folder / self.name).exists():
+            return None
+        return number_of(self.load(folder / self.name))
+
+
+class Unsynchronised(Save):
+    """The negative control: nothing is flushed, so a promise is not kept sooner or later."""
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        def nothing(fd: int) -> None:
+            pass
+
+        os.fsync = os.fdatasync = nothing  # type: ignore[assignment]
+        with nvmeio.AioHandle(engine="threads") as handle:
+            for number in range(TURNS):
+                nvmeio.save(state(number), folder / self.name, handle=handle)
+                promise(number)
+
+
+class Writer(Save):
+    def save(self, number: int, path: Path) -> None:
+        with nvmeio.FastFileWriter(path) as file:
+            torch.save(state(number), file)
+
+
+class Safetensors(Save):
+    name = "state.safetensors"
+
+    def save(self, number: int, path: Path) -> None:
+        nvmeio.save_safetensors(state(number), path)
+
+    def load(self, path: Path) -> Any:
+        return nvmeio.load_safetensors(path)
+
+
+class Recycling(Workload):
+    """A Checkpointer that overwrites its oldest file; every checkpoint that is listed is whole."""
+
+    keep = 2
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        checkpointer = nvmeio.Checkpointer(folder / "saved", keep=self.keep)
+        for number in range(TURNS):
+            checkpointer.save_sync(state(number), number)
+            checkpointer.wait_sync()
+            promise(number)
+        checkpointer.close()
+
+    def check(self, folder: Path) -> int | None:
+        checkpointer = nvmeio.Checkpointer(folder / "saved", keep=self.keep)
+        try:
+            steps = checkpointer.steps()
+            if not steps:
+                return None
+            for step in steps:
+                assert number_of(checkpointer.restore(step)) == step
+            latest = number_of(checkpointer.restore())
+            assert len(steps) >= min(self.keep, latest + 1), f"{steps} are left"
+            return latest
+        finally:
+            checkpointer.close()
+
+
+class Dcp(Workload):
+    """Over the one before, as torch does it."""
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        for number in range(TURNS):
+            writer = NvmeStorageWriter(folder / "saved", overwrite=True)
+            dcp.save(state(number), storage_writer=writer, no_dist=True)
+            promise(number)
+
+    def check(self, folder: Path) -> int | None:
+        if not (folder / "saved" / ".metadata").exists():
+            return None
+        found = state(0)
+        dcp.load(found, storage_reader=NvmeStorageReader(folder / "saved"), no_dist=True)
+        return number_of(found)
+
+
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+
+
+def train(made: torch.nn.Module, optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    made(torch.randn(4, 64, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights_after(steps: int) -> list[torch.Tensor]:
+    made = net()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    for step in range(steps):
+        train(made, optimizer, step)
+    return [p.detach() for p in made.parameters()]
+
+
+def swapped(made: torch.nn.Module, folder: Path) -> SwappedOptimizer:
+    return SwappedOptimizer(
+        torch.optim.AdamW,
+        made.parameters(),
+        swap_dir=folder,
+        subgroup_bytes=32768,
+        resume=True,
+        lr=1e-2,
+    )
+
+
+def resumed(folder: Path) -> int | None:
+    """After how many steps it goes on, with the weights of then."""
+    made = net()
+    optimizer = swapped(made, folder)
+    try:
+        if not optimizer.resumed:
+            return None
+        steps = optimizer.generation - 1
+        for found, wanted in zip(made.parameters(), weights_after(steps), strict=True):
+            assert torch.equal(found, wanted), f"other weights than those after {steps} steps"
+        train(made, optimizer, steps)  # and with the state of then
+        for found, wanted in zip(made.parameters(), weights_after(steps + 1), strict=True):
+            assert torch.equal(found, wanted), f"another state than that after {steps} steps"
+        return steps
+    finally:
+        optimizer.close()
+
+
+class Optimizer(Workload):
+    """A step is durable when the next one has begun to write, so when that has returned."""
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        made = net()
+        optimizer = swapped(made, folder)
+        for step in range(TURNS):
+            train(made, optimizer, step)
+            promise(step)
+        optimizer.close()
+        self.met()
+        promise(TURNS)
+
+    def met(self) -> None:
+        """All ranks have come so far: no rank waits for the last step of another that is closed."""
+
+    def check(self, folder: Path) -> int | None:
+        return resumed(folder)
+
+
+class Ranks(Optimizer):
+    """Several; what one of them promises holds for all."""
+
+    def met(self) -> None:
+        dist.barrier()
+
+
+class Snapshot(Workload):
+    """Copies of the swap files, while training goes on."""
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        made = net()
+        (folder / "swap").mkdir()
+        optimizer = swapped(made, folder / "swap")
+        for step in range(TURNS // 2):
+            train(made, optimizer, step)
+            optimizer.snapshot(folder / f"copy-{step + 1}")
+            promise(step + 1)
+        optimizer.close()
+
+    def check(self, folder: Path) -> int | None:
+        found = None
+        for steps in range(1, TURNS // 2 + 1):
+            if (folder / f"copy-{steps}").exists():
+                copied = resumed(folder / f"copy-{steps}")
+                if copied is not None:
+                    assert copied == steps, f"copy-{steps} is one after {copied} steps"
+                    found = steps
+        return found
+
+
+WORKLOADS: dict[str, Workload] = {
+    "save": Save(),
+    "unsynchronised": Unsynchronised(),
+    "writer": Writer(),
+    "safetensors": Safetensors(),
+    "checkpointer": Recycling(),
+    "dcp": Dcp(),
+    "optimizer": Optimizer(),
+    "ranks": Ranks(),
+    "snapshot": Snapshot(),
+}
+
+
+# Processes
+
+
+def in_children(work: Callable[[int, int], None], count: int) -> list[int]:
+    """Run it in forked processes, as ranks of a process group where they are several."""
+    meeting = Path(f"/dev/shm/nvmeio-power-{os.getpid()}-{time.monotonic_ns()}")
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                if count > 1:
+                    store = dist.FileStore(str(meeting), count)
+                    dist.init_process_group(
+                        "gloo", store=store, rank=rank, world_size=count,
+                        timeout=timedelta(seconds=120),
+                    )  # fmt: skip
+                work(rank, count)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    meeting.unlink(missing_ok=True)
+    return codes
+
+
+def do_work(name: str, promises: Path, folders: list[Path]) -> int:
+    def run(rank: int, count: int) -> None:
+        told = os.open(promises, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+        def promise(number: int) -> None:
+            os.write(told, f"{time.monotonic_ns()} {rank} {number}\n".encode())
+
+        WORKLOADS[name].work(folders[rank], promise)
+
+    return max(map(abs, in_children(run, len(folders))))
+
+
+def do_checks(name: str) -> None:
+    for line in sys.stdin:
+        asked = json.loads(line)
+        folders, promised = list(map(Path, asked["folders"])), asked["promised"]
+        results = Path(asked["results"])
+        shutil.rmtree(results, ignore_errors=True)
+        results.mkdir()
+
+        def run(
+            rank: int,
+            count: int,
+            folders: list[Path] = folders,
+            promised: int | None = promised,
+            results: Path = results,
+        ) -> None:
+            try:
+                found = WORKLOADS[name].check(folders[rank])
+                if promised is not None:
+                    assert found is not None, f"nothing is there, and {promised} was durable"
+                    assert found >= promised, f"{found} is there, and {promised} was durable"
+                (results / str(rank)).write_text(f"right {found}")
+            except BaseException:
+                (results / str(rank)).write_text("wrong " + traceback.format_exc())
+
+        codes = in_children(run, len(folders))
+        told = [(results / str(rank)).read_text() for rank in range(len(folders))]
+        if any(codes):
+            told.append(f"wrong: ended with {codes}")
+        if len({each for each in told if each.startswith("right")}) > 1:
+            told.append("wrong: the ranks go on from different steps")
+        bad = [each for each in told if each.startswith("wrong")]
+        print(json.dumps({"wrong": bad, "found": told[0][6:] if not bad else ""}), flush=True)
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    kind, name, *rest = sys.argv[1:]
+    if kind == "work":
+        return do_work(name, Path(rest[0]), list(map(Path, rest[1:])))
+    do_checks(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
