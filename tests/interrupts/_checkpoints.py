@@ -241,6 +241,9 @@ class Checkpointers(Scenario):
         finally:
             with_.close()
 
+    def again(self) -> Any:
+        return self.patiently(self.work)
+
     def check(self, found: Any) -> None:
         assert_same(found, state(self.step))
 
@@ -278,6 +281,11 @@ class Dcp(Scenario):
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "save": Save,
     "save-async": AsyncSave,
+    "load": Load,
     "load-async": AsyncLoad,
+    "safetensors-save": SafetensorsSave,
+    "safetensors-load": SafetensorsLoad,
+    "checkpointer-restore": CheckpointerRestore,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import errno
 import faulthandler
 import gc
 import json
@@ -73,6 +74,17 @@ class Scenario:
 
     def check(self, found: Any) -> None:
         """Raise AssertionError unless what the call gave, and left, is right."""
+
+    def patiently(self, work: Callable[[], Any]) -> Any:
+        """What a second Ctrl-C left to itself holds a directory for as long as it takes."""
+        patience = time.monotonic() + 20.0
+        while True:
+            try:
+                return work()
+            except nvmeio.TransferError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > patience:
+                    raise
+                time.sleep(0.01)
 
     def is_interruption(self, error: BaseException, wanted: type[BaseException]) -> bool:
         """Whether this is how the call ends that was disturbed by `wanted`."""
