@@ -39,7 +39,7 @@ def total_bytes(quick: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorFiles:
     """Where the tensors go."""
 
     title: str
@@ -87,16 +87,18 @@ def measure(session: Session) -> list[Line]:
     return lines
 
 
-def _layouts(directory: Path, chosen: tuple[int, ...]) -> list[Layout]:
+def _layouts(directory: Path, chosen: tuple[int, ...]) -> list[TensorFiles]:
     each = [directory / f"tensor-{number:04d}" for number in range(len(chosen))]
     starts = [0, *accumulate(chosen)][:-1]
     return [
-        Layout("one file each", each, [0] * len(chosen)),
-        Layout("all in one file", [directory / "tensors"] * len(chosen), starts),
+        TensorFiles("one file each", each, [0] * len(chosen)),
+        TensorFiles("all in one file", [directory / "tensors"] * len(chosen), starts),
     ]
 
 
-def _measure_layout(session: Session, layout: Layout, workers: dict[str, Worker]) -> list[Line]:
+def _measure_layout(
+    session: Session, layout: TensorFiles, workers: dict[str, Worker]
+) -> list[Line]:
     lines = [_line(layout, "new", _round(session, layout, workers, "write_many", new=True))]
     layout.remove()
     layout.create()
@@ -112,7 +114,11 @@ def _measure_layout(session: Session, layout: Layout, workers: dict[str, Worker]
 
 
 def _round(
-    session: Session, layout: Layout, workers: dict[str, Worker], method: str, new: bool = False
+    session: Session,
+    layout: TensorFiles,
+    workers: dict[str, Worker],
+    method: str,
+    new: bool = False,
 ) -> dict[str, list[Sample]]:
     contenders = [
         Contender(
@@ -125,7 +131,7 @@ def _round(
     return session.measure(f"tensors, {layout.title}, {method}", contenders)
 
 
-def _line(layout: Layout, kind: str, samples: dict[str, list[Sample]]) -> Line:
+def _line(layout: TensorFiles, kind: str, samples: dict[str, list[Sample]]) -> Line:
     what = {"new": "write, new files", "overwrite": "overwrite", "read": "read"}[kind]
     if kind == "new" and layout.title == "all in one file":
         what = "write, new file"

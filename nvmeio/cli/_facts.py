@@ -52,7 +52,7 @@ class Software:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryLimits:
     """What the kernel allows for buffers.
 
     Attributes:
@@ -98,7 +98,7 @@ class EngineAttempt:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineChoice:
     """What ``engine="auto"`` gives.
 
     Attributes:
@@ -157,9 +157,9 @@ class Facts:
     """Everything that `nvmeio report` knows."""
 
     software: Software
-    memory: Memory
+    memory: MemoryLimits
     aio: Aio
-    engine: Engine
+    engine: EngineChoice
     cufile: CuFile
     directories: list[Directory]
 
@@ -222,14 +222,14 @@ def _one_line(error: BackendUnavailableError) -> str:
     return str(error).splitlines()[0] + (f" ({attempts})" if attempts else "")
 
 
-def memory() -> Memory:
+def memory() -> MemoryLimits:
     """The limit on page-locked memory, and the transparent huge page mode."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = _read("/proc/self/status") or ""
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     modes = _read("/sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = re.search(r"\[(\w+)\]", modes)
-    return Memory(
+    return MemoryLimits(
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
         memlock_exempt=bool(effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1),
@@ -237,17 +237,17 @@ def memory() -> Memory:
     )
 
 
-def engine() -> Engine:
+def engine() -> EngineChoice:
     """What ``engine="auto"`` gives here, found by starting it as a handle would."""
     attempts: list[EngineAttempt] = []
     try:
         attempts += (EngineAttempt(*attempt) for attempt in select.describe())
         started = select.start("auto", Options())
     except BackendUnavailableError as error:
-        return Engine(None, attempts, _one_line(error), error.remedy)
+        return EngineChoice(None, attempts, _one_line(error), error.remedy)
     started.stop()
     started.join()
-    return Engine(started.name, attempts)
+    return EngineChoice(started.name, attempts)
 
 
 # Directories

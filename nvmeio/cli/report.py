@@ -1,6 +1,6 @@
 """`nvmeio report`: what of direct I/O works here, what does not, and the command that fixes it.
 
-`run` gathers facts, `find_problems` judges them, `render` shows both to a person and `to_json` to a
+`run` gathers facts, `_problems` judges them, `render` shows both to a person and `to_json` to a
 program.
 """
 
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -22,38 +22,15 @@ from nvmeio.cli._facts import (
     CuFile,
     Device,
     Directory,
-    Engine,
+    EngineChoice,
     Facts,
-    Memory,
+    MemoryLimits,
     check_directory,
     gather,
 )
+from nvmeio.cli._problems import Problem, aio_is_plentiful, find_problems
 from nvmeio.cli._tune.space import in_words
 from nvmeio.cli._units import binary_size as _size
-from nvmeio.engines.base import Options
-
-QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane
-COMFORTABLE_AIO_EVENTS = 8 * QUEUE_DEPTH
-COMFORTABLE_MEMLOCK_BYTES = 1 << 30
-RECOMMENDED_AIO_MAX_NR = 1 << 20  # what databases ask for; the events cost memory only once taken
-
-Severity = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that does not work, or works less well than it could.
-
-    Attributes:
-        severity: "error" where direct I/O cannot be had (exit status 1), "warning" where it is
-            slower or about to fail, "note" where it matters to some uses only.
-        what: What is wrong.
-        fix: The command that fixes it; advice beside it stands in a shell comment.
-    """
-
-    severity: Severity
-    what: str
-    fix: str
 
 
 @dataclass(frozen=True)
@@ -82,114 +59,6 @@ def run(directories: Sequence[Path]) -> Report:
         check_directory(directory)
     facts = gather(directories)
     return Report(facts, list(find_problems(facts)))
-
-
-# Judging
-
-
-def find_problems(facts: Facts) -> Iterator[Problem]:
-    """Everything that is wrong, the gravest first."""
-    found = [
-        *(problem for directory in facts.directories for problem in _of_directory(directory)),
-        *_of_engine(facts.engine, facts.aio),
-        *_of_memory(facts.memory),
-        *_of_cufile(facts.cufile, facts.software.cuda_available, facts.software.torch_cuda),
-    ]
-    order: tuple[Severity, ...] = ("error", "warning", "note")
-    return iter(sorted(found, key=lambda problem: order.index(problem.severity)))
-
-
-def _of_directory(directory: Directory) -> Iterator[Problem]:
-    if not directory.direct.supported:
-        reason = f": {directory.direct.reason}" if directory.direct.reason else ""
-        yield Problem(
-            "error",
-            f"no direct I/O in {directory.path}{reason}; transfers there go through the page cache",
-            "df -h -t ext4 -t xfs -t btrfs  # then choose a directory on one of these",
-        )
-    if directory.tuned_problem:
-        yield Problem(
-            "warning",
-            directory.tuned_problem,
-            f"nvmeio tune --save {directory.path}  # once that file is deleted",
-        )
-
-
-def _of_engine(engine: Engine, aio: Aio) -> Iterator[Problem]:
-    if engine.auto is None:
-        remedy = "unset NVMEIO_LIBAIO" if aio.library is None else engine.remedy
-        yield Problem("error", f"no handle can be opened: {engine.reason}", remedy)
-        return
-    for attempt in engine.attempts:
-        if attempt.name == "libaio" and not attempt.ok:
-            yield Problem(
-                "warning",
-                f"Linux AIO cannot be used ({attempt.detail}); the {engine.auto} engine stands in",
-                "docker run --security-opt seccomp=unconfined ...  # or allow io_setup in it",
-            )
-    if aio.max_nr is not None and not _aio_is_plentiful(aio):
-        yield Problem(
-            "warning",
-            f"{aio.nr} of {aio.max_nr} AIO events (fs.aio-max-nr) are taken on this machine; "
-            f"a handle takes its queue depth, {QUEUE_DEPTH} by default, for every lane",
-            f"sudo sysctl -w fs.aio-max-nr={max(RECOMMENDED_AIO_MAX_NR, 2 * aio.max_nr)}",
-        )
-
-
-def _aio_is_plentiful(aio: Aio) -> bool:
-    if aio.nr is None or aio.max_nr is None:
-        return True
-    return aio.max_nr - aio.nr >= COMFORTABLE_AIO_EVENTS
-
-
-def _of_memory(memory: Memory) -> Iterator[Problem]:
-    if memory.huge_pages == "never":
-        yield Problem(
-            "warning",
-            "transparent huge pages are off: transfers reach about two thirds of their speed",
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
-        )
-    limit, hard = memory.memlock_bytes, memory.memlock_hard_bytes
-    if memory.memlock_exempt or limit is None or limit >= COMFORTABLE_MEMLOCK_BYTES:
-        return
-    raisable = hard is None or hard > limit
-    yield Problem(
-        "note",
-        f"at most {_size(limit)} can be page-locked; only new_cpu_locked_tensor and empty_pinned "
-        "need more, transfers are as fast without",
-        f"ulimit -l {'unlimited' if hard is None else hard // 1024}"
-        if raisable
-        else 'echo "$USER - memlock unlimited" | sudo tee /etc/security/limits.d/nvmeio.conf'
-        "  # then log in again",
-    )
-
-
-def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> Iterator[Problem]:
-    if cufile.usable:
-        if cuda_available and not cufile.udev:
-            yield Problem(
-                "warning",
-                "udev's database (/run/udev/data) is missing: cuFile refuses files on disks",
-                "docker run -v /run/udev:/run/udev:ro ...  # in a container",
-            )
-        return
-    if cufile.source == "NVMEIO_CUFILE" and cufile.path is None:
-        yield Problem("warning", cufile.reason, "unset NVMEIO_CUFILE")
-    elif cufile.path is not None and cuda_available:
-        yield Problem(
-            "warning",
-            f"cuFile is installed and cannot be used: {cufile.reason}",
-            "run outside the sandbox: docker run --runtime=runc ..."
-            if not cufile.modules
-            else "less ~/.local/state/nvmeio/cufile.log  # what cuFile says itself",
-        )
-    elif cuda_available:
-        package = "nvidia-cufile-cu12" if (torch_cuda or "").startswith("12.") else "nvidia-cufile"
-        yield Problem(
-            "note",
-            "there is a CUDA device and no cuFile: CUDA tensors will go through host memory",
-            f"pip install {package}",
-        )
 
 
 # Showing
@@ -227,7 +96,7 @@ def render(report: Report, console: Console) -> None:
         _table(
             (facts.engine.auto is not None, "engine", *_engine(facts.engine)),
             (facts.aio.library is not None, "libaio", *_libaio(facts.aio)),
-            (_aio_is_plentiful(facts.aio), "AIO events", *_aio_events(facts.aio)),
+            (aio_is_plentiful(facts.aio), "AIO events", *_aio_events(facts.aio)),
             (facts.memory.huge_pages != "never", "huge pages", *_huge_pages(facts.memory)),
             (None, "page-locking", *_memlock(facts.memory)),
         ),
@@ -291,7 +160,7 @@ def _problems(problems: Sequence[Problem]) -> RenderableType:
     )
 
 
-def _engine(engine: Engine) -> tuple[str, str]:
+def _engine(engine: EngineChoice) -> tuple[str, str]:
     if engine.auto is None:
         return "none can be started", engine.reason
     others = (attempt for attempt in engine.attempts if attempt.name != engine.auto)
@@ -313,13 +182,13 @@ def _aio_events(aio: Aio) -> tuple[str, str]:
     return f"{aio.nr} of {aio.max_nr} taken", "fs.aio-nr of fs.aio-max-nr"
 
 
-def _huge_pages(memory: Memory) -> tuple[str, str]:
+def _huge_pages(memory: MemoryLimits) -> tuple[str, str]:
     if memory.huge_pages is None:
         return "unknown", "/sys/kernel/mm/transparent_hugepage cannot be read"
     return memory.huge_pages, ""
 
 
-def _memlock(memory: Memory) -> tuple[str, str]:
+def _memlock(memory: MemoryLimits) -> tuple[str, str]:
     limit = "unlimited" if memory.memlock_bytes is None else _size(memory.memlock_bytes)
     if memory.memlock_exempt and memory.memlock_bytes is not None:
         return "unlimited", f"by CAP_IPC_LOCK; the limit is {limit}"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import nvmeio
 from nvmeio import _mounts
-from nvmeio.cli import _cufile_facts, _facts, app, report
+from nvmeio.cli import _cufile_facts, _facts, _problems, app, report
 from nvmeio.engines import select
 from nvmeio.engines.cufile import search
 from nvmeio.errors import BackendUnavailableError
@@ -37,16 +37,16 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> _facts.Facts:
     return dataclasses.replace(
         real,
         directories=[here],
-        engine=_facts.Engine("libaio", [working]),
+        engine=_facts.EngineChoice("libaio", [working]),
         aio=_facts.Aio("libaio", "/lib/libaio.so.1", "", 0, 65536),
-        memory=_facts.Memory(None, None, False, "madvise"),
+        memory=_facts.MemoryLimits(None, None, False, "madvise"),
         software=dataclasses.replace(real.software, cuda_available=False),
         cufile=_facts.CuFile(None, "", "not in the usual places", False),
     )
 
 
-def problems(facts: _facts.Facts, **spoiled: object) -> list[report.Problem]:
-    return list(report.find_problems(dataclasses.replace(facts, **spoiled)))
+def problems(facts: _facts.Facts, **spoiled: object) -> list[_problems.Problem]:
+    return list(_problems.find_problems(dataclasses.replace(facts, **spoiled)))
 
 
 # The command
@@ -217,7 +217,7 @@ def test_aio_that_is_forbidden_is_a_warning(facts: _facts.Facts) -> None:
         _facts.EngineAttempt("libaio", False, "io_setup: ENOSYS"),
         _facts.EngineAttempt("threads", True, ""),
     ]
-    (problem,) = problems(facts, engine=_facts.Engine("threads", attempts))
+    (problem,) = problems(facts, engine=_facts.EngineChoice("threads", attempts))
     assert problem.severity == "warning"
     assert "io_setup: ENOSYS" in problem.what
     assert "seccomp" in problem.fix
@@ -256,14 +256,14 @@ def test_huge_pages_that_are_off_are_a_warning(facts: _facts.Facts) -> None:
     ],
 )
 def test_small_memlock_limit_is_a_note(facts: _facts.Facts, hard: int | None, fix: str) -> None:
-    (problem,) = problems(facts, memory=_facts.Memory(8 << 20, hard, False, "madvise"))
+    (problem,) = problems(facts, memory=_facts.MemoryLimits(8 << 20, hard, False, "madvise"))
     assert problem.severity == "note"
     assert "8 MiB" in problem.what
     assert problem.fix.startswith(fix)
 
 
 def test_memlock_limit_does_not_bind_the_privileged(facts: _facts.Facts) -> None:
-    assert problems(facts, memory=_facts.Memory(8 << 20, 8 << 20, True, "madvise")) == []
+    assert problems(facts, memory=_facts.MemoryLimits(8 << 20, 8 << 20, True, "madvise")) == []
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_gravest_problem_comes_first(facts: _facts.Facts) -> None:
     refused = DirectSupport(False, 0, 0, "no")
     found = problems(
         facts,
-        memory=_facts.Memory(8 << 20, None, False, "never"),
+        memory=_facts.MemoryLimits(8 << 20, None, False, "never"),
         directories=[dataclasses.replace(facts.directories[0], direct=refused)],
     )
     assert [problem.severity for problem in found] == ["error", "warning", "note"]
@@ -381,7 +381,7 @@ def test_the_report_fits_a_narrow_terminal(facts: _facts.Facts) -> None:
     """Words were broken in two, and labels cut, in 60 columns."""
     output = StringIO()
     console = Console(file=output, width=60, force_terminal=True, color_system=None)
-    report.render(report.Report(facts, list(report.find_problems(facts))), console)
+    report.render(report.Report(facts, list(_problems.find_problems(facts))), console)
     wide = shown(facts).split()
     narrow = output.getvalue()
     assert max(map(len, narrow.splitlines())) <= 60

@@ -27,7 +27,7 @@ MOST_BYTES_A_CALL = 1 << 30  # Linux moves less than 2 GiB in a system call
 Move = Callable[[int, list[memoryview], int], int]
 
 
-class Engine:
+class BenchEngine:
     """One way to move a tensor.
 
     Attributes:
@@ -58,7 +58,7 @@ class Engine:
         """Gives everything back."""
 
 
-class Nvmeio(Engine):
+class Nvmeio(BenchEngine):
     """`AioHandle` (or `GdsHandle`), one operation for the whole tensor."""
 
     def __init__(self, workload: Workload, engine: str, directory: Path) -> None:
@@ -80,7 +80,7 @@ class Nvmeio(Engine):
         self._handle.close()
 
 
-class FreshHandle(Engine):
+class FreshHandle(BenchEngine):
     """`AioHandle`, made and closed within the timing, as ds_io's aio_basic does it."""
 
     def __init__(self, workload: Workload, directory: Path) -> None:
@@ -105,7 +105,7 @@ def _finish(operation: nvmeio.Operation) -> None:
         raise
 
 
-class Reference(Engine):
+class Reference(BenchEngine):
     """What a drive gives to the plainest direct loop: 8 MiB at a time, in and out of one buffer.
 
     Like dd with direct I/O: neither the tensor nor an engine has a part in it, so it tells what
@@ -139,7 +139,7 @@ class Reference(Engine):
             os.close(descriptor)
 
 
-class Python(Engine):
+class Python(BenchEngine):
     """System calls from Python over the whole tensor, through the page cache."""
 
     buffered = True
@@ -165,7 +165,7 @@ class Python(Engine):
             os.close(descriptor)
 
 
-class TorchSave(Engine):
+class TorchSave(BenchEngine):
     """`torch.save` and `torch.load`, as most programs do it."""
 
     suffix = "pt"
@@ -182,7 +182,7 @@ class TorchSave(Engine):
         torch.save(tensor, path, _use_new_zipfile_serialization=not self._legacy)
 
 
-class TorchFast(Engine):
+class TorchFast(BenchEngine):
     """`torch.save` and `torch.load` over a file object that moves its bytes through nvmeio."""
 
     suffix = "pt"
@@ -218,7 +218,7 @@ class TorchFast(Engine):
         self._handle.close()
 
 
-class DeepSpeed(Engine):
+class DeepSpeed(BenchEngine):
     """DeepSpeed's own `aio_handle`, with page-locked memory of its own (see `memory`)."""
 
     def __init__(self, workload: Workload, directory: Path) -> None:
@@ -260,7 +260,7 @@ RAW = frozenset({*OURS, "aio_basic", "python", "deepspeed", "fio"})
 REFERENCE = "reference"
 
 
-def make(name: str, workload: Workload, task: int) -> Engine:
+def make(name: str, workload: Workload, task: int) -> BenchEngine:
     """An engine for one task.
 
     Raises:
@@ -273,7 +273,7 @@ def make(name: str, workload: Workload, task: int) -> Engine:
         return Nvmeio(workload, name, directory)
     if name == "python":
         return Python()
-    others: dict[str, Callable[[Workload, Path], Engine]] = {
+    others: dict[str, Callable[[Workload, Path], BenchEngine]] = {
         "aio_basic": FreshHandle,
         "torch_save": TorchSave,
         "torch_fast": TorchFast,

@@ -9,7 +9,7 @@ import torch
 
 import nvmeio
 from nvmeio.cli._bench import engines
-from nvmeio.cli._bench.engines import REFERENCE, DeepSpeed, Engine
+from nvmeio.cli._bench.engines import REFERENCE, BenchEngine, DeepSpeed
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
 from nvmeio.cli._exits import Failed
 from nvmeio.cli._measure.disk import cached_fraction, cpu_seconds, drop_from_cache
@@ -30,7 +30,7 @@ class Task:
         self._workload = workload
         self._index = index
         self._device = f"cuda:{workload.places[index].device}" if workload.gpu else "cpu"
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, BenchEngine] = {}
         self._own: dict[str, torch.Tensor] = {}
         # What engines move, and (on a GPU) what the user has: the same tensor without one.
         self._tensor = _allocate(workload)
@@ -79,7 +79,7 @@ class Task:
             else:
                 write_file(path, host[:REFERENCE_BYTES_MOST] if suffix == "ref" else host)
 
-    def _file(self, engine: Engine, loop: int) -> Path:
+    def _file(self, engine: BenchEngine, loop: int) -> Path:
         loop = 0 if engine.suffix == "ref" else loop
         return self._workload.file(self._index, loop, engine.suffix)
 
@@ -156,7 +156,7 @@ class Task:
                 f"byte {at} of {path.name} (task {self._index}, loop {turn.loop})"
             )
 
-    def _read_back(self, engine: Engine, path: Path) -> torch.Tensor:
+    def _read_back(self, engine: BenchEngine, path: Path) -> torch.Tensor:
         engine.sync(path)
         drop_from_cache(path)
         if engine.suffix == "pt":

@@ -17,7 +17,7 @@ from nvmeio.errors import BackendUnavailableError
 
 INSTALL = "apt-get install fio"
 
-Job = dict[str, Any]
+JobReport = dict[str, Any]
 
 
 class Figures(NamedTuple):
@@ -51,7 +51,9 @@ def require() -> str:
     return program
 
 
-def run(paths: Sequence[Path], options: Sequence[str], timeout_s: float | None = None) -> list[Job]:
+def run(
+    paths: Sequence[Path], options: Sequence[str], timeout_s: float | None = None
+) -> list[JobReport]:
     """Runs fio with a job for each file, all at once; its report of each.
 
     Raises:
@@ -84,11 +86,11 @@ def run(paths: Sequence[Path], options: Sequence[str], timeout_s: float | None =
     if process.returncode:
         lines = (errors or output).strip().splitlines() or [f"status {process.returncode}"]
         raise Failed(f"fio: {lines[0]}")
-    jobs: list[Job] = json.loads(output[output.index("{") :])["jobs"]
+    jobs: list[JobReport] = json.loads(output[output.index("{") :])["jobs"]
     return jobs
 
 
-def figures(jobs: Sequence[Job]) -> Figures:
+def figures(jobs: Sequence[JobReport]) -> Figures:
     """Of jobs that ran beside each other, all reading or all writing."""
     seconds = cpu_s = 0.0
     nbytes = operations = 0
