@@ -25,6 +25,7 @@ from nvmeio._formats import torch_zip
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
+from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
@@ -73,7 +74,7 @@ class Stream:
             self._filled += step
             done += step
             if self._filled == len(view):
-                self._drain()
+                run_interruptible(self._drain)
         return done
 
     def flush(self) -> None:
@@ -137,18 +138,24 @@ class FastFileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
-        self._replacement = Replacement(path)
-        self._own = handle is None
-        try:
-            self._handle = new_handle(path) if handle is None else handle
-            staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
-            self._stream = Stream(self._handle, self._replacement.file, staging)
-        except BaseException:
-            self._replacement.discard()
-            raise
         self._archive = _ArchiveWatch()
         self._failed: BaseException | None = None
         self._kept: BaseException | None = None  # what nobody has been told yet
+        self._inside = False  # a call; one that an interrupt has ended leaves it so
+        self._own = handle is None
+        # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it.
+        run_interruptible(lambda: self._open(path, handle))
+
+    def _open(self, path: str | os.PathLike[str], handle: AioHandle | None) -> None:
+        replacement = Replacement(path)
+        try:
+            self._handle = new_handle(path) if handle is None else handle
+            staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
+            self._stream = Stream(self._handle, replacement.file, staging)
+        except BaseException:
+            replacement.discard()
+            raise
+        self._replacement = replacement
 
     def write(self, data: Any) -> int:
         """Take any bytes; returns how many.
@@ -159,16 +166,33 @@ class FastFileWriter:
         """
         if self._failed is not None:
             return self._after_failure(data)
-        if self._replacement.closed:
+        if self._replacement.closed and not self._inside:
             raise ClosedError(f"{self._replacement.path} is complete; open another writer")
+        self._enter()
         try:
+            self._archive.see(data)
             written = self._stream.write(data)
         except BaseException as failed:
             self._failed = self._kept = failed
-            self._give_up()
+            run_interruptible(self._give_up)
+            self._inside = False
             return self._after_failure(data)
-        self._archive.see(data)
+        self._inside = False
         return written
+
+    def _enter(self) -> None:
+        """Begin a call; refused where one was interrupted, for nobody knows how far it came.
+
+        Raises:
+            ClosedError: It was; what was written is given up.
+        """
+        if self._inside:
+            run_interruptible(self._give_up)
+            raise ClosedError(
+                f"writing {self._replacement.path} was interrupted: it is as it was before; open "
+                "another writer"
+            )
+        self._inside = True
 
     def _after_failure(self, data: Any) -> int:
         """Torch closes its archive after a failure, fails at that, and raises nothing else.
@@ -176,7 +200,9 @@ class FastFileWriter:
         So what it writes then is taken, to nowhere, and the failure raised by the `flush` behind.
         """
         assert self._failed is not None
-        if isinstance(self._failed, TransferError) and self._archive.is_save():
+        ours = isinstance(self._failed, TransferError) and self._archive.is_save()
+        # One that interrupts may come before the name of the first record.
+        if ours or (isinstance(self._failed, KeyboardInterrupt) and self._archive.is_archive()):
             return memoryview(data).nbytes
         self._kept = None
         raise self._failed
@@ -208,6 +234,7 @@ class FastFileWriter:
         self._tell()
         if not self._replacement.closed:
             self._commit()
+        self._inside = False
 
     def _tell(self) -> None:
         """Raise the failure that `write` kept to itself."""
@@ -218,9 +245,14 @@ class FastFileWriter:
     def discard(self) -> None:
         """Give up what was written; `path` stays as it was. Nothing once it is committed."""
         if not self._replacement.closed:
-            self._give_up()
+            run_interruptible(self._give_up)
 
     def _commit(self) -> None:
+        self._enter()
+        run_interruptible(self._finish)
+        self._inside = False
+
+    def _finish(self) -> None:
         try:
             self._stream.finish()
             self._replacement.commit()
@@ -255,7 +287,7 @@ class FastFileWriter:
             self.discard()
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        if not hasattr(self, "_failed") or self._replacement.closed:
+        if not hasattr(self, "_replacement") or self._replacement.closed:
             return
         try:
             warn(
@@ -265,7 +297,7 @@ class FastFileWriter:
                 source=self,
             )
         finally:  # warnings may be errors
-            self.discard()
+            self._give_up()
 
     @property
     def closed(self) -> bool:
@@ -317,6 +349,10 @@ class _ArchiveWatch:
         """Whether `nbytes` bytes are all of what torch.save writes."""
         return self.is_save() and self._ends(nbytes)
 
+    def is_archive(self) -> bool:
+        """Whether it begins as a zip archive does."""
+        return self._head.startswith(torch_zip.LOCAL_MAGIC)
+
     def is_save(self) -> bool:
         """Whether it is torch.save that writes."""
         name_length = int.from_bytes(self._head[26:28], "little")
@@ -348,18 +384,22 @@ class FastFileReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
-        self._reading = contextlib.ExitStack()  # no Checkpointer recycles it meanwhile
-        self._file = self._reading.enter_context(open_reading(path))
+        self._own = handle is None
+        self._position = 0
+        self._ahead = (0, b"")  # where it lies, and what is there
+        # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it.
+        run_interruptible(lambda: self._open(path, handle))
+
+    def _open(self, path: str | os.PathLike[str], handle: AioHandle | None) -> None:
+        opened = contextlib.ExitStack()  # no Checkpointer recycles it meanwhile
         try:
+            self._file = opened.enter_context(open_reading(path))
             self._size = self._file.size()
-            self._own = handle is None
             self._handle = new_handle(path) if handle is None else handle
         except BaseException:
-            self._reading.close()
+            opened.close()
             raise
-        self._position = 0
-        self._ahead = b""
-        self._ahead_at = 0
+        self._reading = opened
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """As for any file."""
@@ -379,7 +419,7 @@ class FastFileReader:
         wanted = max(0, min(len(view), self._size - self._position))
         if wanted >= _READ_AHEAD_BYTES:
             into = torch.frombuffer(view[:wanted], dtype=torch.uint8)
-            self._handle.sync_pread(into, self._file, self._position)
+            self._read_into(into)
         elif wanted:
             view[:wanted] = self._small(wanted)
         self._position += wanted
@@ -404,19 +444,26 @@ class FastFileReader:
         return line
 
     def _small(self, wanted: int) -> bytes:
-        start = self._position - self._ahead_at
-        if not 0 <= start <= len(self._ahead) - wanted:
+        at, data = self._ahead
+        if not 0 <= self._position - at <= len(data) - wanted:
             ahead = buffers.empty_aligned(
                 min(_READ_AHEAD_BYTES, self._size - self._position), dtype=torch.uint8
             )
-            self._handle.sync_pread(ahead, self._file, self._position)
-            self._ahead = ctypes.string_at(ahead.data_ptr(), ahead.numel())
-            self._ahead_at = self._position
-            start = 0
-        return self._ahead[start : start + wanted]
+            self._read_into(ahead)
+            at, data = self._position, ctypes.string_at(ahead.data_ptr(), ahead.numel())
+            self._ahead = (at, data)
+        start = self._position - at
+        return data[start : start + wanted]
+
+    def _read_into(self, memory: torch.Tensor) -> None:
+        position = self._position
+        run_interruptible(lambda: self._handle.sync_pread(memory, self._file, position))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
+        run_interruptible(self._close)
+
+    def _close(self) -> None:
         self._reading.close()
         if self._own:
             self._handle.close()
@@ -433,8 +480,8 @@ class FastFileReader:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            self.close()
+        if hasattr(self, "_reading"):
+            self._close()
 
     @property
     def closed(self) -> bool:

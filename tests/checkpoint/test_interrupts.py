@@ -262,3 +262,47 @@ def test_checkpointer_goes_on_after_signals(tmp_path: Path) -> None:
         signal.signal(signal.SIGALRM, before)
         checkpointer.close()
     resources.check()
+
+
+# Files for torch.save and torch.load
+
+
+# One that is dropped before its `with` has begun warns that it was not closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_file_objects_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
+    path = tmp_path / "a.pt"
+    saved = state()
+
+    def work() -> None:
+        try:
+            with nvmeio.FastFileWriter(path, handle=handle) as writer:
+                torch.save(saved, writer)
+        except (RuntimeError, nvmeio.ClosedError) as failed:
+            # torch ends its archive behind an interrupt, and says of what it could not.
+            assert "unexpected pos" in str(failed) or "was interrupted" in str(failed)
+            raise KeyboardInterrupt from failed
+        with nvmeio.FastFileReader(path, handle=handle) as reader:
+            torch.load(reader)
+
+    work()
+    resources = Resources(tmp_path)
+    count = 0
+    for _ in interrupted(work, 80):
+        count += 1
+        resources.check()
+        assert_same(nvmeio.load(path, handle=handle), saved)
+    assert count > 30
+
+
+def test_writer_that_was_interrupted_says_so(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
+    """What it has taken is not known: the next call must not go on as if nothing was."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"before")
+    writer = nvmeio.FastFileWriter(path, handle=handle)
+    writer.write(b"first")
+    writer._inside = True  # as an interrupt leaves it
+    with pytest.raises(nvmeio.ClosedError, match="was interrupted"):
+        writer.write(b"second")
+    assert writer.closed
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["a.bin"]
