@@ -1,9 +1,9 @@
 """Parameters through a window of memory: for models that are streamed, swapped or mapped.
 
 To be read in this order: `order` (what comes next, and what may go), `reader` (the thread that
-keeps the drive busy), `lent` (memory that is free when the last tensor over it is gone), `window`
-(what is in memory, by whom it is held), `calls` (how a module's call is framed, so that what it
-holds ends with it).
+keeps the drive busy), `window` (what is in memory, by whom it is held), `lent` (memory that is free
+when the last tensor over it is gone), `calls` (how a module's call is framed, so that what it holds
+ends with it).
 
 One `OwnerThread` a residency owns the window: its methods are called there and nowhere else. What
 callers hold are leases, which end with the call that they are for, however it ends.

@@ -10,12 +10,28 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Hashable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from nvmeio._residency.window import Slot
 from nvmeio.pool import Lease, PinnedPool
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+
+class LentSlot(Slot[Unit]):
+    """Memory that is free with the last tensor over `memory`.
+
+    `host` has the same bytes and counts for nothing: for reads, whose own references may last a
+    moment longer than they do.
+    """
+
+    def __init__(self, unit: Unit, memory: torch.Tensor, host: torch.Tensor) -> None:
+        super().__init__(unit, host)
+        self.memory: torch.Tensor | None = memory  # None: the slot has given up its share
 
 
 class LentPool:
@@ -32,13 +48,8 @@ class LentPool:
         self._ended: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
         self._out: dict[int, tuple[weakref.ref[Any], Lease]] = {}  # by the id of the reference
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Bytes, page-aligned; None where they are not free now.
-
-        Returns:
-            The same bytes twice: with a storage whose end gives them back, and with one that
-            counts for nothing, for reads, whose own references to it may last a moment longer.
-        """
+    def take(self, unit: Unit, nbytes: int) -> LentSlot[Unit] | None:
+        """Memory for a unit, page-aligned; None where it is not free now."""
         self._take_back()
         lease = self._pool.take(nbytes, timeout=0)
         try:
@@ -49,7 +60,7 @@ class LentPool:
         room.arena = lent  # stays mapped for as long as the storage lives, whatever is closed
         mark = weakref.ref(room, self._ended.put)
         self._out[id(mark)] = mark, lease
-        return torch.frombuffer(room, dtype=torch.uint8), lent
+        return LentSlot(unit, torch.frombuffer(room, dtype=torch.uint8), lent)
 
     def _take_back(self) -> None:
         while not self._ended.empty():

@@ -10,9 +10,10 @@ parameters are laid over them) and of an `Order` (what comes next, what may go).
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Hashable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -44,15 +45,18 @@ class Slot(Generic[Unit]):
 SomeSlot = TypeVar("SomeSlot", bound=Slot)  # type: ignore[type-arg]
 
 
-AnyUnit = TypeVar("AnyUnit", contravariant=True)
-
-
-class Keeper(Protocol[AnyUnit, SomeSlot]):
+class Keeper(abc.ABC, Generic[Unit, SomeSlot]):
     """Who keeps the units of a window; called by it."""
 
-    def take(self, unit: AnyUnit) -> SomeSlot | None:
+    @abc.abstractmethod
+    def take(self, unit: Unit) -> SomeSlot | None:
         """Memory for a unit; None where none is free now."""
 
+    @abc.abstractmethod
+    def take_anyway(self, unit: Unit) -> SomeSlot:
+        """Memory for a unit that is needed and finds none; raises if there is no way."""
+
+    @abc.abstractmethod
     def fill(self, slot: SomeSlot) -> Fill:
         """The reads that bring its bytes."""
 
@@ -61,6 +65,7 @@ class Keeper(Protocol[AnyUnit, SomeSlot]):
 
     def explain(self, slot: SomeSlot, error: BaseException) -> BaseException:
         """What is raised for a read that failed."""
+        return error
 
     def bind(self, slot: SomeSlot) -> None:
         """Lay the parameters over their bytes."""
@@ -70,12 +75,11 @@ class Keeper(Protocol[AnyUnit, SomeSlot]):
 
     def rest(self, slot: SomeSlot) -> bool:
         """Nobody holds it any more: whether it goes now. May unbind."""
+        return True
 
+    @abc.abstractmethod
     def give_back(self, slot: SomeSlot) -> None:
         """Its memory is not used any more."""
-
-    def take_anyway(self, unit: AnyUnit) -> SomeSlot:
-        """Memory for a unit that is needed and finds none; raises if there is no way."""
 
 
 class Window(Generic[Unit, SomeSlot]):

@@ -22,7 +22,7 @@ from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.threads import SLICE_S
 from nvmeio._residency.order import Round
 from nvmeio._residency.reader import Fill
-from nvmeio._residency.window import Window
+from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.inference._binding import check, install, names_in, uninstall
 from nvmeio.inference._lockstep import Lockstep
@@ -59,7 +59,7 @@ class Waiting(NamedTuple):
             pass
 
 
-class Keeper:
+class Weights(Keeper[Unit, Slot]):
     """Memory and reads of a stream's units, for its window."""
 
     def __init__(self, resources: Resources) -> None:
@@ -148,7 +148,7 @@ class Uses:
         self._owner = owner
         self.resources = resources
         self._fixed, self._units = partition
-        self._keeper = Keeper(resources)
+        self._keeper = Weights(resources)
         streamed = [unit for unit in self._units if unit.modules or unit.resident]
         self._order = Round(streamed)
         self._window: Window[Unit, Slot] = Window(resources.reader, self._keeper, self._order)

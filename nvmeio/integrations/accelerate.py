@@ -31,11 +31,10 @@ from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._residency import window
-from nvmeio._residency.lent import LentPool
+from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Round
 from nvmeio._residency.reader import Fill, Reader, Wanted
-from nvmeio._residency.window import Window
+from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -58,15 +57,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class _Slot(window.Slot[str]):
-    """The pages of a tensor; `memory` is lent for as long as the tensor lives."""
-
-    def __init__(self, name: str, memory: torch.Tensor, host: torch.Tensor) -> None:
-        super().__init__(name, host)
-        self.memory: torch.Tensor | None = memory
-
-
-class _Reading:
+class _Reading(Keeper[str, LentSlot[str]]):
     """Tensors on their way through a window; called by the thread that owns it.
 
     Args:
@@ -80,7 +71,7 @@ class _Reading:
         self._facts = {place.file.path: _facts(place.file) for place in places.values()}
         self._pool = LentPool(budget_bytes)
         self._reader = Reader(handle)
-        self.window: Window[str, _Slot] = Window(self._reader, self, Round(list(places)))
+        self.window: Window[str, LentSlot[str]] = Window(self._reader, self, Round(list(places)))
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, whose memory ends with it."""
@@ -105,25 +96,24 @@ class _Reading:
 
     # What the window asks for
 
-    def take(self, unit: str) -> _Slot | None:
+    def take(self, unit: str) -> LentSlot[str] | None:
         """Pages of the window."""
-        lent = self._pool.take(_pages(self._places[unit]))
-        return None if lent is None else _Slot(unit, *lent)
+        return self._pool.take(unit, _pages(self._places[unit]))
 
-    def take_anyway(self, unit: str) -> _Slot:
+    def take_anyway(self, unit: str) -> LentSlot[str]:
         """All of the window is in use: memory of its own."""
         nbytes = _pages(self._places[unit])
         memory = MemoryMapping(nbytes).tensor(0, (nbytes,), torch.uint8)
-        return _Slot(unit, memory, memory)
+        return LentSlot(unit, memory, memory)
 
-    def fill(self, slot: _Slot) -> Fill:
+    def fill(self, slot: LentSlot[str]) -> Fill:
         """One read, of whole pages."""
         place = self._places[slot.unit]
         start = place.offset // PAGE_BYTES * PAGE_BYTES
         end = min(start + slot.host.nbytes, place.file.size())
         return Fill([Wanted(place.file, start, slot.host[: end - start], 0)] * bool(place.nbytes))
 
-    def check(self, slot: _Slot) -> None:
+    def check(self, slot: LentSlot[str]) -> None:
         """Raise if the file was written to."""
         file = self._places[slot.unit].file
         if _facts(file) != self._facts[file.path]:
@@ -133,23 +123,13 @@ class _Reading:
                 found=_facts(file),
             )
 
-    def explain(self, slot: _Slot, error: BaseException) -> BaseException:
+    def explain(self, slot: LentSlot[str], error: BaseException) -> BaseException:
         """With the name of the tensor."""
         if isinstance(error, TransferError):
             return with_context(error, f"weight {slot.unit!r}")
         return error
 
-    def bind(self, slot: _Slot) -> None:
-        """Nothing: accelerate puts tensors into modules."""
-
-    def unbind(self, slot: _Slot) -> None:
-        """Nothing."""
-
-    def rest(self, slot: _Slot) -> bool:
-        """What nobody asked for goes."""
-        return True
-
-    def give_back(self, slot: _Slot) -> None:
+    def give_back(self, slot: LentSlot[str]) -> None:
         """With the tensor, if there is one."""
         slot.memory = None
 

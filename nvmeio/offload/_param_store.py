@@ -22,11 +22,10 @@ import torch
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
-from nvmeio._residency import window
-from nvmeio._residency.lent import LentPool
+from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, Wanted
-from nvmeio._residency.window import Window
+from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -47,12 +46,7 @@ _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
 
 
-class Slot(window.Slot[Unit]):
-    """The memory of a unit; `memory` is that of `host`, and lent for as long as it lives."""
-
-    def __init__(self, unit: Unit, memory: torch.Tensor, host: torch.Tensor) -> None:
-        super().__init__(unit, host)
-        self.memory: torch.Tensor | None = memory
+Slot = LentSlot[Unit]
 
 
 class Gathered(NamedTuple):
@@ -69,7 +63,7 @@ class Gathered(NamedTuple):
     written: list[bool]
 
 
-class ParamStore:
+class ParamStore(Keeper[Unit, Slot]):
     """The home of the parameters.
 
     Args:
@@ -227,8 +221,7 @@ class ParamStore:
 
     def take(self, unit: Unit) -> Slot | None:
         """Memory of the budget."""
-        lent = self._pool.take(unit.nbytes)
-        return None if lent is None else Slot(unit, *lent)
+        return self._pool.take(unit, unit.nbytes)
 
     def fill(self, slot: Slot) -> Fill:
         """From where the parameters are now."""
@@ -243,13 +236,6 @@ class ParamStore:
                 for move in self._moves(slot.unit)
             ]
         )
-
-    def check(self, slot: Slot) -> None:
-        """Nothing: nobody else writes to these files."""
-
-    def explain(self, slot: Slot, error: BaseException) -> BaseException:
-        """As it is."""
-        return error
 
     def bind(self, slot: Slot) -> None:
         """Lay the parameters over their bytes."""
