@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -201,7 +202,8 @@ class Twice(_Signal):
     def _interrupt(self) -> None:
         """In a thread: twice, some time after the drive was asked for something."""
         begun = self._engine.begun
-        while self._engine.begun == begun:
+        until = time.monotonic() + 1.0  # what it was asked for before may be held up as well
+        while self._engine.begun == begun and time.monotonic() < until:
             if self._over.wait(0.001):
                 return
         for patience_s in (0.3, self._limit_s):
