@@ -74,6 +74,7 @@ class Replacement:
         self._target = os.path.realpath(self._path)
         replaces = _check_target(self._path, self._target)
         self._directory = os.path.dirname(self._target)
+        _make_directory(self._directory)
         remove_leftovers(self._directory)
         taken = None if recycle is None else _take(recycle, self._target)
         self.recycled = taken is not None
@@ -337,6 +338,15 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
         raise
     os.close(fd)
     return None
+
+
+def _make_directory(directory: str) -> None:
+    """Make a directory that is missing, durably; one level. What cannot be made is told later."""
+    if os.path.isdir(directory):
+        return
+    with contextlib.suppress(OSError):
+        os.mkdir(directory)
+        sync_directory(os.path.dirname(directory))
 
 
 def _make_temporary(path: str, target: str) -> tuple[str, int]:

@@ -41,8 +41,8 @@ def save(
 
     Args:
         obj: Anything that torch.save takes; it must not be changed meanwhile.
-        path: The file. A symbolic link stays, and what it leads to is replaced. A file that
-            exists keeps its permissions.
+        path: The file. Its directory is made if it is missing, one level. A symbolic link stays,
+            and what it leads to is replaced. A file that exists keeps its permissions.
         pickle_module: As for torch.save.
         pickle_protocol: As for torch.save.
         checksum: Write the CRC-32 of every record, computed beside the transfer; `nvmeio verify`

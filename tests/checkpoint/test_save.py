@@ -312,7 +312,7 @@ def test_targets_that_are_no_file(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for target, error in (
         (tmp_path, IsADirectoryError),
-        (tmp_path / "missing" / "a.pt", FileNotFoundError),
+        (tmp_path / "missing" / "two" / "a.pt", FileNotFoundError),
         (tmp_path / "pipe", nvmeio.TransferError),
         ("/dev/null", nvmeio.TransferError),
         (tmp_path / "loop", nvmeio.TransferError),
@@ -492,3 +492,12 @@ def test_damaged_settings_lose_no_checkpoint(
     nvmeio.save({"a": 1}, tmp_path / "a.pt")
     assert "not using the stored settings" in caplog.text and "tuned.json" in caplog.text
     assert nvmeio.load(tmp_path / "a.pt") == {"a": 1}
+
+
+def test_a_missing_directory_is_made_one_level(tmp_path: Path) -> None:
+    """As swap directories and those of Checkpointers are."""
+    nvmeio.save({"a": 1}, tmp_path / "made" / "a.pt")
+    assert nvmeio.load(tmp_path / "made" / "a.pt") == {"a": 1}
+    with pytest.raises(FileNotFoundError):
+        nvmeio.save({"a": 1}, tmp_path / "one" / "two" / "a.pt")
+    assert not (tmp_path / "one").exists()
