@@ -53,6 +53,8 @@ void nv_engine_counters(nv_engine *, nv_counters *);
 nv_cq *nv_cq_new(nv_engine *);
 int nv_cq_fd(nv_cq *);
 int nv_cq_reap(nv_cq *, uint64_t *tokens, int max);
+int nv_cq_peek(nv_cq *, uint64_t *tokens, int max); /* leaves them there */
+void nv_cq_acknowledge(nv_cq *, const uint64_t *tokens, int n);
 void nv_cq_wake(nv_cq *);
 void nv_cq_close(nv_cq *); /* nothing arrives any more; still safe to reap and wake */
 void nv_cq_free(nv_cq *);
@@ -73,10 +75,23 @@ int64_t nv_moved(nv_request *); /* once done: bytes, or -errno */
 const nv_result *nv_request_result(nv_request *);
 void nv_request_free(nv_request *);
 
-/* A byte that is 0 while it is held, and 1 again afterwards; NULL if it was 0 before. */
-typedef struct nv_hold nv_hold;
-nv_hold *nv_hold_flag(uint64_t address);
+/* A byte that is 0 while it is held, and 1 again afterwards. One that was 0 before is not held. */
+typedef struct nv_held nv_held;
+typedef struct {
+  nv_held *held; /* NULL: nothing */
+} nv_hold;
+int nv_can_hold(uint64_t address);
+void nv_hold_flag(nv_hold *, uint64_t address);
 void nv_unhold(nv_hold *);
+
+/* Descriptors of one file, or -1. */
+typedef struct {
+  int direct;
+  int buffered;
+} nv_fds;
+int nv_fds_open(nv_fds *, int direct, const char *path, int flags); /* the descriptor, or -errno */
+int nv_fds_duplicate(nv_fds *, int fd);
+int nv_fds_close(nv_fds *); /* whatever is open */
 
 /* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
 int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);

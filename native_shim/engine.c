@@ -130,7 +130,7 @@ nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode,
 void nv_start(nv_request *request) {
   nv_engine *engine = (nv_engine *)request->common;
   if (nv_forked(&engine->common)) return;
-  request->started = 1;
+  if (atomic_exchange(&request->started, 1)) return;
   atomic_fetch_add(&engine->common.in_flight, 1);
   uint32_t lane = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
   nv_lane_push(&engine->lanes[lane], &request->parts[0]);

@@ -12,18 +12,18 @@
 
 #define BUCKETS 256
 
-struct nv_hold {
+struct nv_held {
   unsigned char *flag;
   uint64_t count;
   unsigned generation;
-  nv_hold *next;
+  nv_held *next;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static nv_hold *buckets[BUCKETS];
+static nv_held *buckets[BUCKETS];
 static unsigned generation; /* of forks */
 
-static nv_hold **bucket_of(const unsigned char *flag) {
+static nv_held **bucket_of(const unsigned char *flag) {
   return &buckets[((uintptr_t)flag >> 6) % BUCKETS];
 }
 
@@ -35,7 +35,7 @@ static void after_fork_in_parent(void) { pthread_mutex_unlock(&mutex); }
  * whoever drops them, nv_unhold finds them to be of another generation. */
 static void after_fork_in_child(void) {
   for (int i = 0; i < BUCKETS; i++) {
-    for (nv_hold *hold = buckets[i]; hold; hold = hold->next) *hold->flag = 1;
+    for (nv_held *hold = buckets[i]; hold; hold = hold->next) *hold->flag = 1;
     buckets[i] = NULL;
   }
   generation++;
@@ -46,32 +46,49 @@ __attribute__((constructor)) static void watch_forks(void) {
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
-nv_hold *nv_hold_flag(uint64_t address) {
+/* With the mutex held. */
+static nv_held *find(unsigned char *flag) {
+  nv_held *held = *bucket_of(flag);
+  while (held && held->flag != flag) held = held->next;
+  return held;
+}
+
+int nv_can_hold(uint64_t address) {
   unsigned char *flag = (unsigned char *)(uintptr_t)address;
-  nv_hold **bucket = bucket_of(flag), *hold;
   pthread_mutex_lock(&mutex);
-  for (hold = *bucket; hold && hold->flag != flag; hold = hold->next) {
-  }
-  if (!hold && *flag && (hold = malloc(sizeof *hold))) {
-    *hold = (nv_hold){flag, 0, generation, *bucket};
-    *bucket = hold;
+  int can = *flag || find(flag);
+  pthread_mutex_unlock(&mutex);
+  return can;
+}
+
+void nv_hold_flag(nv_hold *hold, uint64_t address) {
+  unsigned char *flag = (unsigned char *)(uintptr_t)address;
+  pthread_mutex_lock(&mutex);
+  nv_held *held = find(flag);
+  if (!held && *flag && (held = malloc(sizeof *held))) {
+    nv_held **bucket = bucket_of(flag);
+    *held = (nv_held){flag, 0, generation, *bucket};
+    *bucket = held;
     *flag = 0;
   }
-  if (hold) hold->count++;
+  if (held) held->count++;
+  hold->held = held;
   pthread_mutex_unlock(&mutex);
-  return hold;
 }
 
 void nv_unhold(nv_hold *hold) {
+  nv_held *held = hold->held;
+  if (!held) return;
+  hold->held = NULL;
   pthread_mutex_lock(&mutex);
   /* After a fork the parent's count is left as it was, so its last hold here frees it too. */
-  int last = --hold->count == 0;
-  if (last && hold->generation == generation) {
-    nv_hold **at = bucket_of(hold->flag);
-    while (*at != hold) at = &(*at)->next;
-    *at = hold->next;
-    *hold->flag = 1;
+  int last = --held->count == 0;
+  if (last && held->generation == generation) {
+    nv_held **at = bucket_of(held->flag);
+    while (*at != held) at = &(*at)->next;
+    *at = held->next;
+    *held->flag = 1;
   }
   pthread_mutex_unlock(&mutex);
-  if (last) free(hold);
+  if (last) free(held);
 }

@@ -60,7 +60,7 @@ struct nv_request {
   nv_request *done_prev, *done_next;
   int linked; /* in completion queue's done list */
   int orphan; /* freed by its owner before it was done: the lane frees it */
-  int started;
+  atomic_int started;
   atomic_int done; /* written with the mutex held, looked at without */
 
   /* the transfer, constant after nv_prepare */

@@ -124,6 +124,14 @@ static void unlink_done(nv_cq *cq, nv_request *request) {
   request->linked = 0;
 }
 
+/* With the mutex held: nothing is there. */
+static void hush(nv_cq *cq) {
+  uint64_t count;
+  ssize_t ignored = read(cq->efd, &count, sizeof count);
+  (void)ignored;
+  cq->signalled = 0;
+}
+
 /* Takes up to max tokens of finished requests. All under the mutex: the descriptor's number may be
  * somebody else's once the completion queue is closed. */
 int nv_cq_reap(nv_cq *cq, uint64_t *tokens, int max) {
@@ -146,6 +154,38 @@ int nv_cq_reap(nv_cq *cq, uint64_t *tokens, int max) {
   }
   pthread_mutex_unlock(&common->mutex);
   return n;
+}
+
+/* Some of what a reap would take. With nothing there, a late signal is used up. */
+int nv_cq_peek(nv_cq *cq, uint64_t *tokens, int max) {
+  nv_common *common = cq->common;
+  if (nv_forked(common)) return 0;
+  int n = 0;
+  pthread_mutex_lock(&common->mutex);
+  if (!cq->closed) {
+    for (nv_request *request = cq->head; request && n < max; request = request->done_next)
+      tokens[n++] = request->token;
+    if (!n) hush(cq);
+  }
+  pthread_mutex_unlock(&common->mutex);
+  return n;
+}
+
+void nv_cq_acknowledge(nv_cq *cq, const uint64_t *tokens, int n) {
+  nv_common *common = cq->common;
+  if (nv_forked(common)) return;
+  pthread_mutex_lock(&common->mutex);
+  if (!cq->closed) {
+    for (int i = 0; i < n; i++) {
+      nv_request *request = cq->head;
+      while (request && request->token != tokens[i]) request = request->done_next;
+      if (!request) continue; /* somebody else has, or it was freed */
+      unlink_done(cq, request);
+      leave_cq(request);
+    }
+    if (!cq->head) hush(cq);
+  }
+  pthread_mutex_unlock(&common->mutex);
 }
 
 void nv_cq_close(nv_cq *cq) {

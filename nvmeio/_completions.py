@@ -62,15 +62,14 @@ class CompletionQueues:
         if loop not in self._loops:
             self.forget_closed_loops()
         with self._lock:
-            if (
-                self._released
-            ):  # by another thread: a completion queue that is opened now nobody would close
+            # By another thread: a queue that is opened now nobody would close.
+            if self._released:
                 return self.default
             known = self._loops.get(loop)
             if known is None:
-                known = self._loops[loop] = _LoopQueue(
-                    self._engine.open_completion_queue(), loop, self._reap
-                )
+                cq = self._engine.open_completion_queue()
+                known = self._loops[loop] = _LoopQueue(cq, loop, self._reap)
+            known.attach()
             self._latest = (loop, known.cq)
         return known.cq
 
@@ -104,15 +103,14 @@ class CompletionQueues:
 
     def release(self) -> None:
         """Stop watching, everywhere, and close the completion queues; nothing may be in flight."""
+        # An interrupt may come after each of these: each may be done again.
         with self._lock:
-            if self._released:
-                return
             self._released = True
-            loops, self._loops = self._loops, {}
-            dispatcher = self._dispatcher
             self._latest = (None, self.default)
-        for cq in loops.values():
+        for loop, cq in list(self._loops.items()):
             cq.detach_from_anywhere()
+            self._loops.pop(loop, None)
+        dispatcher = self._dispatcher
         if dispatcher is not None and dispatcher is not threading.current_thread():
             self.default.wake()
             dispatcher.join()
@@ -141,8 +139,14 @@ class _LoopQueue:
         self.cq = cq
         self._loop = loop
         self._reap = reap
-        self._attached = True
-        loop.add_reader(cq.fileno(), self._ready)
+        self._attached = False
+        self._closed = False
+
+    def attach(self) -> None:
+        """Watch from now on; once is enough."""
+        if not self._attached:
+            self._loop.add_reader(self.cq.fileno(), self._ready)
+            self._attached = True
 
     def _ready(self) -> None:
         self._reap(self.cq, False)
@@ -156,8 +160,8 @@ class _LoopQueue:
         self._detach()
 
     def _detach(self) -> None:
-        if self._attached:
-            self._attached = False
+        if not self._closed:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self.cq.fileno())
             self.cq.close()
+            self._closed = True

@@ -1,13 +1,18 @@
 """The life of operations: started, in flight, claimed, settled; and who notices.
 
 A completion is noticed by whoever watches the completion queue at which it arrives
-(`_completions`). An operation started on a running event loop reports at that loop's queue. One
+(`_completions`). An record started on a running event loop reports at that loop's queue. One
 started with no loop reports at the default queue, where nobody watches: `result`, `done` and `wait`
-look at the operation itself. Only when somebody asks to be told does it move to a loop's queue (an
+look at the record itself. Only when somebody asks to be told does it move to a loop's queue (an
 await), or does a thread begin to watch the default queue (a callback).
 
 Whoever notices first claims the operation, and only the claimer concludes it, so every operation
 is settled exactly once.
+
+An interrupt (Ctrl-C) may come between any two steps of the main thread, but in no other. So a
+completion stays in its queue until what follows from it is done, and whatever a thread leaves half
+done is handed to the *finisher*, a thread of the core's, which begins it again: every step here may
+be run twice.
 """
 
 from __future__ import annotations
@@ -22,18 +27,17 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from nvmeio import _transfer, files
 from nvmeio._completions import CompletionQueues
-from nvmeio._loops import in_a_thread
+from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._plan import Plan
+from nvmeio._record import Record
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
-from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
 
@@ -64,17 +68,15 @@ class Core:
         self.below = below
         self._planner = planner
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
-        self._condition = threading.Condition(self._lock)
-        self._sleepers = 0
-        self._refusal = ""  # why no operation is accepted any more
+        self._refusal = ""  # why no record is accepted any more
         self._shut = False
-        self._live: dict[int, Operation] = {}
-        self._failed: dict[int, Operation] = {}  # whose error nobody has seen yet
+        self._live: dict[int, Record] = {}
+        self._failed: dict[int, Record] = {}  # whose error nobody has seen yet
         self._finished = 0
         self._unissued = Counters()  # what the engine's counters lack, or have too much
         self._tokens = itertools.count(1)
         self._completions = CompletionQueues(engine, self.reap, self._adopt)
-        self._finisher: concurrent.futures.ThreadPoolExecutor | None = None
+        self._finisher = Beside("nvmeio-finish", self._finish_again)
         _unreleased.add(self)
 
     # --- starting -----------------------------------------------------------------------------
@@ -86,10 +88,10 @@ class Core:
         file: str | os.PathLike[str] | int | File,
         file_offset: int,
         check: Callable[[], None] | None = None,
-    ) -> Operation:
-        """Start a read or write; failures of the open are the operation's, not the call's.
+    ) -> Record:
+        """Start a read or write; failures of the open are the record's, not the call's.
 
-        `check` runs after success, off the event loop; what it raises is the operation's error.
+        `check` runs after success, off the event loop; what it raises is the record's error.
         """
         opened: Descriptors | None = None
         try:
@@ -102,62 +104,58 @@ class Core:
                 return self._failed_at_once(opcode, memory, failed, file_offset)
             memory.end()
             raise
-        operation = Operation(
-            self, next(self._tokens), opcode, memory, opened.path, file_offset, memory.nbytes
+        record = Record(
+            next(self._tokens), opcode, memory, opened.path, file_offset, memory.nbytes, check
         )
-        operation._check = check
-        return self._submit(operation, opened, planned, transfer)
+        return self._submit(record, opened, planned, transfer)
 
-    def start_sync(self, opcode: Opcode, opened: Descriptors) -> Operation:
+    def start_sync(self, opcode: Opcode, opened: Descriptors) -> Record:
         """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
-        operation = Operation(self, next(self._tokens), opcode, None, opened.path, 0, 0)
-        return self._submit(operation, opened, *_transfer.plan_sync(opcode, opened))
+        record = Record(next(self._tokens), opcode, None, opened.path, 0, 0)
+        return self._submit(record, opened, *_transfer.plan_sync(opcode, opened))
 
     def _submit(
-        self, operation: Operation, opened: Descriptors, plan: Plan, transfer: Transfer
-    ) -> Operation:
-        operation._opened = opened
-        operation._plan = plan
-        token = operation._token
+        self, record: Record, opened: Descriptors, plan: Plan, transfer: Transfer
+    ) -> Record:
+        record.opened = opened
+        record.plan = plan
+        token = record.token
         try:
-            operation._home = cq = self._completions.here()
-            operation._request = request = self.engine.prepare(cq, token, transfer)
+            record.home = cq = self._completions.here()
+            record.request = request = self.engine.prepare(cq, token, transfer)
             with self._lock:
                 self.check_open()
-                self._live[token] = operation
+                self._live[token] = record
             request.start()
         except BaseException:
-            self._withdraw(operation)
+            self._withdraw(record)
             raise
         if cq is self._completions.default and not token % _REAP_EVERY:
             self.reap(cq, True)
-        return operation
+        return record
 
-    def _withdraw(self, operation: Operation) -> None:
+    def _withdraw(self, record: Record) -> None:
         """The start failed or was interrupted; one that has begun after all goes on."""
-        request = operation._request
+        request = record.request
         if request is not None and request.started():
+            request.start()  # whoever is to be woken by that may not have been
             return
         with self._lock:
-            self._live.pop(operation._token, None)
-        if operation._opened is not None:
-            operation._opened.release()
-        if operation._memory is not None:
-            operation._memory.end()
+            self._live.pop(record.token, None)
+        record.let_go()
 
     def _failed_at_once(
-        self, opcode: Opcode, memory: Memory | None, failed: TransferError, file_offset: int
-    ) -> Operation:
-        nbytes = memory.nbytes if memory else 0
-        operation = Operation(
-            self, next(self._tokens), opcode, memory, failed.path, file_offset, nbytes
-        )
-        operation._claimed = threading.get_ident()
+        self, opcode: Opcode, memory: Memory, failed: TransferError, file_offset: int
+    ) -> Record:
+        path, nbytes = failed.path, memory.nbytes
+        record = Record(next(self._tokens), opcode, None, path, file_offset, nbytes)
+        memory.end()
+        record.error, record.state = failed, "failed"
         with self._lock:
-            self._live[operation._token] = operation
             self._count(operations=1, errors=1)
-        operation._settle("failed", failed)
-        return operation
+            self._finished += 1
+            self._failed[record.token] = record
+        return record
 
     def _count(self, **more: int) -> None:
         counted = self._unissued
@@ -167,83 +165,115 @@ class Core:
 
     def reap(self, cq: CompletionQueue, may_block: bool) -> None:
         """Conclude what has arrived at a queue; without `may_block`, long work is handed on."""
-        tokens = cq.reap()
+        tokens = cq.peek()
         if not tokens:
             return
-        claimed = []
-        with self._lock:
-            for token in tokens:
-                operation = self._live.get(token)
-                if operation is not None and not operation._claimed:
-                    operation._claimed = threading.get_ident()
-                    claimed.append(operation)
-        interrupt: BaseException | None = None
-        for operation in claimed:
-            try:
-                self._conclude(operation, may_block)
-            except Exception as failed:  # torch's, say: this operation's error, not the others'
-                operation._settle("failed", failed)
-            except BaseException as failed:  # Ctrl-C: not before all of them are concluded
-                interrupt = failed
-                if operation._state == "pending":
-                    self._conclude(operation, may_block)
-        if interrupt is not None:
-            raise interrupt
+        mine: list[Record] = []
+        here = threading.get_ident()
+        try:
+            with self._lock:
+                for token in tokens:
+                    record = self._live.get(token)
+                    if record is not None and not record.claimed:
+                        mine.append(record)
+                        record.claimed = here
+            for record in mine:
+                self._finish(record, may_block)
+            cq.acknowledge(tokens)
+        except BaseException:  # Ctrl-C
+            for record in mine:
+                self._hand_on(record)
+            raise
 
-    def poll(self, operation: Operation) -> None:
+    def poll(self, record: Record) -> None:
         """Conclude an operation here and now if the kernel is done with it."""
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
-        request = operation._request
-        if request is not None and request.wait(0.0) and self._claim(operation):
-            self._conclude(operation, asyncio._get_running_loop() is None)
+        request = record.request
+        if request is not None and request.wait(0.0):
+            self._claim_and_finish(record, asyncio._get_running_loop() is None)
 
-    def _claim(self, operation: Operation) -> bool:
-        with self._lock:
-            # One's own claim is what an interrupt (Ctrl-C) has left of it: begin again.
-            if operation._claimed not in (0, threading.get_ident()):
-                return False
-            operation._claimed = threading.get_ident()
-            return True
+    def _claim_and_finish(self, record: Record, may_block: bool) -> None:
+        here = threading.get_ident()
+        try:
+            with self._lock:
+                if record.claimed:
+                    return
+                record.claimed = here
+            self._finish(record, may_block)
+        except BaseException:  # Ctrl-C
+            if record.claimed == here:
+                self._hand_on(record)
+            raise
 
-    def _conclude(self, operation: Operation, may_block: bool) -> None:
-        """What follows when the kernel is done with an operation; its claimer's to call."""
-        request = operation._request
+    def _finish(self, record: Record, may_block: bool) -> None:
+        """For the claimer, once or again."""
+        if record.state != "pending":
+            self._publish(record, record.state)
+            return
+        try:
+            self._conclude(record, may_block)
+        except Exception as failed:  # torch's, say: this operation's error, not the others'
+            self._settle(record, "failed", failed)
+
+    def _finish_again(self, record: Record) -> None:
+        """The finisher's work."""
+        try:
+            self._finish(record, True)
+        except BaseException:  # a done callback's: it is not called a third time
+            logger.exception("a done callback of %r failed", record)
+            if record.callbacks:
+                record.callbacks.pop(0)
+            self._finish_again(record)
+
+    def _hand_on(self, record: Record) -> None:
+        """Have the finisher go on with a claimed operation; nothing if it is through with."""
+        if record.state != "pending" and not (record.waiters or record.gates or record.callbacks):
+            return
+        record.claimed = _HANDED_ON
+        self._finisher.hand(record)
+
+    def _conclude(self, record: Record, may_block: bool) -> None:
+        """What follows when the kernel is done with an operation."""
+        request = record.request
         assert request is not None
         moved = request.moved()
         code = -moved if moved < 0 else 0
-        if code == errno.EINVAL and self._demoted(operation):
+        if code == errno.EINVAL and self._demoted(record):
             return
-        memory = operation._memory
+        memory = record.memory
         if memory is not None and memory.changed is not None:
             touch(memory.changed)  # however it ended: some bytes may have arrived
         if code == errno.ECANCELED:
-            operation._settle("cancelled", None)
-        elif code == errno.EINVAL and operation._opcode >= Opcode.FSYNC:
-            # IOCB_CMD_FSYNC came with Linux 4.18.
-            self._off_loop(operation, may_block, self._fsync_here)
-        elif moved != operation.nbytes:
-            operation._settle("failed", operation._failure())
-        elif operation._check is not None or (memory is not None and memory.copy_back is not None):
-            self._off_loop(operation, may_block, self._last_steps)
-        else:
-            operation._settle("finished", None)
+            self._settle(record, "cancelled", None)
+            return
+        # IOCB_CMD_FSYNC came with Linux 4.18.
+        sync = code == errno.EINVAL and record.opcode >= Opcode.FSYNC
+        if not sync and moved != record.nbytes:
+            self._settle(record, "failed", record.failure())
+            return
+        if sync or record.check is not None or (memory is not None and memory.copy_back):
+            if not may_block:
+                self._hand_on(record)
+                return
+            (record.sync_here if sync else record.last_steps)()
+        self._settle(record, "finished", None)
 
-    def _demoted(self, operation: Operation) -> bool:
+    def _demoted(self, record: Record) -> bool:
         """Refused as direct I/O: once more, through the page cache, and so from now on."""
-        plan, opened, memory = operation._plan, operation._opened, operation._memory
+        plan, opened, memory = record.plan, record.opened, record.memory
         if plan is None or opened is None or memory is None or not plan.direct:
             return False
         try:
-            operation._plan, transfer = _transfer.plan_buffered(
-                operation._opcode, memory, opened, operation.file_offset
+            record.plan, transfer = _transfer.plan_buffered(
+                record.opcode, memory, opened, record.file_offset
             )
         except TransferError:
             return False
-        logger.warning("%s refused direct I/O (EINVAL): buffered instead", operation.path)
-        assert operation._request is not None
-        refused = operation._request.outcome()
-        moved = "bytes_read" if operation._opcode is Opcode.READ else "bytes_written"
+        logger.warning("%s refused direct I/O (EINVAL): buffered instead", record.path)
+        assert record.request is not None
+        refused = record.request.outcome()
+        moved = "bytes_read" if record.opcode is Opcode.READ else "bytes_written"
         with self._lock:
             self._count(
                 operations=-1,
@@ -253,129 +283,101 @@ class Core:
                 buffered_bytes=-refused.buffered_bytes,
                 **{moved: -refused.transferred},
             )
-            operation._claimed = 0
-            assert operation._home is not None
-            operation._request = self.engine.prepare(operation._home, operation._token, transfer)
-            operation._request.start()
+            assert record.home is not None
+            record.request = self.engine.prepare(record.home, record.token, transfer)
+            record.claimed = 0
+            record.request.start()
         return True
-
-    def _off_loop(
-        self, operation: Operation, may_block: bool, step: Callable[[Operation], None]
-    ) -> None:
-        """Run a last step that may take long, and settle with what comes of it."""
-
-        def run() -> None:
-            error: BaseException | None = None
-            try:
-                step(operation)
-            except BaseException as failed:
-                error = failed
-            operation._settle("failed" if error else "finished", error)
-
-        if may_block:
-            run()
-            return
-        with self._lock:
-            operation._claimed = _HANDED_ON
-            if self._finisher is None:
-                self._finisher = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-finish")
-        self._finisher.submit(run)
-
-    @staticmethod
-    def _last_steps(operation: Operation) -> None:
-        memory = operation._memory
-        if memory is not None and memory.copy_back is not None:
-            operation._telling(memory.copy_back)
-        if operation._check is not None:
-            operation._check()
-
-    @staticmethod
-    def _fsync_here(operation: Operation) -> None:
-        assert operation._opened is not None
-        fd = operation._opened.any_fd()
-        try:
-            (os.fsync if operation._opcode is Opcode.FSYNC else os.fdatasync)(fd)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="fsync", path=operation.path
-            ) from failed
 
     # --- for operations -----------------------------------------------------------------------
 
-    def settled(
-        self, operation: Operation, state: str
-    ) -> tuple[Iterable[Any], Iterable[Callable[[Operation], object]]]:
-        """Strike an operation off the list; who is to be told."""
-        with self._lock:
-            operation._state = state
-            self._live.pop(operation._token, None)
-            self._finished += 1
-            if state == "failed":
-                self._failed[operation._token] = operation
-            waiters, callbacks = operation._waiters or (), operation._callbacks or ()
-            operation._waiters = operation._callbacks = None
-            if self._sleepers:
-                self._condition.notify_all()
-        return waiters, callbacks
+    def _settle(self, record: Record, state: str, error: BaseException | None) -> None:
+        """The end of an operation; for its claimer."""
+        lost = record.let_go()
+        if lost is not None:
+            state, error = "failed", error or lost
+        record.error = error
+        self._publish(record, state)
 
-    def retrieved(self, operation: Operation) -> None:
+    def _publish(self, record: Record, state: str) -> None:
+        with self._lock:
+            if state == "failed" and record.state == "pending":
+                self._failed[record.token] = record
+            record.state = state
+            if self._live.pop(record.token, None) is not None:
+                self._finished += 1
+        # Nobody is added any more. Struck off only once told: told twice is better than never.
+        waiters, gates, callbacks = record.waiters, record.gates, record.callbacks
+        while waiters:
+            wake(*waiters[0])
+            waiters.pop(0)
+        while gates:
+            if gates[0].locked():
+                gates[0].release()
+            gates.pop(0)
+        while callbacks:
+            callbacks[0]()
+            callbacks.pop(0)
+
+    def retrieved(self, record: Record) -> None:
         """Somebody has seen the operation's error; `wait` need not raise it again."""
         if self._failed:
-            self._failed.pop(operation._token, None)
+            self._failed.pop(record.token, None)
 
-    def watch(self, operation: Operation, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    def watch(self, record: Record, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
         """A future of this (running) loop that is resolved when the operation is settled."""
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
         waiter = loop.create_future()
         cq = self._completions.of(loop)
         with self._lock:
-            if operation._state != "pending":
+            if record.state != "pending":
                 waiter.set_result(None)
                 return waiter
-            lonely = not operation._waiters and not operation._callbacks
-            if operation._waiters is None:
-                operation._waiters = [(loop, waiter)]
+            lonely = not record.waiters and not record.callbacks
+            if record.waiters is None:
+                record.waiters = [(loop, waiter)]
             else:
-                operation._waiters.append((loop, waiter))
-            if operation._home is cq:
+                record.waiters.append((loop, waiter))
+            if record.home is cq:
                 return waiter
             default = self._completions.default
-            target = cq if lonely and operation._home is default else default
-            self._move(operation, target)
+            target = cq if lonely and record.home is default else default
+            self._move(record, target)
         if target is default:
             self._completions.dispatch()
         return waiter
 
     def on_settled(
         self,
-        operation: Operation,
-        callback: Callable[[Operation], object],
+        record: Record,
+        callback: Callable[[], object],
         anywhere: bool = False,
     ) -> bool:
-        """Have a pending operation call back; False if it is settled already.
+        """Have a pending record call back; False if it is settled already.
 
         With `anywhere`, no event loop is relied on to notice the end.
         """
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
         with self._lock:
-            if operation._state != "pending":
+            if record.state != "pending":
                 return False
-            if operation._callbacks is None:
-                operation._callbacks = []
-            operation._callbacks.append(callback)
-            if anywhere and operation._home is not self._completions.default:
-                self._move(operation, self._completions.default)
-            nobody_watches = operation._home is self._completions.default
+            if record.callbacks is None:
+                record.callbacks = []
+            record.callbacks.append(callback)
+            if anywhere and record.home is not self._completions.default:
+                self._move(record, self._completions.default)
+            nobody_watches = record.home is self._completions.default
         if nobody_watches:
             self._completions.dispatch()
         return True
 
-    def wait_settled(self, operation: Operation, deadline: float | None) -> bool:
+    def wait_settled(self, record: Record, deadline: float | None) -> bool:
         """Block until an operation is settled, concluding it here if nobody else does."""
-        self.poll(operation)
-        while operation._state == "pending":
+        self.poll(record)
+        gate: threading.Lock | None = None
+        while record.state == "pending":
             if self._refusal is _FORKED:
                 raise ClosedError(_FORKED)
             patience = _SLICE_S
@@ -383,30 +385,41 @@ class Core:
                 patience = min(patience, deadline - time.monotonic())
                 if patience <= 0:
                     return False
-            request = operation._request
-            if operation._claimed in (0, threading.get_ident()):
-                if request is not None and request.wait(patience) and self._claim(operation):
-                    self._conclude(operation, True)
-            else:
-                with self._condition:
-                    self._sleepers += 1
-                    if operation._state == "pending":
-                        self._condition.wait(patience)
-                    self._sleepers -= 1
+            request = record.request
+            if not record.claimed and request is not None:
+                if request.wait(patience):
+                    self._claim_and_finish(record, True)
+                continue
+            if gate is None:
+                gate = self._gate_of(record)
+            gate.acquire(timeout=patience)
         return True
 
-    def _move(self, operation: Operation, cq: CompletionQueue) -> None:
+    def _gate_of(self, record: Record) -> threading.Lock:
+        """A lock that can be acquired once an operation is settled; Ctrl-C ends waiting for it."""
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            if record.state != "pending":
+                gate.release()
+            elif record.gates is None:
+                record.gates = [gate]
+            else:
+                record.gates.append(gate)
+        return gate
+
+    def _move(self, record: Record, cq: CompletionQueue) -> None:
         """With the lock held: report an unsettled operation at this completion queue."""
-        operation._home = cq
-        if operation._request is not None:
-            operation._request.move(cq)
+        record.home = cq
+        if record.request is not None:
+            record.request.move(cq)
 
     def _adopt(self, cq: CompletionQueue) -> None:
         """A loop was closed with its queue: what was to report there reports at the default."""
         with self._lock:
-            orphans = [o for o in self._live.values() if o._home is cq]
-            for operation in orphans:
-                self._move(operation, self._completions.default)
+            orphans = [o for o in self._live.values() if o.home is cq]
+            for record in orphans:
+                self._move(record, self._completions.default)
         if orphans:
             warnings.warn(
                 f"an event loop was closed with {len(orphans)} operations in flight, e.g. "
@@ -422,46 +435,36 @@ class Core:
         """Block until nothing is in flight, whatever became of it."""
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
-        while (operation := self._any_live()) is not None:
-            if not self.wait_settled(operation, deadline):
+        while (record := self._any_live()) is not None:
+            if not self.wait_settled(record, deadline):
                 raise concurrent.futures.TimeoutError(
-                    f"{len(self._live)} operations are still in flight, e.g. {operation!r}"
+                    f"{len(self._live)} operations are still in flight, e.g. {record!r}"
                 )
 
-    async def writes_to(self, inode: tuple[int, int]) -> None:
-        """Await the writes to a file that have been started up to now."""
-        loop = asyncio.get_running_loop()
-        for operation in self._live_writes(inode):
-            await self.watch(operation, loop)
-
-    def wait_for_writes_to(self, inode: tuple[int, int]) -> None:
-        """`writes_to`, blocking."""
-        for operation in self._live_writes(inode):
-            self.wait_settled(operation, None)
-
-    def _live_writes(self, inode: tuple[int, int]) -> list[Operation]:
+    def live_writes(self, inode: tuple[int, int]) -> list[Record]:
+        """The writes to a file that have been started up to now, and are not over."""
         with self._lock:
             return [
-                operation
-                for operation in self._live.values()
-                if operation._opcode is Opcode.WRITE
-                and (opened := operation._opened) is not None
+                record
+                for record in self._live.values()
+                if record.opcode is Opcode.WRITE
+                and (opened := record.opened) is not None
                 and opened.inode == inode
             ]
 
     async def settle_live(self) -> None:
         """`wait_for_live`, awaited."""
         loop = asyncio.get_running_loop()
-        while (operation := self._any_live()) is not None:
-            await self.watch(operation, loop)
+        while (record := self._any_live()) is not None:
+            await self.watch(record, loop)
 
-    def _any_live(self) -> Operation | None:
+    def _any_live(self) -> Record | None:
         with self._lock:
             while self._live:
-                operation = next(iter(self._live.values()))
-                if operation._state == "pending":
-                    return operation
-                self._live.pop(operation._token)  # interrupted half way through `settled`
+                record = next(iter(self._live.values()))
+                if record.state == "pending":
+                    return record
+                self._live.pop(record.token)  # interrupted half way through `settled`
         return None
 
     def take(self) -> tuple[int, list[BaseException]]:
@@ -471,7 +474,7 @@ class Core:
         with self._lock:
             finished, self._finished = self._finished, 0
             failed, self._failed = self._failed, {}
-        return finished, [o._error for o in failed.values() if o._error is not None]
+        return finished, [o.error for o in failed.values() if o.error is not None]
 
     # --- closing --------------------------------------------------------------------------------
 
@@ -481,7 +484,7 @@ class Core:
             raise ClosedError(self._refusal)
 
     def refuse(self, reason: str = _CLOSED) -> None:
-        """Accept no operation from now on."""
+        """Accept no record from now on."""
         with self._lock:
             self._refusal = self._refusal or reason
 
@@ -526,19 +529,17 @@ class Core:
     def _close_quietly(self) -> None:
         self.close()
         for failed in self.take()[1]:
-            logger.error("an operation of a dropped handle failed: %s", failed)
+            logger.error("an record of a dropped handle failed: %s", failed)
 
     def _release(self) -> None:
-        with self._lock:
-            if self._shut:
-                return
-            self._shut = True
-            finisher = self._finisher
-        if finisher is not None:
-            finisher.shutdown(wait=False)
+        # An interrupt may come after each of these: each may be done again.
+        if self._shut:
+            return
+        self._finisher.close()
         self.engine.stop()
         self._completions.release()
         _unreleased.discard(self)
+        self._shut = True
 
     @property
     def closed(self) -> bool:
@@ -559,7 +560,6 @@ class Core:
     def _after_fork(self) -> None:
         # Locks may have been copied while held, lanes do not exist here: only refuse.
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
-        self._condition = threading.Condition(self._lock)
         self._completions.after_fork()
         self._refusal = _FORKED
 

@@ -6,6 +6,7 @@ device's core is closed first, for its engine may work through the host's.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from typing import Any
 
 from nvmeio import _core, _holds
 from nvmeio._core import Core
+from nvmeio._record import Record
 from nvmeio.engines.base import Counters
 from nvmeio.engines.ring import RingEngine
-from nvmeio.operation import Operation
 
 
 class Cores:
@@ -87,13 +88,16 @@ class Cores:
 
     async def writes_to(self, inode: tuple[int, int]) -> None:
         """Await the writes to a file that have been started up to now."""
+        loop = asyncio.get_running_loop()
         for core in self._all():
-            await core.writes_to(inode)
+            for record in core.live_writes(inode):
+                await core.watch(record, loop)
 
     def wait_for_writes_to(self, inode: tuple[int, int]) -> None:
         """`writes_to`, blocking."""
         for core in self._all():
-            core.wait_for_writes_to(inode)
+            for record in core.live_writes(inode):
+                core.wait_settled(record, None)
 
     # --- closing --------------------------------------------------------------------------
 
@@ -146,13 +150,13 @@ class Cores:
         return counters
 
 
-def _user_of(storage: int) -> Operation | None:
+def _user_of(storage: int) -> Record | None:
     """What is in flight in a storage, given its `_cdata`."""
     for core in list(_core._unreleased):
-        for operation in list(core._live.values()):
-            memory = operation._memory
+        for record in list(core._live.values()):
+            memory = record.memory
             if memory is not None and memory.keep._cdata == storage:
-                return operation
+                return record
     return None
 
 

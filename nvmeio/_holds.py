@@ -76,9 +76,17 @@ def hold(storage: torch.UntypedStorage) -> Any:
     """
     if _OFFSET is None:
         return None
-    raw = lib.nv_hold_flag(storage._cdata + _OFFSET)
-    # A C function, so that no interrupt can come between its call and its effect.
-    return ffi.gc(raw, lib.nv_unhold) if raw else None
+    flag = storage._cdata + _OFFSET
+    if not lib.nv_can_hold(flag):
+        return None
+    # Owned before it is held, and ended by a C function: an interrupt may come between two steps.
+    held = ffi.gc(ffi.new("nv_hold *"), lib.nv_unhold)
+    try:
+        lib.nv_hold_flag(held, flag)
+        return held
+    except BaseException:
+        ffi.release(held)
+        raise
 
 
 def end(held: Any) -> None:

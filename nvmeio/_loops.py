@@ -6,6 +6,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
 
 logger = logging.getLogger("nvmeio")
 
@@ -42,3 +44,44 @@ async def in_a_thread(step: Callable[[], None]) -> None:
 
     threading.Thread(target=run, name="nvmeio-step", daemon=True).start()
     await done
+
+
+class Beside:
+    """A thread that works off what others hand it, one after the other; begun with the first.
+
+    Args:
+        name: The thread's.
+        work: Called with each; must not raise.
+    """
+
+    def __init__(self, name: str, work: Callable[[Any], None]) -> None:
+        self._name = name
+        self._work = work
+        self._handed: SimpleQueue[Any] = SimpleQueue()
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def hand(self, item: object) -> None:
+        """Have something worked off. No interrupt comes between the call and its being handed."""
+        self._handed.put(item)
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End once all is done; may be called again."""
+        self._handed.put(None)
+        if self._thread is None:
+            self._work = _nothing
+
+    def _run(self) -> None:
+        while (item := self._handed.get()) is not None:
+            self._work(item)
+            del item  # waiting for the next one, it would keep this one's memory alive
+        self._handed.put(None)  # for another of this kind, made by a call that was interrupted
+        self._work = _nothing  # no cycle with whoever made this
+
+
+def _nothing(_: object) -> None:
+    pass

@@ -235,7 +235,8 @@ class Serial:
     A plain lock will not do: the steps are also called by destructors, and the garbage collector
     may run one at any moment, in a thread that is in the middle of a step. Such a call leaves its
     step to the one under way and returns; every other call returns once its step has run. Steps
-    must not raise and must not wait.
+    must not raise and must not wait. One that an interrupt (Ctrl-C) cuts short is run again from
+    its beginning, and must be written for that.
     """
 
     def __init__(self) -> None:
@@ -245,6 +246,13 @@ class Serial:
 
     def run(self, step: Callable[[], None]) -> None:
         self._steps.append(step)
+        try:
+            self._run_all()
+        except BaseException:  # Ctrl-C, in the middle of a step: once more
+            self._run_all()
+            raise
+
+    def _run_all(self) -> None:
         with self._lock:
             if self._running:
                 return
@@ -252,7 +260,8 @@ class Serial:
                 self._running = True
                 try:
                     while self._steps:
-                        self._steps.popleft()()
+                        self._steps[0]()
+                        self._steps.popleft()
                 finally:
                     self._running = False
 
@@ -288,6 +297,8 @@ class _Regions:
     def _insert(self, start: int, end: int) -> None:
         starts, ends = self._table
         at = bisect_left(starts, start)
+        if starts[at : at + 1] == [start]:
+            return  # done, and interrupted after that
         self._table = ([*starts[:at], start, *starts[at:]], [*ends[:at], end, *ends[at:]])
 
     def _delete(self, start: int) -> None:

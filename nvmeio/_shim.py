@@ -99,6 +99,53 @@ def copy_foreign(ours: Any, theirs: int, nbytes: int, into: bool) -> None:
         raise OSError(-failure, os.strerror(-failure))
 
 
+class OwnFds:
+    """Up to two descriptors of one file, closed with this object at the latest.
+
+    An interrupt (Ctrl-C) may come after any step of Python's: these are owned from the first on.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self) -> None:
+        # The destructor is a C function: one of Python's could be interrupted as well.
+        self._raw = ffi.gc(ffi.new("nv_fds *", (-1, -1)), lib.nv_fds_close)
+
+    @property
+    def direct(self) -> int:
+        """The one with O_DIRECT, or -1."""
+        return int(self._raw.direct)
+
+    @property
+    def buffered(self) -> int:
+        """The one without, or -1."""
+        return int(self._raw.buffered)
+
+    def open(self, direct: bool, path: str, flags: int) -> int:
+        """Open a file as the one or the other; OSError as `os.open` raises it."""
+        return _checked(lib.nv_fds_open(self._raw, direct, os.fsencode(path), flags))
+
+    def duplicate(self, fd: int) -> int:
+        """dup(2), as the one without."""
+        return _checked(lib.nv_fds_duplicate(self._raw, fd))
+
+    def demote(self) -> None:
+        """The direct one is the other from now on."""
+        raw = self._raw
+        raw.buffered = raw.direct
+        raw.direct = -1
+
+    def close(self) -> None:
+        """Close what is open; OSError as `os.close` raises it."""
+        _checked(lib.nv_fds_close(self._raw))
+
+
+def _checked(answer: int) -> int:
+    if answer < 0:
+        raise OSError(-answer, os.strerror(-answer))
+    return answer
+
+
 class FileFacts(NamedTuple):
     """What statx(2) tells of an open file; alignments are None where the kernel does not know."""
 

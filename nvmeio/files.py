@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from nvmeio._plan import PAGE_BYTES, Alignment
-from nvmeio._shim import FileFacts, file_facts
+from nvmeio._shim import FileFacts, OwnFds, file_facts
 from nvmeio.errors import ClosedError, TransferError
 
 logger = logging.getLogger("nvmeio")
@@ -53,6 +53,7 @@ class Descriptors:
     __slots__ = (
         "_before_close",
         "_buffered_fd",
+        "_fds",
         "_flags",
         "_lock",
         "_users",
@@ -66,17 +67,17 @@ class Descriptors:
         self,
         path: str,
         flags: int,
-        direct_fd: int,
-        buffered_fd: int,
+        fds: OwnFds,
         alignment: Alignment,
         facts: FileFacts,
     ) -> None:
         self.path = path
         self.inode = (facts.device, facts.inode)
-        self.direct_fd = direct_fd
+        self.direct_fd = fds.direct
         self.alignment = alignment
         self._flags = flags
-        self._buffered_fd = buffered_fd
+        self._fds = fds
+        self._buffered_fd = fds.buffered
         self._users = 1
         self._before_close: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
@@ -90,26 +91,28 @@ class Descriptors:
         """
         # O_NONBLOCK: opening a FIFO without a peer would block for ever. Regular files ignore it.
         flags |= os.O_CLOEXEC | os.O_NONBLOCK
+        fds = OwnFds()
         try:
             try:
-                fd, direct = os.open(path, flags | os.O_DIRECT, 0o666), True
+                fds.open(True, path, flags | os.O_DIRECT)
             except OSError as refused:
                 if refused.errno != errno.EINVAL:
-                    raise
+                    raise _open_error(refused.errno or errno.EIO, path) from refused
                 # The refusal came after the file was created: with O_EXCL it would be in the way.
-                fd, direct = os.open(path, flags & ~os.O_EXCL, 0o666), False
-        except OSError as failed:
-            raise _open_error(failed.errno or errno.EIO, path) from failed
-        try:
+                try:
+                    fds.open(False, path, flags & ~os.O_EXCL)
+                except OSError as failed:
+                    raise _open_error(failed.errno or errno.EIO, path) from failed
+            fd = max(fds.direct, fds.buffered)
             facts = _checked_facts(fd, path)
-            alignment = _alignment(fd, facts, path) if direct else _NO_DIRECT
-            if alignment.offset:
-                return cls(path, flags, fd, -1, alignment, facts)
-            if direct:  # accepted, but not for this file: one plain descriptor will do
+            alignment = _NO_DIRECT if fds.direct < 0 else _alignment(fd, facts, path)
+            if fds.direct >= 0 and not alignment.offset:
+                # Accepted, but not for this file: one plain descriptor will do.
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            return cls(path, flags, -1, fd, _NO_DIRECT, facts)
+                fds.demote()
+            return cls(path, flags, fds, alignment, facts)
         except BaseException:
-            os.close(fd)
+            fds.close()
             raise
 
     @classmethod
@@ -133,20 +136,21 @@ class Descriptors:
         # O_APPEND would make pwrite(2) ignore its offset (man 2 pwrite, BUGS): reopen without.
         access |= os.O_CLOEXEC | os.O_NONBLOCK
         plain = not flags & (os.O_DIRECT | os.O_APPEND)
-        buffered_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) if plain else -1
+        fds = OwnFds()
         try:
-            direct_fd = _reopen(fd, access | os.O_DIRECT)
+            if plain:
+                fds.duplicate(fd)
+            _reopen(fds, True, fd, access | os.O_DIRECT)
         except OSError as refused:
-            direct_fd = -1
-            if buffered_fd < 0:
+            if fds.buffered < 0:
                 try:
-                    buffered_fd = _reopen(fd, access)
+                    _reopen(fds, False, fd, access)
                 except OSError:
                     raise _open_error(refused.errno or errno.EIO, path) from refused
-        opened = cls(path, access, direct_fd, buffered_fd, _NO_DIRECT, facts)
+        opened = cls(path, access, fds, _NO_DIRECT, facts)
         try:
-            if direct_fd >= 0:
-                opened.alignment = _alignment(direct_fd, facts, path)
+            if fds.direct >= 0:
+                opened.alignment = _alignment(fds.direct, facts, path)
                 if not opened.alignment.offset:
                     opened.demote()
         except BaseException:
@@ -169,13 +173,10 @@ class Descriptors:
             if self._users:
                 return
             # Nulled before they are closed: the number may be somebody else's right after.
-            fds = (self.direct_fd, self._buffered_fd)
             self.direct_fd = self._buffered_fd = -1
         for step in self._before_close:
             step()
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+        self._fds.close()
 
     def before_close(self, step: Callable[[], None]) -> None:
         """Have something undone once the last user is gone, while the descriptors are open."""
@@ -191,7 +192,8 @@ class Descriptors:
             with self._lock:
                 if self._buffered_fd < 0:
                     try:
-                        self._buffered_fd = _reopen(self.direct_fd, self._flags & ~_ONCE)
+                        flags = self._flags & ~_ONCE
+                        self._buffered_fd = _reopen(self._fds, False, self.direct_fd, flags)
                     except OSError as failed:
                         raise _open_error(failed.errno or errno.EIO, self.path) from failed
         return self._buffered_fd
@@ -383,9 +385,9 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
             opened.release()
 
 
-def _reopen(fd: int, flags: int) -> int:
+def _reopen(fds: OwnFds, direct: bool, fd: int, flags: int) -> int:
     # The kernel's magic link leads to the inode itself, renamed or unlinked as it may be.
-    return os.open(f"/proc/self/fd/{fd}", flags)
+    return fds.open(direct, f"/proc/self/fd/{fd}", flags)
 
 
 def _open_error(code: int, path: str, detail: str = "") -> TransferError:
@@ -426,7 +428,8 @@ def _alignment(fd: int, facts: FileFacts, path: str) -> Alignment:
     if known is not None:
         return known
     try:
-        readable = _reopen(fd, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        readable = OwnFds()
+        _reopen(readable, True, fd, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except PermissionError:
         return Alignment(PAGE_BYTES, PAGE_BYTES)  # unreadable: assume; EINVAL demotes later
     except OSError as failed:
@@ -434,11 +437,11 @@ def _alignment(fd: int, facts: FileFacts, path: str) -> Alignment:
             return _NO_DIRECT
         raise _open_error(failed.errno or errno.EIO, path, "opened again to try it") from failed
     try:
-        known = _probed[facts.device] = _try_direct_read(readable, facts.device)
+        known = _probed[facts.device] = _try_direct_read(readable.direct, facts.device)
     except OSError as failed:
         raise _open_error(failed.errno or errno.EIO, path, "a direct read was tried") from failed
     finally:
-        os.close(readable)
+        readable.close()
     return known
 
 

@@ -242,7 +242,7 @@ class AioHandle:
         except BaseException:
             memory.end()
             raise
-        return core.start(opcode, memory, file, offset, check)
+        return Operation(core, core.start(opcode, memory, file, offset, check))
 
     def _memory(self, opcode: Opcode, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
         """A tensor's memory, and the core that moves it."""
@@ -295,7 +295,7 @@ class AioHandle:
         except BaseException:
             opened.release()
             raise
-        await self._cores.host.start_sync(_sync_opcode(data_only), opened)
+        await self._sync(data_only, opened)
 
     def sync_fsync(self, file: FileLike, data_only: bool = False) -> None:
         """`fsync`, blocking."""
@@ -305,7 +305,11 @@ class AioHandle:
         except BaseException:
             opened.release()
             raise
-        self._cores.host.start_sync(_sync_opcode(data_only), opened).result()
+        self._sync(data_only, opened).result()
+
+    def _sync(self, data_only: bool, opened: files.Descriptors) -> Operation:
+        core = self._cores.host
+        return Operation(core, core.start_sync(_sync_opcode(data_only), opened))
 
     def _opened_for_sync(self, file: FileLike) -> files.Descriptors:
         self._cores.check_open()

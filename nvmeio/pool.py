@@ -65,7 +65,8 @@ class PinnedPool:
         self._locked = _lock_if_allowed(arena)
         self._arena: Mapping | None = arena
         self._free = _FreeBlocks(self._budget)
-        self._leases = 0
+        self._granted: dict[_Waiter, None] = {}
+        self._cut = False  # a step began to change what is free, and has not ended
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()  # in the order they came
         self._serial = Serial()
         self._pid = os.getpid()
@@ -97,7 +98,8 @@ class PinnedPool:
             TimeoutError: On entering: not free within `timeout`. Nothing is held then.
 
         After an error or cancellation:
-            Nothing is held, and the next in the queue has been served.
+            Nothing is held, and the next in the queue has been served. Only a Ctrl-C in the very
+            moment in which the block is left may keep the bytes; a `ResourceWarning` says so.
 
         Cost:
             10 us where the bytes are free.
@@ -134,33 +136,57 @@ class PinnedPool:
         if self._closed:
             waiter.wake()
             return
-        self._waiters[waiter] = None
+        if waiter not in self._granted:
+            self._waiters[waiter] = None
         self._serve()
 
     def _serve(self) -> None:
+        self._recover()
         while self._waiters:
             waiter = next(iter(self._waiters))
+            self._cut = True
             start = self._free.take(waiter.charged_bytes)
             if start is None:
+                self._cut = False
                 return
-            del self._waiters[waiter]
+            # No call among these, so no interrupt: granted or not.
             waiter.start, waiter.arena = start, self._arena
-            self._leases += 1
+            self._granted[waiter] = None
+            del self._waiters[waiter]
+            self._cut = False
             if not waiter.wake():
                 self._take_back(waiter)
 
+    def _recover(self) -> None:
+        """After a step that was cut short: what is free is what nobody was granted."""
+        if self._cut:
+            self._free = _FreeBlocks(self._budget)
+            for waiter in self._granted:
+                if waiter.start is not None and waiter.charged_bytes:
+                    self._free.take_at(waiter.start, waiter.charged_bytes)
+            self._cut = False
+        for waiter in self._unwoken():
+            waiter.wake()
+
+    def _unwoken(self) -> list[_Waiter]:
+        return [waiter for waiter in self._granted if not waiter.woken]
+
     def _dismiss(self, waiter: _Waiter) -> None:
-        if waiter.start is None:
-            self._waiters.pop(waiter, None)
-        else:
+        self._recover()
+        if waiter in self._granted:
             self._take_back(waiter)
+        else:
+            self._waiters.pop(waiter, None)
         self._serve()
 
     def _take_back(self, waiter: _Waiter) -> None:
-        if waiter.start is not None:
-            self._free.put(waiter.start, waiter.charged_bytes)
+        start = waiter.start
+        if waiter in self._granted and start is not None:
+            self._cut = True
+            del self._granted[waiter]
             waiter.start = waiter.arena = None
-            self._leases -= 1
+            self._free.put(start, waiter.charged_bytes)
+            self._cut = False
 
     def _refuse_all(self) -> None:
         self._closed = True
@@ -242,8 +268,9 @@ class PinnedPool:
 
     def __repr__(self) -> str:
         kind = "page-locked" if self._locked else "not locked"
+        leases = len(self._granted)
         return (
-            f"<PinnedPool {self.in_use_bytes} of {self._budget} bytes in {self._leases} leases, "
+            f"<PinnedPool {self.in_use_bytes} of {self._budget} bytes in {leases} leases, "
             f"{self.waiting} waiting, {kind}{', closed' if self._closed else ''}>"
         )
 
@@ -258,16 +285,19 @@ class Lease:
         self._waiter: _Waiter | None = None
 
     def __enter__(self) -> torch.Tensor:
-        event = threading.Event()
+        # A raw lock: waiting for it ends at once with Ctrl-C, and leaves nothing behind.
+        gate = threading.Lock()
+        gate.acquire()
 
         def wake() -> bool:
-            event.set()
+            if gate.locked():
+                gate.release()
             return True
 
         waiter = self._start(wake)
         try:
             self._pool._enqueue(waiter)
-            if not event.wait(self._timeout):
+            if not gate.acquire(timeout=-1 if self._timeout is None else self._timeout):
                 raise self._timed_out()
             return self._pool._tensor(waiter)
         except BaseException:
@@ -281,7 +311,11 @@ class Lease:
         traceback: TracebackType | None,
     ) -> None:
         if self._waiter is not None:
-            self._pool._withdraw(self._waiter)
+            try:
+                self._pool._withdraw(self._waiter)
+            except BaseException:  # Ctrl-C
+                self._pool._withdraw(self._waiter)
+                raise
 
     async def __aenter__(self) -> torch.Tensor:
         loop = asyncio.get_running_loop()
@@ -324,7 +358,7 @@ class Lease:
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         # The bytes are not given back: nobody can tell whether their tensor is still in use.
-        waiter = self._waiter
+        waiter = getattr(self, "_waiter", None)
         if waiter is not None and waiter.start is not None and not self._pool._closed:
             warn(f"{self!r} was dropped, not left", ResourceWarning, stacklevel=2, source=self)
 
@@ -340,14 +374,21 @@ class Lease:
 class _Waiter:
     """One request in the queue. Hashed by identity; changed by the pool's steps only."""
 
-    __slots__ = ("arena", "charged_bytes", "nbytes", "start", "wake")
+    __slots__ = ("arena", "charged_bytes", "nbytes", "start", "wake_up", "woken")
 
     def __init__(self, nbytes: int, wake: Callable[[], bool]) -> None:
         self.nbytes = nbytes
         self.charged_bytes = round_up(nbytes, PAGE_BYTES)
-        self.wake = wake  # False: nobody is left to be woken
+        self.wake_up = wake  # False: nobody is left to be woken
+        self.woken = False
         self.start: int | None = None  # offset in the arena once granted
         self.arena: Mapping | None = None
+
+    def wake(self) -> bool:
+        """Tell whoever waits, twice if an interrupt comes after the first time."""
+        there = self.wake_up()
+        self.woken = True
+        return there
 
 
 def _wake(loop: asyncio.AbstractEventLoop, served: asyncio.Future[None]) -> bool:
@@ -394,6 +435,17 @@ class _FreeBlocks:
         if size > nbytes:
             self._insert(size - nbytes, start + nbytes)
         return start
+
+    def take_at(self, start: int, nbytes: int) -> None:
+        """Take this very block, of which all is free."""
+        for size, first in list(self._by_size):
+            if first <= start and start + nbytes <= first + size:
+                self._remove(size, first)
+                if first < start:
+                    self._insert(start - first, first)
+                if start + nbytes < first + size:
+                    self._insert(first + size - start - nbytes, start + nbytes)
+                return
 
     def put(self, start: int, nbytes: int) -> None:
         """Take a block back."""

@@ -374,16 +374,16 @@ def test_a_trial_that_fails_says_nothing_of_the_device(
 ) -> None:
     """One EIO, and the whole process went through the page cache from then on, quietly."""
     direct_path.write_bytes(DATA)
-    real = os.open
+    real = files.OwnFds.open
 
     def fail(*args: object) -> int:
-        if step == "open" and not str(args[0]).startswith("/proc/self/fd"):
+        if step == "open" and not str(args[2]).startswith("/proc/self/fd"):
             return real(*args)  # type: ignore[arg-type]
         raise OSError(code, os.strerror(code))
 
     before = open_descriptors()
     with monkeypatch.context() as patch:
-        patch.setattr(os, step, fail)
+        patch.setattr(files.OwnFds if step == "open" else os, step, fail)
         with open(direct_path, "rb") as mine, pytest.raises(nvmeio.TransferError) as failed:
             files.acquire(mine.fileno() if step == "preadv" else str(direct_path), False)
     assert failed.value.errno == code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
@@ -49,6 +50,24 @@ class EventfdQueue:
             for request in taken:
                 request.linked = False
         return [request.token for request in taken]
+
+    def peek(self) -> list[int]:
+        with self._condition:
+            if self._fd >= 0 and not self._finished:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
+            return [request.token for request in self._finished]
+
+    def acknowledge(self, tokens: list[int]) -> None:
+        with self._condition:
+            for token in tokens:
+                for request in self._finished:
+                    if request.token == token:
+                        self.unlink(request)
+                        break
+            if self._fd >= 0 and not self._finished:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
 
     def wake(self) -> None:
         with self._condition:
@@ -121,7 +140,7 @@ class QueuedRequest:
         self.direct = self.bounced = self.buffered = 0
         self.parts_out = 0
         self._cq = cq
-        self._begun = False
+        self.begun = False
         self._finished = threading.Event()
 
     # --- the contract ---------------------------------------------------------------------
@@ -130,7 +149,7 @@ class QueuedRequest:
         self.engine.enqueue(self)
 
     def started(self) -> bool:
-        return self._begun
+        return self.begun
 
     def cancel(self) -> None:
         self.cancelled = self.stop = True
@@ -184,10 +203,6 @@ class QueuedRequest:
         """Memory and file are their owners' alone again; the numbers stay."""
         self.transfer = DeviceTransfer(*self.transfer)
 
-    def begin(self) -> None:
-        """It was handed over; with the condition held."""
-        self._begun = True
-
     def finish(self) -> None:
         """Report the end; with the condition held."""
         self._finished.set()
@@ -197,13 +212,14 @@ class QueuedRequest:
 class QueuedEngine:
     """An engine whose work is done by Python threads that look into a queue.
 
-    Subclasses bring the threads: they implement `enqueue`, and override `nudge` where a thread
-    sleeps elsewhere than on the condition.
+    Subclasses bring the threads, which ask for what was `admitted`; they override `nudge` where a
+    thread sleeps elsewhere than on the condition.
     """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.in_flight = 0
+        self.arrivals: deque[QueuedRequest] = deque()
         self.stopping = False
         self._counters = Counters()
 
@@ -218,8 +234,22 @@ class QueuedEngine:
         return QueuedRequest(self, token, transfer, cq)
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """For `QueuedRequest.start`."""
-        raise NotImplementedError
+        """For `QueuedRequest.start`: the engine's threads take it from here.
+
+        An interrupt may come before, or after it is handed over, but not between.
+        """
+        if not request.begun:
+            request.begun = True
+            self.arrivals.append(request)
+        self.nudge()
+
+    def admitted(self) -> list[QueuedRequest]:
+        """What has arrived, counted in; with the condition held, by a thread of the engine's."""
+        taken: list[QueuedRequest] = []
+        while self.arrivals:
+            taken.append(self.arrivals.popleft())
+            self.in_flight += 1
+        return taken
 
     def nudge(self) -> None:
         """Have the threads look again."""
@@ -229,12 +259,7 @@ class QueuedEngine:
     def counters(self) -> Counters:
         """Counted as requests finish."""
         with self.condition:
-            return self._counters._replace(in_flight=self.in_flight)
-
-    def admit(self, request: QueuedRequest) -> None:
-        """Count a request in; with the condition held."""
-        request.begin()
-        self.in_flight += 1
+            return self._counters._replace(in_flight=self.in_flight + len(self.arrivals))
 
     def conclude(self, request: QueuedRequest) -> None:
         """Count a request out and report it; with the condition held."""

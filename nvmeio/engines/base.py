@@ -119,7 +119,10 @@ class Request(Protocol):
     """
 
     def start(self) -> None:
-        """Begin; never blocks. The token is reported once, at the completion queue."""
+        """Begin; never blocks. The token is reported once, at the completion queue.
+
+        Once more does no harm, and makes good what an interrupt may have left out.
+        """
 
     def started(self) -> bool:
         """Whether `start` was called."""
@@ -146,8 +149,14 @@ class CompletionQueue(Protocol):
     def fileno(self) -> int:
         """An eventfd, readable while there is something to reap."""
 
+    def peek(self) -> list[int]:
+        """Tokens of finished transfers, or some of them; they stay until they are acknowledged."""
+
+    def acknowledge(self, tokens: list[int]) -> None:
+        """Take these off, if they are there; `fileno` is readable for as long as others are."""
+
     def reap(self) -> list[int]:
-        """Tokens of transfers finished since the last call; never blocks."""
+        """Take all that is there; never blocks."""
 
     def wake(self) -> None:
         """Make `fileno` readable with nothing to reap."""

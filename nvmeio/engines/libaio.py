@@ -91,11 +91,12 @@ class LibaioEngine:
 
     def join(self) -> None:
         """Wait for the lanes' threads, and free their AIO contexts."""
-        lanes, self._lanes = self._lanes, []
+        lanes = list(self._lanes)
         for lane in lanes:
             lane.join()
         if lanes:
             lib.nv_engine_close(self._engine)
+        self._lanes.clear()
 
 
 class _Request:
@@ -138,6 +139,14 @@ class _CompletionQueue:
 
     def fileno(self) -> int:
         return int(lib.nv_cq_fd(self.raw))
+
+    def peek(self) -> list[int]:
+        tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may peek at once
+        found: list[int] = ffi.unpack(tokens, lib.nv_cq_peek(self.raw, tokens, _REAP_MAX))
+        return found
+
+    def acknowledge(self, tokens: list[int]) -> None:
+        lib.nv_cq_acknowledge(self.raw, tokens, len(tokens))
 
     def reap(self) -> list[int]:
         tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may reap at once

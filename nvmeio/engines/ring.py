@@ -129,7 +129,6 @@ class RingEngine(QueuedEngine):
             raise ValueError(f"a ring takes {LEAST_BYTES} bytes or more, not {ring_bytes}")
         self.chunk_bytes = chunk
         self.chunks = ring_bytes // chunk
-        self._arrivals: deque[QueuedRequest] = deque()
         self._pump: threading.Thread | None = None
         self._closed = False
         self._wake_fd = -1
@@ -144,12 +143,6 @@ class RingEngine(QueuedEngine):
         pump = _Pump(self, self._host, self._copier, cq)
         self._pump = threading.Thread(target=pump.run, name="nvmeio-ring", daemon=True)
         self._pump.start()
-
-    def enqueue(self, request: QueuedRequest) -> None:
-        with self.condition:
-            self.admit(request)
-            self._arrivals.append(request)
-        self.nudge()
 
     def nudge(self) -> None:
         with self.condition:
@@ -181,14 +174,12 @@ class RingEngine(QueuedEngine):
     def arrived(self) -> list[QueuedRequest]:
         """What was enqueued since the last call."""
         with self.condition:
-            taken = list(self._arrivals)
-            self._arrivals.clear()
-            return taken
+            return self.admitted()
 
     def finished(self) -> bool:
         """Whether the pump may return; the eventfd goes with it."""
         with self.condition:
-            if not self.stopping or self.in_flight:
+            if not self.stopping or self.in_flight or self.arrivals:
                 return False
             self._closed = True
             os.close(self._wake_fd)

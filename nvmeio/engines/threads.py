@@ -122,6 +122,7 @@ class ThreadsEngine:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self._options: Options | None = None
+        self._arrivals: deque[ThreadsRequest] = deque()  # handed over, not yet seen by a worker
         self._ring: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
         self._pending: list[Block] = []  # prepared, not yet accepted by the queue
         self._queue: deque[Block] = deque()  # accepted, waiting for a worker
@@ -156,16 +157,17 @@ class ThreadsEngine:
 
     def enqueue(self, request: ThreadsRequest) -> None:
         """For `ThreadsRequest.start`."""
-        with self.condition:
+        # An interrupt may come before, or after it is handed over, but not between.
+        if not request.begun:
             request.begun = True
-            self._in_flight += 1
-            self._ring.append(request)
+            self._arrivals.append(request)
+        with self.condition:
             self.condition.notify()
 
     def counters(self) -> Counters:
         """Counted as requests finish."""
         with self.condition:
-            return self._counters._replace(in_flight=self._in_flight)
+            return self._counters._replace(in_flight=self._in_flight + len(self._arrivals))
 
     def stop(self) -> None:
         """Tell the workers to return once nothing is in flight."""
@@ -199,6 +201,9 @@ class ThreadsEngine:
 
     def _refill(self) -> None:
         assert self._options is not None
+        while self._arrivals:
+            self._ring.append(self._arrivals.popleft())
+            self._in_flight += 1
         if self._options.overlap_events or not (self._in_kernel or self._pending):
             while self._ring and self._in_kernel + len(self._pending) < self._depth:
                 self._prepare(self._ring.popleft())

@@ -886,7 +886,7 @@ def _workers_on(gds: nvmeio.GdsHandle, operation: nvmeio.Operation) -> list[engi
     return [
         worker
         for worker in gds._gds._workers
-        if worker.task is not None and worker.task.request is operation._request
+        if worker.task is not None and worker.task.request is operation._record.request
     ]
 
 

@@ -159,17 +159,21 @@ class CuFileEngine(QueuedEngine):
 
     def enqueue(self, request: QueuedRequest) -> None:
         assert isinstance(request, _Request)
-        request.region = MEMORY.use(request.transfer.address, request.transfer.nbytes)
-        with self.condition:
-            self.admit(request)
+        if not request.begun:
+            request.region = MEMORY.use(request.transfer.address, request.transfer.nbytes)
+        super().enqueue(request)
+        self._busy.set()
+
+    def _admit(self) -> None:
+        """With the condition held: what has arrived gets in line."""
+        for request in self.admitted():
+            assert isinstance(request, _Request)
             if self._all_lost():
                 request.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
             if request.exhausted:
                 self._end(request)
-                return
-            self._turns.append(request)
-            self._busy.set()
-            self.condition.notify_all()
+            else:
+                self._turns.append(request)
 
     def stop(self) -> None:
         """Have the threads end; the last one gives memory and driver back."""
@@ -184,7 +188,7 @@ class CuFileEngine(QueuedEngine):
 
     def _is_over(self) -> bool:
         """With the condition held: nothing is left to do, but for calls that hang."""
-        if not self.stopping or self.in_flight:
+        if not self.stopping or self.in_flight or self.arrivals:
             return False
         return all(worker.ended or worker.lost for worker in self._workers)
 
@@ -242,6 +246,7 @@ class CuFileEngine(QueuedEngine):
         look = _LOOK_S[0]
         with self.condition:
             while True:
+                self._admit()
                 task = self._next_task()
                 if task is not None:
                     worker.begin(task)
@@ -441,9 +446,13 @@ class CuFileEngine(QueuedEngine):
             if self._over.wait(min(_WATCH_S, self._call_limit_s / 4)):
                 break
             with self.condition:
+                if self._all_lost():
+                    self._admit()
                 if self._is_over():
                     break
-                if not self.in_flight and not any(worker.lost for worker in self._workers):
+                if not (self.in_flight or self.arrivals) and not any(
+                    worker.lost for worker in self._workers
+                ):
                     self._busy.clear()
                     continue
                 now = time.monotonic()

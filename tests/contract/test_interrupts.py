@@ -1,0 +1,184 @@
+"""Ctrl-C at any moment of a single operation: nothing hangs, nothing leaks, the same call works."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from interrupting import everywhere
+from support import bytes_tensor, open_descriptors, random_bytes, raw
+
+import nvmeio
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables"),
+]
+
+SIZE = 5000
+DATA = random_bytes(SIZE)
+PATIENCE_S = 10.0
+Make = Callable[..., nvmeio.AioHandle]
+
+
+@pytest.fixture
+def file(path: Path) -> Path:
+    path.write_bytes(DATA)
+    return path
+
+
+def settle(handle: nvmeio.AioHandle) -> None:
+    """Whatever went on all the same is over now, and nothing of it is left."""
+    try:
+        handle.wait(PATIENCE_S)
+    except concurrent.futures.TimeoutError as hangs:
+        raise AssertionError("an interrupted operation is never done") from hangs
+    except nvmeio.NvmeioError:
+        pass
+    gc.collect()
+
+
+def check(handle: nvmeio.AioHandle, file: Path, where: str, before: dict[int, str]) -> None:
+    settle(handle)
+    left = {fd: name for fd, name in open_descriptors().items() if name == str(file)}
+    assert not left, f"after an interrupt at {where}: {left}"
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    operation = handle.async_pread(tensor, file)
+    assert operation.result(PATIENCE_S) == SIZE, where
+    assert raw(tensor) == DATA, where
+    assert tensor.untyped_storage().resizable(), where
+
+
+def test_a_read_in_a_thread(handle: nvmeio.AioHandle, file: Path) -> None:
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    before = open_descriptors()
+    for where in everywhere(lambda: handle.sync_pread(tensor, file)):
+        check(handle, file, where, before)
+        assert tensor.untyped_storage().resizable(), where
+
+
+def test_a_write_in_a_thread(handle: nvmeio.AioHandle, file: Path) -> None:
+    tensor = bytes_tensor(DATA)
+    before = open_descriptors()
+    for where in everywhere(lambda: handle.sync_pwrite(tensor, file)):
+        check(handle, file, where, before)
+
+
+def test_a_staged_read(handle: nvmeio.AioHandle, file: Path) -> None:
+    tensor = torch.zeros(2 * SIZE, dtype=torch.uint8)[::2]
+    before = open_descriptors()
+    for where in everywhere(lambda: handle.sync_pread(tensor, file)):
+        check(handle, file, where, before)
+        assert tensor.untyped_storage().resizable(), where
+
+
+def test_a_flush(handle: nvmeio.AioHandle, file: Path) -> None:
+    before = open_descriptors()
+    for where in everywhere(lambda: handle.sync_fsync(file)):
+        check(handle, file, where, before)
+
+
+def test_a_wait_for_all(handle: nvmeio.AioHandle, file: Path) -> None:
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    before = open_descriptors()
+
+    def work() -> None:
+        handle.async_pread(tensor, file)
+        handle.async_pread(tensor, file.parent / "missing")
+        with pytest.raises(FileNotFoundError):
+            handle.wait()
+
+    for where in everywhere(work):
+        check(handle, file, where, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in its __del__
+def test_a_file_that_is_opened_and_closed(handle: nvmeio.AioHandle, file: Path) -> None:
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    before = open_descriptors()
+
+    def work() -> None:
+        with nvmeio.open(file) as opened:
+            handle.sync_pread(tensor, opened)
+
+    for where in everywhere(work):
+        check(handle, file, where, before)
+
+
+def test_an_await(handle: nvmeio.AioHandle, file: Path) -> None:
+    """The loop is run on after the interrupt: whoever awaits is woken."""
+    before = open_descriptors()
+    loop = asyncio.new_event_loop()
+    tensors = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(3)]
+
+    async def read(tensor: torch.Tensor) -> int:
+        return await handle.async_pread(tensor, file)
+
+    async def ends(tasks: list[asyncio.Task[int]]) -> None:
+        done, pending = await asyncio.wait(tasks, timeout=PATIENCE_S)
+        assert not pending, f"{len(pending)} tasks were never woken"
+        for task in done:
+            if not task.cancelled() and task.exception() is not None:
+                assert isinstance(task.exception(), KeyboardInterrupt)
+
+    try:
+        tasks: list[asyncio.Task[int]] = []
+
+        def work() -> None:
+            tasks[:] = [loop.create_task(read(tensor)) for tensor in tensors]
+            loop.run_until_complete(asyncio.gather(*tasks))
+
+        for where in everywhere(work):
+            try:
+                loop.run_until_complete(ends(tasks))
+            except AssertionError as wrong:
+                raise AssertionError(f"after an interrupt at {where}: {wrong}") from wrong
+            # A task keeps its exception, and that the frames that it came through.
+            assert raw(tensors[0]) == DATA or tasks[0].exception() is not None
+            tasks.clear()
+            check(handle, file, where, before)
+    finally:
+        loop.close()
+
+
+def test_closing(make_handle: Make, file: Path) -> None:
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    made = [make_handle()]
+
+    def work() -> None:
+        made[-1].async_pread(tensor, file)
+        made[-1].close()
+
+    for where in everywhere(work):
+        made[-1].close()
+        assert made[-1].closed, where
+        with pytest.raises(nvmeio.ClosedError):
+            made[-1].async_pread(tensor, file)
+        made.append(make_handle())
+
+
+@pytest.mark.filterwarnings("ignore:.*was dropped, not left:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lease_of_a_pool() -> None:
+    pools = [nvmeio.PinnedPool(1 << 20)]
+
+    def work() -> None:
+        with pools[-1].take(1 << 20) as lease:
+            lease.fill_(1)
+
+    for where in everywhere(work):
+        gc.collect()
+        if "__exit__" in where and pools[-1].in_use_bytes:
+            pools.append(nvmeio.PinnedPool(1 << 20))  # as `take` documents
+        with pools[-1].take(1 << 20, timeout=PATIENCE_S):
+            pass
+        assert pools[-1].in_use_bytes == 0, where
+    assert len(pools) < 5
+    for pool in pools:
+        pool.close()
