@@ -88,7 +88,7 @@ def rank_main(rank: int, folder: Path, width: int) -> None:
         process_group=dist.new_group(backend="gloo"),
     )
     train(model, optimizer, width, step=2)
-    saving.result(timeout=60)
+    saving.result(timeout=500)
 
     dcp.save(state_of(model, optimizer), checkpoint_id=f"nvmeio://{folder / 'third'}")
     facts["third"] = sums(model)

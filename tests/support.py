@@ -230,6 +230,6 @@ def run_python(script: str, *flags: str, **environment: str) -> subprocess.Compl
         env={**os.environ, "PYTHONPATH": root, **environment},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=550,
         check=False,
     )

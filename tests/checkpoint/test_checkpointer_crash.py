@@ -55,9 +55,11 @@ def write_for_ever(turn, count, tell):
 
 torch.set_num_threads(1)
 looking = nvmeio.Checkpointer(folder, layout=layout)
+began = time.monotonic()
 with nvmeio.Checkpointer(folder, keep=KEEP, layout=layout) as first:
     for step in range(KEEP):
         first.save_sync(state(step, step), step)
+took = (time.monotonic() - began) / KEEP  # a save, on this machine and as busy as it is
 count, within, left_before = KEEP - 1, 0, set()
 for turn in range(turns):
     told, tell = os.pipe()
@@ -72,11 +74,17 @@ for turn in range(turns):
         finally:
             os._exit(1)
     os.close(tell)
-    time.sleep(moments.uniform(0, 0.11))
+    # After some saves that are durable, and so far into the next one.
+    saves, durable = moments.randrange(3), b""
+    while len(durable) < 8 * saves:
+        more = os.read(told, 8 * saves - len(durable))
+        assert more, "the writer failed"
+        durable += more
+    time.sleep(moments.uniform(0, 1.5) * took)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), "the writer failed"
-    durable = os.read(told, 1 << 20)
+    durable += os.read(told, 1 << 20)
     os.close(told)
     last = int.from_bytes(durable[-8:], "little") if durable else count
 
@@ -120,7 +128,7 @@ def kill(folder: Path, turns: int, seed: int) -> None:
         for layout in ("one", "per_rank")
     }
     for process in running.values():
-        ran = finish(process, 100)
+        ran = finish(process, 550)
         assert ran.returncode == 0, ran.stderr
         saves, within = map(int, ran.stdout.split())
         assert saves > turns // 5 and within > turns // 20, (saves, within)

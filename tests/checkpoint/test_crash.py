@@ -43,7 +43,10 @@ def write_for_ever(step, told):
         step += 1
 
 torch.set_num_threads(1)
-nvmeio.save(state(0), path)
+began = time.monotonic()
+for step in (2, 1, 0):
+    nvmeio.save(state(step), path)
+took = (time.monotonic() - began) / 3  # a save, on this machine and as busy as it is
 step = killed_within = 0
 for turn in range(turns):
     told, tell = os.pipe()
@@ -55,10 +58,15 @@ for turn in range(turns):
         finally:
             os._exit(1)
     os.close(tell)
-    time.sleep(moments.uniform(0, 0.12))
+    # After some saves, and so far into the next one.
+    saves, returned = moments.randrange(3), b""
+    while len(returned) < 8 * saves:
+        more = os.read(told, 8 * saves - len(returned))
+        assert more, "the writer failed"
+        returned += more
+    time.sleep(moments.uniform(0, 1.2) * took)
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
-    returned = b""
     while more := os.read(told, 65536):
         returned += more
     os.close(told)

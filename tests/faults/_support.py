@@ -198,7 +198,7 @@ def start_python(
 
 
 def run_python(
-    code: str, *arguments: object, timeout_s: float = 60.0, **start: Any
+    code: str, *arguments: object, timeout_s: float = 300.0, **start: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run code to its end; a process that hangs is killed with its children, and the test fails."""
     process = start_python(code, *arguments, **start)
@@ -206,7 +206,7 @@ def run_python(
 
 
 def finish(
-    process: subprocess.Popen[str], timeout_s: float = 60.0
+    process: subprocess.Popen[str], timeout_s: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
     try:
         out, err = process.communicate(timeout=timeout_s)

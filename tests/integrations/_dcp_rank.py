@@ -136,9 +136,9 @@ def replace(folder: Path, world: int) -> None:
     future = dcp.async_save(
         state(world, 3), storage_writer=NvmeStorageWriter(folder / "replaced", thread_count=2)
     )
-    future.result(timeout=60)
+    future.result(timeout=500)
     future = dcp.async_save(state(world, 4), storage_writer=NvmeStorageWriter(folder / "replaced"))
-    future.result(timeout=60)
+    future.result(timeout=500)
     found = state(world, None)
     dcp.load(found, storage_reader=NvmeStorageReader(folder / "replaced"))
     check(found, 4)
@@ -179,7 +179,7 @@ def main() -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     store = dist.FileStore(str(folder / f"store-{world}-{'-'.join(sys.argv[4:])}"), world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=500)
     )
     for step in sys.argv[4:]:
         STEPS[step](folder, world)

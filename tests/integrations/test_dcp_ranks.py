@@ -43,7 +43,7 @@ def run_ranks(world: int, folder: Path, *steps: str) -> None:
         for rank in range(world)
     ]
     try:
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

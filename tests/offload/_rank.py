@@ -205,7 +205,7 @@ def main() -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=500)
     )
     {"fsdp": fsdp, "fsdp_gradients": fsdp_gradients, "resume": resume, "ddp": ddp}[kind](
         folder, world

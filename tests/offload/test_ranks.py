@@ -32,7 +32,7 @@ def test_two_ranks_equal_those_in_memory(kind: str, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
