@@ -24,7 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-SECTOR = 512
+# Writes are torn between these. A drive promises 512 bytes; but file systems take a block of their
+# own to be atomic (ext4 cannot be mounted with half of a superblock, whatever we do).
+ATOMIC_BYTES = 4096
 _RECORD = struct.Struct("<qqq")  # time_ns, offset, nbytes; the bytes follow
 _FLUSH = -1
 
@@ -194,7 +196,7 @@ class Drive:
         """The image after the first `at` records; cuts come in ascending order.
 
         Of what was not flushed, all is there, none, each write or not, or that and writes that are
-        torn between sectors.
+        torn between blocks.
         """
         last = max((i for i in range(at) if records[i].flush), default=-1)
         with open(self.log, "rb") as log:
@@ -210,10 +212,11 @@ class Drive:
                 for record in records[last + 1 : at]:
                     if loss != "all" and chance.random() < 0.5:
                         continue
-                    sectors = record.nbytes // SECTOR
-                    if loss == "torn" and sectors > 1 and chance.random() < 0.5:
-                        first, end = sorted(chance.sample(range(sectors + 1), 2))
-                        _apply(log, made, record, first * SECTOR, (end - first) * SECTOR)
+                    units = record.nbytes // ATOMIC_BYTES
+                    if loss == "torn" and units > 1 and chance.random() < 0.5:
+                        first, end = sorted(chance.sample(range(units + 1), 2))
+                        torn = first * ATOMIC_BYTES, (end - first) * ATOMIC_BYTES
+                        _apply(log, made, record, *torn)
                     else:
                         _apply(log, made, record, 0, record.nbytes)
 
