@@ -11,6 +11,7 @@ parameters, a few buffers and the activations, which are checkpointed. The limit
 import argparse
 import ctypes
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def limit(nbytes: int) -> None:
     # glibc keeps freed memory of up to 32 MB a piece, unless the threshold is set by hand
     # (man 3 mallopt, M_MMAP_THRESHOLD).
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
+    threading.stack_size(1 << 20)  # the limit counts whole stacks, of 8 MB otherwise
     resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + nbytes,) * 2)
 
 
