@@ -103,7 +103,7 @@ def test_a_model_larger_than_memory_computes_the_same(
     name: str, times: float, tmp_path: Path, under_limit: Under
 ) -> None:
     """Of more than four times the limit: no way of loading it would do."""
-    compare(name, times, 64 * MIB, 256, 3, tmp_path, under_limit)
+    compare(name, times, 64 * MIB, 384, 3, tmp_path, under_limit)
 
 
 @pytest.mark.stress
