@@ -287,5 +287,9 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "load-async": AsyncLoad,
     "safetensors-save": SafetensorsSave,
     "safetensors-load": SafetensorsLoad,
+    "checkpointer-save": CheckpointerSave,
+    "checkpointer-async": CheckpointerAsync,
     "checkpointer-restore": CheckpointerRestore,
+    "checkpointers": Checkpointers,
+    "dcp": Dcp,
 }

@@ -120,10 +120,12 @@ class Opcodes(_Signal):
         self.count = 0
         self._at = at
         self._before: Any = None
+        # Kept: a bound method that only the interpreter has is freed when tracing ends within it.
+        self._tracers = self._called, self._opcode
 
     def _arm(self) -> None:
         self._before = sys.gettrace()
-        sys.settrace(self._called)
+        sys.settrace(self._tracers[0])
 
     def _disarm(self) -> None:
         sys.settrace(self._before)
@@ -133,14 +135,14 @@ class Opcodes(_Signal):
             return None
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True
-        return self._opcode
+        return self._tracers[1]
 
     def _opcode(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event != "opcode" or not self._armed:
-            return self._opcode
+            return self._tracers[1]
         self.count += 1
         if self.count != self._at:
-            return self._opcode
+            return self._tracers[1]
         sys.settrace(None)
         frame.f_trace = None
         # Tripped by the loop's own instruction, after which the interpreter looks for no signals
@@ -186,11 +188,16 @@ class Twice(_Signal):
         thread.start()
         try:
             with super().around():
-                yield
+                try:
+                    try:
+                        yield
+                    finally:
+                        self._armed = False
+                finally:  # while a late signal still meets our handler, which does nothing now
+                    self._over.set()
+                    self._engine.gate.set()
+                    thread.join()
         finally:
-            self._over.set()
-            self._engine.gate.set()
-            thread.join()
             assert not self._late, self._late
 
     def _arm(self) -> None:

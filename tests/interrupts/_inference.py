@@ -180,5 +180,9 @@ class Pack(Scenario):
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "stream-forward": Forward,
     "stream-async": AsyncForward,
+    "streams": Streams,
+    "stream-generate": Generate,
+    "packing": Pack,
 }

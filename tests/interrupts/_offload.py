@@ -383,10 +383,13 @@ class Modules(Scenario):
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
+    "swapped-module-forward": Forward,
+    "swapped-module-passes": Passes,
+    "swapped-module-passes-disk": PassesOnDisk,
+    "swapped-module-gather": Gather,
     "swapped-optimizer-step": StepInMemory,
     "swapped-optimizer-step-disk": StepOnDisk,
-    "swapped-module-passes-disk": PassesOnDisk,
     "swapped-optimizer-async-step": AsyncStep,
-    "swapped-optimizer-resume": Resume,
     "swapped-optimizer-snapshot": Snapshot,
+    "swapped-optimizer-resume": Resume,
 }

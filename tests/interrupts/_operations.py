@@ -148,4 +148,9 @@ class Pool(Scenario):
         self.pool.close()
 
 
-SCENARIOS: dict[str, type[Scenario]] = {}
+SCENARIOS: dict[str, type[Scenario]] = {
+    "operations": SyncOperations,
+    "operations-submitted": Submitted,
+    "operations-async": AsyncOperations,
+    "pool": Pool,
+}
