@@ -10,6 +10,7 @@ docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
 import importlib
 import typing
 
+from nvmeio import _interpreter  # noqa: F401 - first: refuses Pythons in which torch would hang
 from nvmeio._tensor import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio.buffers import empty_aligned as empty_aligned
 from nvmeio.buffers import empty_pinned as empty_pinned

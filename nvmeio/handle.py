@@ -145,6 +145,11 @@ class AioHandle:
         The operation fails with `TransferError` if the file cannot be opened or read, and with
         `ShortTransferError` if it ends before the tensor is full. The tensor's contents are then
         unknown; at the end of a file, a contiguous one begins with the bytes that there were.
+        Memory that may not be touched (read-only, or of a mapped file that was cut short) is
+        EFAULT. One case cannot be: torch itself copies into a tensor that is not contiguous, and a
+        mapped file that is cut short between the last look at its memory and the end of that copy
+        ends the process with SIGBUS, as any other access would. Read into a contiguous tensor
+        where another program may cut the file.
 
         Cost: no copy into memory of `nvmeio.empty_aligned` at an aligned offset. Otherwise one
         through a bounce block (`Operation.bounced_bytes`): of the ends of an unaligned span, of

@@ -25,6 +25,7 @@ ROOT = Path(nvmeio.__file__).parent
 # Module or package (without "nvmeio.") → its layer. The longest name that fits counts.
 LAYERS = {
     "errors": 0,
+    "_interpreter": 0,
     "_plan": 0,
     "_checks": 0,
     "_shim": 1,
