@@ -1,0 +1,58 @@
+"""What the tests of operations share."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from support import PATIENCE_S, random_bytes
+
+import nvmeio
+
+Make = Callable[..., nvmeio.AioHandle]
+SIZE = 100_000
+CONTENT = random_bytes(SIZE, seed=5)  # of the fixture `file`
+WAIT_S = PATIENCE_S
+
+needs_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="came with Python 3.11")
+
+
+def target(nbytes: int = SIZE) -> torch.Tensor:
+    """Aligned, so that an engine writes straight into it; filled with a pattern."""
+    return nvmeio.empty_aligned(nbytes, dtype=torch.uint8).fill_(0xA5)
+
+
+def untouched(tensor: torch.Tensor) -> bool:
+    return bool((tensor == 0xA5).all())
+
+
+def builtin_of(error: BaseException) -> type:
+    """The built-in class that an error of ours is too."""
+    return next(base for base in type(error).__mro__ if base.__module__ == "builtins")
+
+
+def aio_contexts() -> int:
+    """AIO contexts of this process: the kernel maps a ring for each."""
+    return Path("/proc/self/maps").read_text().count("/[aio]")
+
+
+async def rounds() -> None:
+    """Let the loop go round: every task that can go on has done so, and waits for something."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def threads_in(function: str) -> int:
+    """How many threads are in a function of this name."""
+    found = 0
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None and frame.f_code.co_name != function:
+            frame = frame.f_back
+        found += frame is not None
+    return found
