@@ -62,6 +62,13 @@ def command(
     kv_offload: Annotated[
         bool, typer.Option("--kv-offload", help="Keep past keys and values of idle layers on disk.")
     ] = False,
+    checksum: Annotated[
+        bool,
+        typer.Option(
+            "--checksum/--no-checksum",
+            help="Compare what is read with the checksums of a packed model.",
+        ),
+    ] = True,
     sample: Annotated[
         bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")
     ] = False,
@@ -96,6 +103,7 @@ def command(
                 resident_bytes=resident_bytes,
                 dtype=wanted,
                 kv_offload=kv_offload,
+                checksum=checksum,
             )
         except FileNotFoundError as missing:
             errors.print(str(missing), style="red", markup=False, soft_wrap=True)

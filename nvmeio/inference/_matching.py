@@ -11,7 +11,7 @@ from torch import nn
 from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio.errors import IntegrityError
 from nvmeio.inference import _packed, _transformers
-from nvmeio.inference._packed import Found
+from nvmeio.inference._packed import Found, Packed
 from nvmeio.inference._weights import Weight, part_of
 
 
@@ -22,7 +22,9 @@ class Matched(NamedTuple):
     weights: list[Weight]
 
 
-def match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> Matched:
+def match(
+    model: nn.Module, checkpoint: Checkpoint, strict: bool, packed: Packed | None = None
+) -> Matched:
     """Find what each tensor of a model is read from.
 
     Args:
@@ -30,13 +32,14 @@ def match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> Matched:
         checkpoint: Under the model's names, or (for transformers' models) those that
             `from_pretrained` takes.
         strict: Refuse tensors that the model has no place for.
+        packed: What its index says, of a packed one.
 
     Raises:
         IntegrityError: A tensor is missing, has no place in the model, or has another shape; names
             tensor and file.
         ValueError: A parameter is not on the meta device.
     """
-    found, unexpected = _found(model, checkpoint)
+    found, unexpected = _found(model, checkpoint, packed)
     by_tensor: dict[int, Weight] = {}
     weights: list[Weight] = []
     tied: dict[int, list[str]] = {}
@@ -75,8 +78,9 @@ def match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> Matched:
     return Matched(by_tensor, weights)
 
 
-def _found(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Found], list[str]]:
-    packed = _packed.parse(checkpoint)
+def _found(
+    model: nn.Module, checkpoint: Checkpoint, packed: Packed | None
+) -> tuple[dict[str, Found], list[str]]:
     if packed is not None:
         return _packed.parts_of(checkpoint, packed), []
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):

@@ -3,19 +3,20 @@
 A packed file is a valid safetensors file, one for the whole model. Its tensors have the model's own
 names and lie in the order in which they are streamed, a layer's one behind the other, each on a
 64-byte boundary and each layer on a page (padding is tensors of bytes). A quantised weight is three
-tensors; its entry in the metadata says how to read them.
+tensors; its entry in the metadata says how to read them. The metadata has a CRC-32 of each tensor,
+too (of fused experts, one of each); files of before have none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting
 from nvmeio.inference._weights import Part, part_of
@@ -34,6 +35,18 @@ class PackedWeight(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Packed(NamedTuple):
+    """What the index of a packed file says.
+
+    Attributes:
+        quantised: The weights that are.
+        sums: Of each tensor's bytes, in shares of equal length; None where there are none.
+    """
+
+    quantised: dict[str, PackedWeight]
+    sums: dict[str, tuple[int, ...]] | None
+
+
 class Found(NamedTuple):
     """What a packed file holds for one weight."""
 
@@ -42,8 +55,8 @@ class Found(NamedTuple):
     quantised: PackedWeight | None
 
 
-def describe(quantised: Mapping[str, PackedWeight]) -> str:
-    """The metadata of a packed file."""
+def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[int]]) -> str:
+    """The metadata of a packed file; as long whatever the checksums are."""
     return json.dumps(
         {
             "version": VERSION,
@@ -56,12 +69,17 @@ def describe(quantised: Mapping[str, PackedWeight]) -> str:
                 }
                 for name, weight in quantised.items()
             },
+            "crc32": {name: [f"{value:08x}" for value in of] for name, of in sums.items()},
         }
     )
 
 
-def parse(checkpoint: Checkpoint) -> dict[str, PackedWeight] | None:
-    """The quantised weights of a packed checkpoint; None if it is not packed.
+def parse(checkpoint: Checkpoint, checksum: bool = True) -> Packed | None:
+    """What a packed checkpoint says of itself; None if it is not packed.
+
+    Args:
+        checkpoint: The files.
+        checksum: Want its checksums, if it has any.
 
     Raises:
         IntegrityError: Its metadata is damaged, or of a later version.
@@ -84,12 +102,27 @@ def parse(checkpoint: Checkpoint) -> dict[str, PackedWeight] | None:
         for name, weight in found.items():
             if not can_quantise(weight.shape, weight.dtype, weight.setting):
                 raise ValueError(f"{name!r} of shape {weight.shape} is not of whole groups")
-        return found
+        given = described.get("crc32") if checksum else None
+        return Packed(found, None if given is None else _sums(checkpoint, given))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
 
 
-def parts_of(checkpoint: Checkpoint, quantised: Mapping[str, PackedWeight]) -> dict[str, Found]:
+def _sums(checkpoint: Checkpoint, given: Any) -> dict[str, tuple[int, ...]]:
+    sums = {}
+    for name, stored in checkpoint.tensors.items():
+        if name.startswith(PADDING):
+            continue
+        texts = given[name]
+        if not isinstance(texts, list) or not texts or stored.entry.nbytes % len(texts):
+            raise ValueError(f"{name!r} has no checksums of equal shares")
+        if any(not isinstance(text, str) or len(text) != 8 for text in texts):
+            raise ValueError(f"{name!r} has a checksum that is none")
+        sums[name] = tuple(int(text, 16) for text in texts)
+    return sums
+
+
+def parts_of(checkpoint: Checkpoint, packed: Packed) -> dict[str, Found]:
     """For each weight of a packed checkpoint, what it is read from.
 
     Raises:
@@ -97,7 +130,12 @@ def parts_of(checkpoint: Checkpoint, quantised: Mapping[str, PackedWeight]) -> d
     """
     found: dict[str, Found] = {}
     taken: set[str] = set()
-    for name, weight in quantised.items():
+
+    def part(stored: Stored) -> Part:
+        sums = () if packed.sums is None else packed.sums[stored.name]
+        return part_of(stored)._replace(sums=sums)
+
+    for name, weight in packed.quantised.items():
         setting, shape = weight.setting, weight.shape
         wanted = (
             (torch.uint8, setting.packed_shape(shape)),
@@ -109,15 +147,15 @@ def parts_of(checkpoint: Checkpoint, quantised: Mapping[str, PackedWeight]) -> d
             stored = checkpoint.tensors.get(name + suffix)
             if stored is None:
                 raise _bad(checkpoint, f"it lacks {name + suffix!r}")
-            part = part_of(stored)
-            if (part.dtype, part.shape) != (dtype, sizes):
-                raise _bad(checkpoint, f"{stored.name!r} is {part.dtype} {part.shape}, not {sizes}")
-            parts.append(part)
+            made = part(stored)
+            if (made.dtype, made.shape) != (dtype, sizes):
+                raise _bad(checkpoint, f"{stored.name!r} is {made.dtype} {made.shape}, not {sizes}")
+            parts.append(made)
             taken.add(stored.name)
         found[name] = Found(tuple(parts), tuple(name + suffix for suffix in SUFFIXES), weight)
     for name, stored in checkpoint.tensors.items():
         if name not in taken and not name.startswith(PADDING):
-            found[name] = Found((part_of(stored),), (name,), None)
+            found[name] = Found((part(stored),), (name,), None)
     return found
 
 

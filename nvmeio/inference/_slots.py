@@ -19,6 +19,7 @@ from nvmeio.files import File
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._layout import Read
 from nvmeio.inference._quant import dequantise
+from nvmeio.inference._sums import Arriving, Expected, verify
 from nvmeio.inference._units import Unit
 from nvmeio.inference._weights import Weight
 from nvmeio.pool import Lease, PinnedPool
@@ -47,6 +48,10 @@ class Slot(window.Slot[Unit]):
         self.event: Any = None  # on a GPU: all copies have been started
         self.tensors: list[torch.Tensor] = []
         self.shown: list[torch.Tensor] = []
+
+    def has(self, sum_: Expected) -> bool:
+        """Whether all bytes of a checksum are there, or asked for."""
+        return all(self.experts[expert] for expert in sum_.experts)
 
 
 class Memory:
@@ -149,16 +154,26 @@ class Memory:
             for r in reads
         ]
         slot.files = {read.file for read in reads}
+        sums = [each for each in slot.unit.sums if slot.has(each)]
+        arriving = Arriving(sums, files) if sums else None
         if self._copies is None:
-            return Fill(wanted)
+            return (
+                Fill(wanted)
+                if arriving is None
+                else Fill(wanted, arriving.arrived, arriving.finished)
+            )
 
         def arrived(piece: Wanted) -> None:
             with torch.cuda.stream(self._copies):
                 target = slot.memory[piece.at : piece.at + piece.memory.nbytes]
                 target.copy_(piece.memory, non_blocking=True)
+            if arriving is not None:
+                arriving.arrived(piece)
 
         def finished() -> None:
             slot.event = self._copies.record_event()
+            if arriving is not None:
+                arriving.finished()
 
         return Fill(wanted, arrived, finished)
 
@@ -167,6 +182,26 @@ class Memory:
         if slot.event is not None:
             current: Any = torch.cuda.current_stream(self.device)
             current.wait_event(slot.event)
+
+    def check(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> None:
+        """Compare what was read outside of a fill with its checksums.
+
+        A read is of whole pages and brings the edges of the neighbours again: these are compared
+        too.
+
+        Raises:
+            IntegrityError: Something is not what was packed.
+        """
+        touched = [
+            each
+            for each in slot.unit.sums
+            if slot.has(each)
+            and any(
+                each.at < read.at + read.end - read.start and read.at < each.at + each.nbytes
+                for read in reads
+            )
+        ]
+        verify(slot.host, touched, files)
 
     def copied(self, slot: Slot, read: Read) -> None:
         """Bring what was read outside of a fill to the device."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nvmeio.inference._layout import Layout, lay_out
+from nvmeio.inference._sums import Expected, expected_of
 from nvmeio.inference._weights import Weight
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
@@ -65,6 +66,7 @@ class Unit:
         weights: What there is, each once.
         experts: The experts among them, or None.
         layout: Its slot; set by `plan`.
+        sums: Checksums of what lies there, where the file has them; set by `plan`.
         resident: Whether it stays once it is there; set by the budget.
     """
 
@@ -76,6 +78,7 @@ class Unit:
         self.weights: list[Weight] = []
         self.experts: Experts | None = None
         self.layout = Layout(0, (), ())
+        self.sums: tuple[Expected, ...] = ()
         self.resident = False
         self.is_layer = False
 
@@ -89,6 +92,7 @@ class Unit:
         ]
         count = 0 if self.experts is None else self.experts.number
         self.layout = lay_out(parts, sizes, marks, count, own_alignment)
+        self.sums = expected_of(self.weights, self.layout.starts, marks, count)
 
     @property
     def converted_bytes(self) -> int:

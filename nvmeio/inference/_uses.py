@@ -337,6 +337,8 @@ class Uses:
                 self._read_beside(slot, reads)
                 for expert in missing:
                     slot.experts[expert] = 1
+                self.resources.memory.check(slot, reads, self.resources.checkpoint.files)
+                for expert in missing:
                     self.resources.memory.convert_expert(slot, slot.tensors, expert)
         except BaseException:
             self._give_up()

@@ -35,11 +35,14 @@ class Part(NamedTuple):
         dtype: torch's, as stored.
         shape: In elements.
         pieces: Where its bytes are, ascending in `at`, without a hole.
+        sums: CRC-32s of its bytes, in shares of equal length; none where they are not known. Only
+            of a part of one piece.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    sums: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

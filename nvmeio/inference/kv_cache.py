@@ -25,6 +25,8 @@ import torch
 from nvmeio import buffers, files
 from nvmeio._io.handles import new_handle
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage import crc32
+from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference._transformers import require
 from nvmeio.operation import Operation
@@ -40,6 +42,7 @@ class _Block(NamedTuple):
     offset: int  # in the file
     room: int  # bytes there, whole pages
     memory: torch.Tensor | None  # the bytes, where they are kept in memory or still being written
+    sum: int | None = None  # the CRC-32 of the bytes, of what is in a file
 
 
 class Store:
@@ -49,13 +52,20 @@ class Store:
         directory: A file in it, which has no name any more once it is open; None keeps the bytes in
             page-locked memory.
         handle: Moves the bytes, and stays open.
+        checksum: Compare what comes back from the file with what was put there.
 
     Attributes:
         written_bytes: Bytes that were put away so far.
         read_bytes: Bytes that were brought back.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None, handle: AioHandle | None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        handle: AioHandle | None,
+        checksum: bool = True,
+    ) -> None:
+        self._checksum = checksum
         self.written_bytes = 0
         self.read_bytes = 0
         self._end = 0
@@ -85,7 +95,9 @@ class Store:
         offset = self._place(memory.nbytes)
         writing = self._handle.async_pwrite(memory, self._file, offset)
         self._started(writing)
-        return _Block(shape, offset, memory.nbytes, None), writing
+        # While it is written: it only reads the memory.
+        found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
+        return _Block(shape, offset, memory.nbytes, None, found), writing
 
     def _place(self, nbytes: int) -> int:
         """Where in the file there is room: where blocks were forgotten, or at its end."""
@@ -131,6 +143,28 @@ class Store:
         reading = self._handle.async_pread(memory, self._file, block.offset)
         self._started(reading)
         return reading
+
+    def check(self, block: _Block, memory: torch.Tensor, what: str) -> None:
+        """Compare what came back with what was put away.
+
+        Args:
+            block: Which one.
+            memory: What is there now.
+            what: The block, for the message.
+
+        Raises:
+            IntegrityError: They differ.
+        """
+        found = None if block.sum is None else crc32.of_tensor(memory)
+        if found != block.sum and self._file is not None:
+            raise IntegrityError(
+                f"{self._file.path}: {what}, bytes [{block.offset}, "
+                f"{block.offset + memory.nbytes}), is not what was written there: look at "
+                "`dmesg` and `smartctl -a`, and start again with a new cache (checksum=False takes "
+                "it as it is)",
+                expected=f"CRC-32 {block.sum:08x}",
+                found=f"{found:08x}",
+            )
 
     def close(self) -> None:
         """Let go of the file, and with it of its blocks."""
@@ -220,6 +254,7 @@ class OffloadedLayer:
             for operation in operations:
                 if operation is not None:
                     self._checked(operation)
+            self._compare(pieces)
             past = [memory.view(block.shape) for memory, block in pieces]
         found = []
         for index, kept in enumerate((self.keys, self.values)):
@@ -232,6 +267,19 @@ class OffloadedLayer:
         if arriving is not None and self.keys.device.type == "cuda":
             torch.cuda.current_stream(self.keys.device).synchronize()  # before the memory goes
         return found[0], found[1]
+
+    def _compare(self, pieces: Sequence[tuple[torch.Tensor, _Block]]) -> None:
+        token = 0
+        for number, (memory, block) in enumerate(pieces):
+            end = token + block.shape[3]
+            try:
+                what = f"block {number} of past keys and values, tokens {token} to {end - 1}"
+                self.store.check(block, memory, what)
+            except BaseException as failed:
+                self._broken = failed
+                self.store.settle()
+                raise
+            token = end
 
     def _checked(self, operation: Operation) -> None:
         try:
@@ -372,6 +420,7 @@ def offload(
     handle: AioHandle | None,
     device: torch.device,
     where: bool | str | os.PathLike[str],
+    checksum: bool = True,
 ) -> Callable[[], None]:
     """Have a transformers model use such caches wherever it would use a new `DynamicCache`.
 
@@ -380,6 +429,7 @@ def offload(
         handle: Moves the bytes; None makes one when it is needed.
         device: Of the model.
         where: True: memory for a GPU, a temporary file for a CPU; or a directory.
+        checksum: As for `Store`.
 
     Returns:
         What closes the handle that was made here: at the latest when the model is dropped. Caches
@@ -403,7 +453,7 @@ def offload(
     weakref.finalize(model, _finish, mover.close)
 
     def fresh(config: Any) -> Any:
-        return new_cache(config, Store(directory, mover.get()))
+        return new_cache(config, Store(directory, mover.get(), checksum))
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given: Any = named.get("past_key_values")

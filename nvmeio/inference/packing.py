@@ -22,6 +22,7 @@ from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage import crc32
 from nvmeio._storage.durable import sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
@@ -76,7 +77,9 @@ def pack(
     """Write a model's weights in streaming order, a layer's as one aligned record.
 
     What is written is a model directory again, with one safetensors file: `stream_model` takes it,
-    and so does transformers where nothing is quantised. It appears when it is complete and durable.
+    and so does transformers where nothing is quantised. Its index has a CRC-32 of each tensor, of
+    fused experts one each, that `stream_model` compares. It appears when it is complete and
+    durable.
 
     Args:
         model_directory: As `save_pretrained` writes it.
@@ -143,6 +146,12 @@ class _Packing:
         self._quantised: dict[str, PackedWeight] = {}
         done: set[str] = set()
         self._records = [self._record(unit, done) for unit in units]
+        # As many for each tensor as there will be, so that the header has its length.
+        self._sums = {
+            name: [0] * self._shares(record, number)
+            for record in self._records
+            for name, _, _, number in record.tensors
+        }
         self._read = 0
         self._error = 0.0
 
@@ -169,15 +178,17 @@ class _Packing:
                 tensors.append((weight.name + suffix, kind, shape, number))
         return _Record(unit, tensors)
 
+    def _shares(self, record: _Record, number: int) -> int:
+        """How many checksums a tensor has: experts, which are read one by one, have one each."""
+        experts = record.unit.experts
+        return 1 if experts is None or number not in experts.weights else experts.number
+
     def run(self, directory: Path) -> PackReport:
-        prefix, entries, total = self._header()
+        _, entries, total = self._header()
         path = directory / shards.DEFAULT_NAME
         with files.open(path, "x") as file:
             # Two records at most: one is written while the next is made.
             with InFlight(0) as flight:
-                head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
-                head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
-                flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes)
                 for record in self._records:
                     if not record.tensors:
                         continue
@@ -187,6 +198,10 @@ class _Packing:
                     flight.start(begin, memory.nbytes)
                     if self._progress is not None:
                         self._progress(record.unit.name, start + memory.nbytes, total)
+                prefix, _, _ = self._header()  # with the checksums of what was written
+                head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
+                head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
+                flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes)
             self._handle.sync_fsync(file)
         return PackReport(
             self._read,
@@ -216,7 +231,7 @@ class _Packing:
                 position += _nbytes(dtype, shape)
         pad(PAGE_BYTES)
         metadata = {**self._checkpoint.metadata, "format": "pt"}
-        metadata[_packed.KEY] = _packed.describe(self._quantised)
+        metadata[_packed.KEY] = _packed.describe(self._quantised, self._sums)
         prefix, entries = headers.build(listed, metadata)
         return prefix, entries, len(prefix) + position
 
@@ -232,6 +247,11 @@ class _Packing:
             if entry.nbytes:
                 room = memory[entry.start - start : entry.end - start].view(dtype).view(shape)
                 room.copy_(made[number].pop(0))
+            sums = self._sums[name]
+            share = entry.nbytes // len(sums)
+            for at in range(len(sums)):
+                address = memory.data_ptr() + entry.start - start + at * share
+                sums[at] = crc32.of_memory(address, share)
         return memory
 
     def _made(self, weight: Weight) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _hooks, _transformers, kv_cache
+from nvmeio.inference import _hooks, _packed, _transformers, kv_cache
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
@@ -38,6 +38,7 @@ def stream_model(
     kv_offload: bool | str | os.PathLike[str] = False,
     layers: Sequence[nn.Module | str] | None = None,
     strict: bool = True,
+    checksum: bool = True,
 ) -> Any:
     """A model whose weights are read from disk while it computes.
 
@@ -69,6 +70,9 @@ def stream_model(
             and encoder layers; of other models the members of the outermost ModuleList and
             Sequential containers.
         strict: Refuse a checkpoint that holds tensors for which the model has no place.
+        checksum: Compare what is read of a packed model with the checksums in its index, and the
+            blocks of `kv_offload` in a file with what was written. Rows of an embedding that are
+            read one by one have none; an embedding that stays is compared.
 
     Returns:
         The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
@@ -84,8 +88,8 @@ def stream_model(
         MemoryError: There is less memory than `resident_bytes`.
 
     The forward raises `TransferError` (an OSError) where a read fails and `IntegrityError` where a
-    file was written to, each naming tensors, file and layer; no value is computed from such bytes.
-    The model can be used again afterwards, with a new cache.
+    file was written to, or holds other bytes than were packed, each naming tensors and file; no
+    value is computed from such bytes. The model can be used again afterwards, with a new cache.
 
     Cost: headers are read, and the memory is mapped and touched, here (0.1 s per GiB); resident
         layers
@@ -109,7 +113,8 @@ def stream_model(
             _set_dtype(model, dtype)
         if hasattr(model, "initialize_weights") and hasattr(model, "config"):
             _transformers.compute_buffers(model, where)
-        matched = match(model, opened, strict)
+        packed = _packed.parse(opened, checksum)
+        matched = match(model, opened, strict, packed)
         parts = partition(model, matched.by_tensor, layers)
         sizes = [file.size() for file in opened.files]
         for unit in (parts.fixed, *parts.units):
@@ -126,6 +131,9 @@ def stream_model(
         again = Checkpoint(source, through)
         try:
             _check_same(stored, again)
+            if _packed.parse(again, checksum) != packed:
+                what = "it was packed again, from other weights"
+                raise _another(again, what, "the same weights", "others")
         except BaseException:
             again.close()
             raise
@@ -134,7 +142,7 @@ def stream_model(
     with contextlib.ExitStack() as undo:
         close_caches = None
         if kv_offload is not False:
-            close_caches = kv_cache.offload(model, handle, where, kv_offload)
+            close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
             undo.callback(close_caches)
         stream = WeightStream(parts, shares, where, open_again, handle, source, close_caches)
         undo.callback(stream.close)
@@ -188,13 +196,18 @@ def _check_same(before: dict[str, Stored], again: Checkpoint) -> None:
         return
     changed = sorted(
         name for name in {*before, *again.tensors} if before.get(name) != again.tensors.get(name)
+    )[0]
+    raise _another(
+        again, f"{changed!r} is elsewhere, or gone", before.get(changed), again.tensors.get(changed)
     )
-    raise IntegrityError(
-        f"{again.path} is another checkpoint than when the model was streamed first: "
-        f"{changed[0]!r} "
-        "is elsewhere, or gone. Call stream_model again",
-        expected=before.get(changed[0]),
-        found=again.tensors.get(changed[0]),
+
+
+def _another(again: Checkpoint, what: str, before: object, now: object) -> IntegrityError:
+    return IntegrityError(
+        f"{again.path} is another checkpoint than when the model was streamed first: {what}. "
+        "Call stream_model again",
+        expected=before,
+        found=now,
     )
 
 

@@ -1,0 +1,135 @@
+"""The checksums of a packed model, compared as its bytes arrive.
+
+`pack` writes a CRC-32 of each tensor into the index of its file, of the experts of a layer one for
+each. The pieces of a unit arrive in any order (what the page cache holds comes past the queue), so
+each piece is summed by itself, and a tensor's sums are joined when the last one is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._residency.reader import Wanted
+from nvmeio._storage import crc32
+from nvmeio.errors import IntegrityError
+from nvmeio.files import File
+from nvmeio.inference._weights import Weight
+
+
+class Expected(NamedTuple):
+    """What bytes of a slot should be after a read.
+
+    Attributes:
+        name: The tensor's, in the file.
+        file: Index of the file.
+        offset: Where they lie there.
+        at: Where they lie in the slot.
+        nbytes: How many.
+        sum: Their CRC-32.
+        experts: Which experts have to be there for it; none for what is always read.
+    """
+
+    name: str
+    file: int
+    offset: int
+    at: int
+    nbytes: int
+    sum: int
+    experts: range
+
+
+def expected_of(
+    weights: Sequence[Weight], starts: Sequence[int], marks: Sequence[bool], experts: int
+) -> tuple[Expected, ...]:
+    """The checksums of a unit, in the order of its slot.
+
+    Args:
+        weights: Of the unit.
+        starts: For each part, the slot's byte at which it begins.
+        marks: For each part, whether its first dimension counts experts.
+        experts: How many there are.
+    """
+    found: list[Expected] = []
+    named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
+    for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
+        if not part.pieces:
+            continue
+        piece, count = part.pieces[0], len(part.sums)
+        for share, value in enumerate(part.sums):
+            nbytes = part.nbytes // count
+            at = share * nbytes
+            # Its experts, where there are as many checksums as these or not.
+            among = range(share * experts // count, -(-(share + 1) * experts // count))
+            found.append(
+                Expected(
+                    sources[number],
+                    piece.file,
+                    piece.offset + at,
+                    start + at,
+                    nbytes,
+                    value,
+                    among if mark else range(0),
+                )
+            )
+    return tuple(sorted(found, key=lambda each: each.at))
+
+
+class Arriving:
+    """The checksums of a slot that is being filled; used by the reader's thread.
+
+    Args:
+        expected: What is read in this fill, in the order of the slot.
+        files: Of the checkpoint.
+    """
+
+    def __init__(self, expected: Sequence[Expected], files: Sequence[File]) -> None:
+        self._expected = expected
+        self._files = files
+        self._found: list[list[tuple[int, int, int]]] = [[] for _ in expected]
+
+    def arrived(self, piece: Wanted) -> None:
+        """Sum what has arrived, still warm from its way in."""
+        first, last = piece.at, piece.at + piece.memory.nbytes
+        address = piece.memory.data_ptr()
+        for each, found in zip(self._expected, self._found, strict=True):
+            start, end = max(each.at, first), min(each.at + each.nbytes, last)
+            if start < end:
+                found.append(
+                    (start, end - start, crc32.of_memory(address + start - first, end - start))
+                )
+
+    def finished(self) -> None:
+        """Compare.
+
+        Raises:
+            IntegrityError: Something is not what was packed.
+        """
+        for each, found in zip(self._expected, self._found, strict=True):
+            total = 0
+            for _, nbytes, value in sorted(found):
+                total = crc32.combine(total, value, nbytes)
+            _compare(each, total, self._files)
+
+
+def verify(host: torch.Tensor, expected: Sequence[Expected], files: Sequence[File]) -> None:
+    """Compare what lies in a slot.
+
+    Raises:
+        IntegrityError: Something is not what was packed.
+    """
+    for each in expected:
+        _compare(each, crc32.of_memory(host.data_ptr() + each.at, each.nbytes), files)
+
+
+def _compare(each: Expected, found: int, files: Sequence[File]) -> None:
+    if found != each.sum:
+        raise IntegrityError(
+            f"{files[each.file].path}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
+            f"{each.name!r} are not what was packed there: look at `dmesg` and `smartctl -a`, and "
+            "pack the model again (checksum=False takes them as they are)",
+            expected=f"CRC-32 {each.sum:08x}",
+            found=f"{found:08x}",
+        )

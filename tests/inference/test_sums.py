@@ -1,0 +1,318 @@
+"""Bits that flip in what is read: found in packed models and in blocks of past keys and values."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference._models import MODELS, llama, loaded, logits, mixtral, prompt, saved, transformers
+from typer.testing import CliRunner
+
+import nvmeio
+from nvmeio._residency import reader
+from nvmeio._storage import crc32
+from nvmeio.checkpoint.safetensors import read_header
+from nvmeio.cli import app
+from nvmeio.errors import IntegrityError
+from nvmeio.inference import kv_cache, pack
+from nvmeio.inference._packed import KEY, PADDING
+
+Make = Callable[..., Any]
+
+EVERYTHING = 1 << 30  # all weights stay, the embedding too
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def packed(make: Any, directory: Path, **options: Any) -> Path:
+    saved(make, directory / "m")
+    pack(directory / "m", directory / "p", **options)
+    return directory / "p"
+
+
+def flip(file: Path, offset: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 0x10]))
+
+
+def index_of(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(read_header(file).metadata[KEY])
+    return found
+
+
+def rewrite_index(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Put another index into a packed file, the tensors where they were."""
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    index = json.loads(header["__metadata__"][KEY])
+    header["__metadata__"][KEY] = json.dumps(change(index))
+    text = json.dumps(header).encode().ljust(length)
+    assert len(text) == length, "the header has room"
+    file.write_bytes(data[:8] + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_the_index_has_the_sums_of_what_was_written(
+    name: str, bits: int | None, tmp_path: Path
+) -> None:
+    file = packed(MODELS[name], tmp_path, quant_bits=bits, quant_group_size=32)
+    file /= "model.safetensors"
+    data, sums = file.read_bytes(), index_of(file)["crc32"]
+    entries = {n: e for n, e in read_header(file).tensors.items() if not n.startswith(PADDING)}
+    assert set(sums) == set(entries)
+    assert {len(each) for each in sums.values()} == ({1, 4} if name == "mixtral" else {1})
+    for tensor, entry in entries.items():
+        share = entry.nbytes // len(sums[tensor])
+        for number, text in enumerate(sums[tensor]):
+            first = entry.start + number * share
+            assert text == f"{crc32.of_bytes(data[first : first + share]):08x}"
+
+
+@pytest.mark.parametrize("budget", [210_000, EVERYTHING])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_flipped_bit_is_found_in_every_tensor(
+    bits: int | None, budget: int, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "PIECE_BYTES", 8192)  # a tensor of several pieces
+    directory = packed(lambda: llama(layers=2), tmp_path, quant_bits=bits)
+    file = directory / "model.safetensors"
+    for tensor, entry in read_header(file).tensors.items():
+        if tensor.startswith(PADDING) or (tensor == EMBEDDING and budget != EVERYTHING):
+            continue
+        for offset in (entry.start, entry.end - 1):
+            flip(file, offset)
+            with pytest.raises(IntegrityError) as failed:
+                logits(stream(directory, resident_bytes=budget), prompt())
+            assert str(file) in str(failed.value)
+            assert repr(tensor) in str(failed.value)
+            assert f"[{entry.start}, {entry.end})" in str(failed.value)
+            flip(file, offset)
+    assert (
+        logits(stream(directory, resident_bytes=budget), prompt()).equal(
+            logits(loaded(tmp_path / "m"), prompt())
+        )
+        or bits
+    )
+
+
+def test_after_a_flipped_bit_the_same_call_fails_again_until_the_bytes_are_right(
+    tmp_path: Path, stream: Make
+) -> None:
+    directory = packed(llama, tmp_path)
+    file = directory / "model.safetensors"
+    entry = read_header(file).tensors["model.layers.2.mlp.up_proj.weight"]
+    flip(file, entry.start + 5)
+    model = stream(directory, resident_bytes=300_000)
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match=r"layers\.2\.mlp\.up_proj"):
+            logits(model, prompt())
+    model.weight_stream.close()
+    flip(file, entry.start + 5)
+    model.weight_stream.reopen()
+    assert logits(model, prompt()).equal(logits(loaded(tmp_path / "m"), prompt()))
+
+
+@pytest.mark.parametrize("length", [1, 12])  # experts on demand; all of them, read ahead
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_flipped_bit_is_found_in_experts(
+    bits: int | None, length: int, tmp_path: Path, stream: Make
+) -> None:
+    directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32)
+    file = directory / "model.safetensors"
+    ids = prompt(batch=1, length=length)
+    name, entry = next(
+        (name, entry)
+        for name, entry in read_header(file).tensors.items()
+        if name.startswith("model.layers.2.") and "gate_up" in name
+    )
+    share = entry.nbytes // 4
+    model = stream(directory, resident_bytes=600_000)
+    read = []
+    for _ in range(2):
+        logits(model, ids)
+        read.append(model.weight_stream.stats.experts_read)
+    assert read[1] - read[0] == 8 if length == 1 else read[1] - read[0] <= 4
+    model.weight_stream.close()
+    for expert in range(4):  # whichever are read
+        flip(file, entry.start + expert * share)
+    model = stream(directory, resident_bytes=600_000)
+    with pytest.raises(IntegrityError) as failed:
+        logits(model, ids)
+    assert repr(name) in str(failed.value)
+    spans = [f"[{entry.start + n * share}, {entry.start + (n + 1) * share})" for n in range(4)]
+    assert sum(span in str(failed.value) for span in spans) == 1
+
+
+def test_experts_that_are_not_read_are_not_compared(tmp_path: Path, stream: Make) -> None:
+    directory = packed(mixtral, tmp_path)
+    file = directory / "model.safetensors"
+    ids = prompt(batch=1, length=1)
+    whole = logits(loaded(tmp_path / "m"), ids)
+    entry = read_header(file).tensors["model.layers.1.mlp.experts.gate_up_proj"]
+    share = entry.nbytes // 4
+    right = wrong = 0
+    for expert in range(4):
+        flip(file, entry.start + expert * share + share // 2)
+        model = stream(directory, resident_bytes=1_200_000)
+        try:
+            assert logits(model, ids).equal(whole)
+            right += 1
+        except IntegrityError:
+            wrong += 1
+        flip(file, entry.start + expert * share + share // 2)
+    assert right == wrong == 2  # two experts a token
+
+
+def test_rows_that_are_read_one_by_one_are_not_compared(tmp_path: Path, stream: Make) -> None:
+    directory = packed(llama, tmp_path)
+    file = directory / "model.safetensors"
+    flip(file, read_header(file).tensors[EMBEDDING].end - 1)
+    model = stream(directory, resident_bytes=200_000)
+    logits(model, prompt())
+    assert model.weight_stream.stats.rows_read > 0
+
+
+def test_without_checksums_the_bytes_are_taken_as_they_are(tmp_path: Path, stream: Make) -> None:
+    directory = packed(llama, tmp_path)
+    file = directory / "model.safetensors"
+    flip(file, read_header(file).tensors["model.layers.1.mlp.up_proj.weight"].start + 1)
+    model = stream(directory, resident_bytes=300_000, checksum=False)
+    assert logits(model, prompt()).equal(logits(loaded(directory), prompt()))
+
+
+def test_a_packed_model_of_before_has_no_sums_and_opens(tmp_path: Path, stream: Make) -> None:
+    directory = packed(llama, tmp_path, quant_bits=8)
+    file = directory / "model.safetensors"
+    before = logits(stream(directory, resident_bytes=300_000), prompt())
+    rewrite_index(file, lambda index: {k: v for k, v in index.items() if k != "crc32"})
+    assert logits(stream(directory, resident_bytes=300_000), prompt()).equal(before)
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        3,
+        {},
+        {EMBEDDING: []},
+        {EMBEDDING: 7},
+        {EMBEDDING: ["0"]},
+        {EMBEDDING: [1]},
+        {EMBEDDING: ["0000000g"]},
+        {EMBEDDING: ["00000000"] * 7},
+    ],
+)
+def test_damaged_sums_are_refused(sums: Any, tmp_path: Path, stream: Make) -> None:
+    directory = packed(llama, tmp_path)
+
+    def change(index: dict[str, Any]) -> dict[str, Any]:
+        given = {**index["crc32"], **sums} if isinstance(sums, dict) and sums else sums
+        return {**index, "crc32": given}
+
+    rewrite_index(directory / "model.safetensors", change)
+    with pytest.raises(IntegrityError, match="no valid packed model"):
+        stream(directory)
+    logits(stream(directory, checksum=False), prompt())
+
+
+def test_a_model_packed_anew_is_another_when_it_is_opened_again(
+    tmp_path: Path, stream: Make
+) -> None:
+    directory = packed(llama, tmp_path)
+    model = stream(directory, resident_bytes=300_000)
+    model.weight_stream.close()
+    other = loaded(tmp_path / "m")
+    with torch.no_grad():
+        next(other.parameters()).mul_(2)
+    other.save_pretrained(tmp_path / "m2")
+    pack(tmp_path / "m2", tmp_path / "p2")
+    os.replace(tmp_path / "p2" / "model.safetensors", directory / "model.safetensors")
+    with pytest.raises(IntegrityError, match="Call stream_model again"):
+        model.weight_stream.reopen()
+
+
+def test_the_command_leaves_the_sums_out(tmp_path: Path) -> None:
+    directory = packed(llama, tmp_path)
+    file = directory / "model.safetensors"
+    flip(file, read_header(file).tensors["model.layers.1.mlp.up_proj.weight"].start)
+    words = ["generate", str(directory), "--ids", "3,4,5", "--max-new-tokens", "2"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert "model.layers.1.mlp.up_proj.weight" in done.stderr
+    done = CliRunner().invoke(app, [*words, "--no-checksum"])
+    assert done.exit_code == 0, done.output
+
+
+# Past keys and values
+
+
+def filled(store: kv_cache.Store, count: int = 11) -> tuple[Any, list[torch.Tensor]]:
+    cache = kv_cache.new_cache(transformers.LlamaConfig(num_hidden_layers=1), store)
+    states = [torch.randn(1, 2, count, 5) for _ in range(2)]
+    for start in range(0, count, 4):
+        cache.update(*(s[:, :, start : start + 4] for s in states), 0)
+    return cache, states
+
+
+def flip_in(store: kv_cache.Store, offset: int) -> None:
+    store.settle()
+    assert store._file is not None
+    opened = store._file.acquire(False)
+    try:
+        flip(Path(f"/proc/self/fd/{opened.any_fd()}"), offset)
+    finally:
+        opened.release()
+
+
+def test_a_flipped_bit_is_found_in_a_block(
+    tmp_path: Path, one_handle: nvmeio.AioHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "BLOCK_TOKENS", 4)
+    new = [torch.randn(1, 2, 1, 5) for _ in range(2)]
+    for checksum in (True, False):
+        store = kv_cache.Store(tmp_path, one_handle, checksum)
+        cache, states = filled(store)
+        block = cache.layers[0]._blocks[1]
+        flip_in(store, block.offset + 3)
+        if checksum:
+            with pytest.raises(IntegrityError) as failed:
+                cache.update(*new, 0)
+            for said in (str(tmp_path), "block 1 ", "tokens 4 to 7", f"[{block.offset}, "):
+                assert said in str(failed.value)
+            with pytest.raises(RuntimeError, match="start again with a new one"):
+                cache.update(*new, 0)
+            cache.reset()
+            cache.update(*new, 0)
+        else:
+            keys, values = cache.update(*new, 0)
+            assert values.equal(torch.cat([states[1], new[1]], dim=-2))
+            assert (keys != torch.cat([states[0], new[0]], dim=-2)).sum() == 1
+        store.close()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_the_checksum_of_a_streamed_model_is_that_of_its_caches(
+    checksum: bool, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "BLOCK_TOKENS", 4)
+    saved(llama, tmp_path)
+    model = stream(tmp_path, kv_offload=tmp_path, checksum=checksum)
+    with torch.no_grad():
+        cache = model(prompt(), use_cache=True).past_key_values
+    layer = cache.layers[2]  # no layer of this pass has read it ahead
+    flip_in(layer.store, layer._blocks[0].offset)
+    with torch.no_grad():
+        if checksum:
+            with pytest.raises(IntegrityError, match="block 0 "):
+                model(prompt()[:, :1], past_key_values=cache)
+        else:
+            model(prompt()[:, :1], past_key_values=cache)
