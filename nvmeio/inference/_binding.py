@@ -60,6 +60,15 @@ def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
             )
 
 
+def shows(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> bool:
+    """Whether `check` finds nothing."""
+    for (module, attribute, is_buffer, _, _), wanted in zip(targets, shown, strict=True):
+        tensors: dict[str, Any] = module._buffers if is_buffer else module._parameters
+        if tensors.get(attribute) is not wanted:
+            return False
+    return True
+
+
 def names_in(unit: Unit, at: int, nbytes: int) -> str:
     """The weights that have bytes in a part of a unit's slot, for messages."""
     found: list[str] = []

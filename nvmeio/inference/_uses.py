@@ -5,6 +5,9 @@ long as it uses one unit, or a lockstep of micro-batches until all have ended. T
 the order in which they came, each on a lock of its own. What callers get are leases, so that the
 turn of one that is interrupted goes on, and its unit goes.
 
+Units that stay in place are used without a turn, and without asking (`settled_use`): a thread that
+has asked once has a lease, shared by its uses, that only a close takes back.
+
 After a failure nothing is in flight and nothing is kept that was on its way.
 """
 
@@ -24,7 +27,7 @@ from nvmeio._residency.order import Round
 from nvmeio._residency.reader import Fill
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError, TransferError, with_context
-from nvmeio.inference._binding import check, install, names_in, uninstall
+from nvmeio.inference._binding import check, install, names_in, shows, uninstall
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources
 from nvmeio.inference._slots import Slot
@@ -57,6 +60,51 @@ class Waiting(NamedTuple):
         """Block until it is worthwhile to ask again; an interrupt ends it at once."""
         while not self.gate.acquire(timeout=SLICE_S):
             pass
+
+
+class Stay:
+    """A thread's uses of what stays in place.
+
+    Attributes:
+        lease: Held by each of these, and for the next one.
+        number: How many there were; counted by that thread alone.
+    """
+
+    def __init__(self, lease: Lease, number: list[int]) -> None:
+        self.lease = lease
+        self.number = number
+
+
+class Stays:
+    """Which threads have one; must refer neither to leases nor to the owner."""
+
+    def __init__(self) -> None:
+        self.barred = 0  # by how many that close
+        self.used = 0  # of stays that are over
+        self.live: dict[int, tuple[Hashable, list[int]]] = {}
+        self.gates: list[Any] = []
+
+    def begin(self, caller: Hashable) -> list[int]:
+        number = [0]
+        self.live[id(number)] = (caller, number)
+        return number
+
+    def end(self, number: list[int]) -> None:
+        del self.live[id(number)]
+        self.used += number[0]
+        self.wake()
+
+    def unbar(self) -> None:
+        self.barred -= 1
+
+    def wake(self) -> None:
+        gates, self.gates = self.gates, []
+        for gate in gates:
+            gate.release()
+
+    def withdraw(self, gate: Any) -> None:
+        if gate in self.gates:
+            self.gates.remove(gate)
 
 
 class Weights(Keeper[Unit, Slot]):
@@ -157,6 +205,9 @@ class Uses:
         self._use: tuple[Slot, Any] | None = None  # the unit that is used, on which CUDA stream
         self._kept: Slot | None = None  # used, and held for the other micro-batches
         self._fixed_slot: Slot | None = None
+        self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
+        self._stays: dict[Hashable, Stay] = {}
+        self._out = Stays()
         self.closed = False
         self.units_used = self.experts_read = self.beside_bytes = 0
 
@@ -182,6 +233,8 @@ class Uses:
     def close(self) -> None:
         """Take all weights away."""
         self.closed = True
+        self._settled.clear()
+        self._stays.clear()
         self._use = self._kept = None
         self._window.drop_all()
         uninstall(self._fixed.targets)
@@ -190,6 +243,50 @@ class Uses:
         for gate in self._queue:
             gate.release()
         self._queue.clear()
+
+    # --- what stays in place --------------------------------------------------------------------
+
+    def settled_use(self, unit: Unit, caller: int) -> Lease | None:
+        """Use a unit that stays in place; None if the owner must be asked. In the caller's thread.
+
+        Args:
+            unit: Which one.
+            caller: The thread's number.
+        """
+        stay = self._stays.get(caller)  # first: while this is had, nothing is taken away
+        try:
+            shown = self._settled.get(unit)
+            if stay is None or shown is None or not shows(unit.targets, shown):
+                return None
+            stay.number[0] += 1
+            return stay.lease
+        finally:
+            del stay  # the traceback of an interrupt must not keep a close waiting
+
+    def _settle(self, slot: Slot, caller: Hashable) -> None:
+        if self._out.barred or isinstance(caller, Lockstep) or not self._keeper.settled(slot):
+            return
+        self._settled[slot.unit] = slot.shown
+        if caller not in self._stays:
+            number = self._out.begin(caller)
+            self._stays[caller] = Stay(self._owner.lease(self._out.end, number), number)
+
+    def bar(self) -> Lease:
+        """Have everybody ask who uses what stays, for as long as the lease lives."""
+        self._out.barred += 1
+        found = self._owner.lease(self._out.unbar)
+        self._settled.clear()
+        self._stays.clear()
+        return found
+
+    def await_stays(self, caller: int) -> Waiting | None:
+        """While others use what stays, something to wait on; after `bar`."""
+        if all(each == caller for each, _ in self._out.live.values()):
+            return None
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._out.gates.append(gate)
+        return Waiting(gate, self._owner.lease(self._out.withdraw, gate))
 
     # --- turns ----------------------------------------------------------------------------------
 
@@ -216,6 +313,7 @@ class Uses:
             raise
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
+        self._settle(slot, caller)
         return Use(self._owner.lease(self._leave, use, caller), brought)
 
     def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Lease | Waiting:
@@ -231,6 +329,8 @@ class Uses:
             raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
         if self._turn == caller:
             return None
+        if waited is not None and waited.gate not in self._queue:
+            waited = None  # it was not for the turn
         mine = waited is not None and bool(self._queue) and self._queue[0] is waited.gate
         if self._turn is None and (mine or not self._queue):
             if mine:
@@ -375,16 +475,23 @@ class Uses:
 
     def check_fixed(self) -> None:
         """Raise if something was put in the place of a weight that is always there."""
-        if self._fixed_slot is not None:
+        if not self.shows_fixed():
+            assert self._fixed_slot is not None
             check(self._fixed.targets, self._fixed_slot.shown)
+
+    def shows_fixed(self) -> bool:
+        """Whether the weights that are always there are in their places. From any thread."""
+        slot = self._fixed_slot
+        return slot is None or shows(self._fixed.targets, slot.shown)
 
     def counts(self) -> dict[str, Any]:
         """Since it was opened."""
         window = self._window
+        stayed = self._out.used + sum(number[0] for _, number in self._out.live.values())
         values = (
             window.bytes_read + self.beside_bytes,
             window.units_read,
-            self.units_used,
+            self.units_used + stayed,
             window.mispredicted,
             window.dropped,
             self.experts_read,

@@ -124,6 +124,19 @@ class WeightStream:
             self._spoil()
             raise Cancelled
         owner, uses = self._check()
+        if lockstep is None:
+            stays = uses.settled_use(unit, threading.get_ident())
+            try:
+                if stays is not None:
+                    return stays
+            finally:
+                del stays
+        return self._ask(owner, uses, unit, lockstep)
+
+    def _ask(
+        self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
+    ) -> Lease:
+        self._here.asked = True
         caller = threading.get_ident() if lockstep is None else lockstep
         found: Any = None
         try:
@@ -229,7 +242,8 @@ class WeightStream:
                 "this cache of past keys and values was left by a pass that failed, with some "
                 "layers updated and others not: start again with a new one"
             )
-        owner.call(uses.check_fixed)
+        if not uses.shows_fixed():
+            owner.call(uses.check_fixed)
         self._here.cache = None
         if cache is not None:
             with contextlib.suppress(TypeError):  # tuples, as old models have them
@@ -238,7 +252,9 @@ class WeightStream:
     def end_pass(self) -> None:
         """It is over, and not interrupted; what its last unit held has gone."""
         self._here.cache = None
-        if self._owner is not None and self._pid == os.getpid():
+        asked = getattr(self._here, "asked", False)
+        self._here.asked = False
+        if asked and self._owner is not None and self._pid == os.getpid():
             with contextlib.suppress(ClosedError):
                 self._owner.call(_nothing)
 
@@ -353,20 +369,28 @@ class WeightStream:
         if owner is None or self._pid != os.getpid():
             return
         waited: Any = None
+        bar: Any = None
         try:
             with contextlib.suppress(ClosedError):
-                while True:
+                bar = owner.call(self._bar)
+                while bar is not None:
                     waited = owner.call(self._close, owner, threading.get_ident(), waited)
                     if waited is None:
                         return
                     waited.wait()
         finally:
-            del waited
+            del waited, bar
+
+    def _bar(self) -> Lease | None:
+        return None if self._uses is None else self._uses.bar()
 
     def _close(self, owner: OwnerThread, caller: int, waited: Any) -> Any:
         uses = self._uses
         if uses is None:
             return None
+        staying = uses.await_stays(caller)
+        if staying is not None:
+            return staying
         queued = uses.await_turn(caller, waited)  # its unit is taken away when it is done
         if queued is not None:
             return queued

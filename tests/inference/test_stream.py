@@ -20,6 +20,7 @@ from inference.test_models import Net, empty_net, saved_net
 from support import PATIENCE_S, HeldEngine, open_descriptors, run_python, spin_until, thread
 
 import nvmeio
+from nvmeio._io.owner import OwnerThread
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
 from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError
 from nvmeio.inference import run_in_blocks
@@ -612,6 +613,89 @@ def test_whoever_computes_is_waited_for(tmp_path: Path, stream: Make) -> None:
     with thread(whole, x) as expected:
         pass
     assert first[0].equal(expected[0]) and second[0].equal(expected[0])
+
+
+# Layers that stay
+
+
+@torch.no_grad()
+def test_layers_that_stay_are_used_without_asking_their_owner(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=64 << 20)
+    x = torch.randn(5, 16)
+    net(x)
+    used = net.weight_stream.stats.units_used
+
+    def call(*_: Any) -> None:
+        raise AssertionError("asked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnerThread, "call", call)
+        assert net(x).equal(whole(x))
+    assert net.weight_stream.stats.units_used == 2 * used
+    net.weight_stream.close()
+    with pytest.raises(ClosedError):
+        net(x)
+    net.weight_stream.reopen()
+    assert net(x).equal(whole(x))
+
+
+@torch.no_grad()
+def test_a_layer_that_stays_and_is_replaced_is_refused(tmp_path: Path, stream: Make) -> None:
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=64 << 20)
+    x = torch.randn(5, 16)
+    net(x)
+    unit = next(each for each in net.weight_stream.units if each.is_layer)
+    target = unit.targets[0]
+    before = target.module._parameters[target.attribute]
+    target.module._parameters[target.attribute] = torch.nn.Parameter(torch.zeros_like(before))
+    with pytest.raises(RuntimeError, match="was replaced"):
+        net(x)
+
+
+def test_closing_waits_for_a_layer_that_stays(tmp_path: Path, stream: Make) -> None:
+    """And for no layer of the thread that closes."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=64 << 20)
+    x = torch.randn(5, 16)
+    inside, go = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        go.wait(PATIENCE_S)
+
+    def compute() -> Any:
+        with torch.no_grad():
+            net(x)
+            hook = net.blocks[1].register_forward_pre_hook(wait)
+            try:
+                return net(x)
+            except ClosedError as error:
+                return error
+            finally:
+                hook.remove()
+
+    with thread(compute) as first:
+        assert inside.wait(PATIENCE_S)
+        with thread(net.weight_stream.close) as closing:
+            threads_that_use = net.weight_stream._uses._out
+            spin_until(lambda: bool(threads_that_use.gates))
+            assert not net.weight_stream.closed and not closing
+            go.set()
+    assert net.weight_stream.closed
+    assert isinstance(first[0], ClosedError)  # at its next layer
+    net.weight_stream.reopen()
+    with torch.no_grad():
+        assert net(x).equal(whole(x))
+        hook = net.blocks[1].register_forward_pre_hook(lambda *_: net.weight_stream.close())
+        with pytest.raises((ClosedError, RuntimeError)):
+            net(x)
+        hook.remove()
+        net.weight_stream.reopen()
+        assert net(x).equal(whole(x))
 
 
 @torch.no_grad()
