@@ -32,7 +32,14 @@ class Home(Protocol):
     """Who keeps parameters on the drive (a `SwappedModule`)."""
 
     def evict(self) -> None:
-        """Let go of all copies in memory: the parameters are about to change on the drive."""
+        """Let go of all copies in memory that are not in use."""
+
+    def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let go of all copies in memory: these are about to change on the drive.
+
+        Raises:
+            RuntimeError: A block gathered some of them, and would write its own values over them.
+        """
 
     def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
         """Where the parameter's elements are now."""

@@ -80,6 +80,7 @@ class ParamStore(Keeper[Unit, Slot]):
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
         self._by_address: dict[int, Unit] = {}
+        self._gathered_now: list[list[Slot]] = []  # by blocks that have not ended
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -146,6 +147,23 @@ class ParamStore(Keeper[Unit, Slot]):
         """Let go of all copies in memory that are not in use."""
         self._owner.call(self._window.drop_idle)
 
+    def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let go of all copies in memory that are not in use: these change on the drive.
+
+        Raises:
+            RuntimeError: A block gathered some of them.
+        """
+        self._owner.call(self._make_way, [self._unit_of[id(p)] for p in parameters])
+
+    def _make_way(self, changing: Sequence[Unit]) -> None:
+        gathered = {slot.unit for slots in self._gathered_now for slot in slots}
+        if not gathered.isdisjoint(changing):
+            raise RuntimeError(
+                "the parameters are gathered: at its end the block of gather() would write its "
+                "values over those of the optimizer. Step, load and resume outside of the block"
+            )
+        self._window.drop_idle()
+
     # Changing
 
     def first(self, unit: Unit) -> Gathered:
@@ -171,6 +189,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def _gathered(self, slots: list[Slot]) -> Gathered:
         written: list[bool] = []
+        self._gathered_now.append(slots)
         return Gathered(self._owner.lease(self._scatter, slots, written), slots, written)
 
     def write(self, gathered: Gathered) -> None:
@@ -184,6 +203,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def _scatter(self, slots: Sequence[Slot], written: list[bool]) -> None:
         """A block that changed units is over. If it failed they have the values of the drive."""
+        self._gathered_now = [each for each in self._gathered_now if each is not slots]
         self._window.let_go(slots)
         if written:
             return

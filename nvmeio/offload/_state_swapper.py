@@ -104,7 +104,7 @@ class StateSwapper:
         if manifest is None:
             self.store_weights(groups, transaction)
         else:
-            self._swapped.evict_homes()
+            self._swapped.make_way()
             self._restore(self._swapped.subgroups)
         self._relocate(params)
         if self.gradients is not None:
@@ -179,13 +179,13 @@ class StateSwapper:
         """
         for param in self._swapped.params:
             param.check_unchanged()
+        self._swapped.make_way()
         factor = before = None
         if self.gradients is not None:
             self.gradients.flush()
             factor = before = self.gradients.factor
         if inverse_scale is not None:
             factor = inverse_scale if before is None else before * inverse_scale
-        self._swapped.evict_homes()
         step = Step(self._swapped, self._stepper, groups, grads, factor)
         if step.is_empty and not self.store.lockstep:
             return Times()
@@ -320,7 +320,7 @@ class StateSwapper:
         """Take over states by parameter number; None for one without."""
         self.store.prepare()
         load = Load(self._swapped, states)
-        self._swapped.evict_homes()
+        self._swapped.make_way()
         self._buffers.run(load.turns, transaction.check)
         load.load_resident()
         self.store.commit(load.moved, load.begun, load.small, list(groups), load.sums)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nvmeio.handle import AioHandle
+from nvmeio.offload._homes import Home
 from nvmeio.offload._layout import Piece, Subgroup
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, Times, Turn, move_all
@@ -119,9 +120,25 @@ class Swapped:
         return self.params[piece.param]
 
     def evict_homes(self) -> None:
-        """What is in memory of parameters that live on the drive is about to be of the past."""
-        for home in {id(o.home): o.home for o in self.params if o.home is not None}.values():
+        """What is in memory of parameters that live on the drive is of the past."""
+        for home, _ in self._homes():
             home.evict()
+
+    def make_way(self) -> None:
+        """What is in memory of parameters that live on the drive is about to be of the past.
+
+        Raises:
+            RuntimeError: A block of `SwappedModule.gather` would write them back.
+        """
+        for home, parameters in self._homes():
+            home.make_way(parameters)
+
+    def _homes(self) -> list[tuple[Home, list[torch.Tensor]]]:
+        found: dict[int, tuple[Home, list[torch.Tensor]]] = {}
+        for param in self.params:
+            if param.home is not None:
+                found.setdefault(id(param.home), (param.home, []))[1].append(param.parameter)
+        return list(found.values())
 
     def home_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
         """The moves that bring the weights of parameters that live on the drive."""

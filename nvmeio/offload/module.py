@@ -116,7 +116,8 @@ class SwappedModule(torch.nn.Module):
 
         Change them in place within ``torch.no_grad()``. If the block raises, nothing is written,
         and the parameters have their values of before. A `SwappedOptimizer` with master weights
-        goes on from those until its `reload_weights` is called.
+        goes on from those until its `reload_weights` is called. The optimizer cannot step within
+        the block, which would write its own values over the new ones: it raises `RuntimeError`.
 
         This is not a step: a process that is killed while the block ends may leave some parameters
         changed and others not, for one that resumes.

@@ -144,6 +144,34 @@ def test_parameters_are_changed_within_gather(tmp_path: Path) -> None:
         assert torch.equal(loss_of(module, 1), loss_of(theirs, 1))
 
 
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_a_step_within_gather_is_refused(gradients: str, tmp_path: Path) -> None:
+    """The end of the block would write the values of before over those of the step."""
+    ours, theirs = gpt(), gpt()
+    with (
+        swapped(ours, tmp_path) as module,
+        SwappedOptimizer(
+            torch.optim.AdamW,
+            module.parameters(),
+            swap_dir=tmp_path,
+            gradients=gradients,
+            durable=False,
+        ) as optimizer,
+    ):
+        plain = torch.optim.AdamW(theirs.parameters())
+        loss_of(module, 0).backward()
+        loss_of(theirs, 0).backward()
+        state = optimizer.state_dict()
+        with module.gather(ours.head.weight):
+            with pytest.raises(RuntimeError, match="outside of the block"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="outside of the block"):
+                optimizer.load_state_dict(state)
+        optimizer.step()
+        plain.step()
+        assert torch.equal(loss_of(module, 1), loss_of(theirs, 1))
+
+
 def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
     ours, theirs = gpt(), gpt()
     with torch.no_grad():
