@@ -93,7 +93,8 @@ class ParamStore(Keeper[Unit, Slot]):
         try:
             return self._owner.call(self._open, swap_dir, handle)
         except KeyboardInterrupt:
-            self._owner.call(bool)
+            with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
+                self._owner.call(bool)
             raise
 
     def _open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
