@@ -424,6 +424,18 @@ def test_a_bad_index_is_refused(tmp_path: Path, text: str) -> None:
         load_safetensors(index)
 
 
+def test_an_index_names_a_tensor_that_no_text_can_be(tmp_path: Path) -> None:
+    save_safetensors({"a": torch.ones(1)}, tmp_path / "s.safetensors")
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text('{"weight_map": {"\\ud800": "s.safetensors"}}')
+    module = torch.nn.Linear(1, 1, device="meta")
+    for read in (load_safetensors, lambda path: nvmeio.stream_model(module, path)):
+        with pytest.raises(nvmeio.IntegrityError, match="which lacks it") as failed:
+            read(index)
+        assert str(index) in str(failed.value)
+        str(failed.value).encode()  # can be printed
+
+
 def test_a_directory_holds_one_set_at_most(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no"):
         load_safetensors(tmp_path)
