@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from nvmeio._io.threads import run_interruptible
 from nvmeio.engines.base import CompletionQueue, Engine
 
 
@@ -67,7 +68,8 @@ class CompletionQueues:
                 return self.default
             known = self._loops.get(loop)
             if known is None:
-                cq = self._engine.open_completion_queue()
+                # By a thread: an interrupt between its making and its keeping would leave it open.
+                cq = run_interruptible(self._engine.open_completion_queue)
                 known = self._loops[loop] = _LoopQueue(cq, loop, self._reap)
             known.attach()
             self._latest = (loop, known.cq)
@@ -89,10 +91,14 @@ class CompletionQueues:
         with self._lock:
             if self._dispatcher is not None or self._released:
                 return
-            self._dispatcher = threading.Thread(
-                target=self._watch_default, name="nvmeio-dispatch", daemon=True
-            )
-            self._dispatcher.start()
+            # By a thread: `Thread.start` that is interrupted leaves one that waits for ever.
+            run_interruptible(self._begin_dispatching)
+
+    def _begin_dispatching(self) -> None:
+        self._dispatcher = threading.Thread(
+            target=self._watch_default, name="nvmeio-dispatch", daemon=True
+        )
+        self._dispatcher.start()
 
     def _watch_default(self) -> None:
         poller = select.poll()

@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 from nvmeio import _transfer, files
 from nvmeio._completions import CompletionQueues
+from nvmeio._io.threads import run_interruptible
 from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._plan import Plan
 from nvmeio._record import Record
@@ -70,6 +71,7 @@ class Core:
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._refusal = ""  # why no record is accepted any more
         self._shut = False
+        self._releasing = threading.RLock()  # as above
         self._live: dict[int, Record] = {}
         self._failed: dict[int, Record] = {}  # whose error nobody has seen yet
         self._finished = 0
@@ -494,7 +496,7 @@ class Core:
             return
         self.refuse()
         self.wait_for_live(None)
-        self._release()
+        run_interruptible(self.release)
         self.engine.join()
 
     async def aclose(self) -> None:
@@ -503,43 +505,31 @@ class Core:
             return
         self.refuse()
         await self.settle_live()
-        self._release()
+        self.release()
         await in_a_thread(self.engine.join)
 
-    def abandon(self) -> None:
-        """The handle was dropped: finish what is in flight in the background, below last."""
-        cores: list[Core] = [self]
-        while (below := cores[-1].below) is not None:
-            cores.append(below)
-        if all(core._refusal for core in cores):
-            return
-        for core in cores:
-            core.refuse()
-        if not any(core._live for core in cores):
-            for core in cores:
-                core._release()
-            return
-
-        def close() -> None:
-            for core in cores:
-                core._close_quietly()
-
-        threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
-
-    def _close_quietly(self) -> None:
+    def close_quietly(self) -> None:
+        """`close`, where nobody is left to be told; for Cores and the end of the program."""
         self.close()
         for failed in self.take()[1]:
             logger.error("an record of a dropped handle failed: %s", failed)
 
-    def _release(self) -> None:
-        # An interrupt may come after each of these: each may be done again.
-        if self._shut:
-            return
-        self._finisher.close()
-        self.engine.stop()
-        self._completions.release()
-        _unreleased.discard(self)
-        self._shut = True
+    def release(self) -> None:
+        """Give back what the kernel gave; nothing is in flight."""
+        # On a loop an interrupt may come after each of these: each may be done again.
+        with self._releasing:
+            if self._shut:
+                return
+            self._finisher.close()
+            self.engine.stop()
+            self._completions.release()
+            _unreleased.discard(self)
+            self._shut = True
+
+    @property
+    def released(self) -> bool:
+        """Whether all is given back, or another process's."""
+        return self._shut or self._refusal is _FORKED
 
     @property
     def closed(self) -> bool:
@@ -576,7 +566,7 @@ class Core:
                 )
         finally:  # warnings may be errors
             # Idle ones too: the interpreter freezes daemon threads, with whatever lock they hold.
-            self._close_quietly()
+            self.close_quietly()
 
 
 # Strong references. In a cycle, the collector finalises the shim's objects together with the handle

@@ -14,6 +14,7 @@ from typing import Any
 
 from nvmeio import _core, _holds
 from nvmeio._core import Core
+from nvmeio._io.threads import run_interruptible, start
 from nvmeio._record import Record
 from nvmeio.engines.base import Counters
 from nvmeio.engines.ring import RingEngine
@@ -44,6 +45,9 @@ class Cores:
 
     def make_device(self) -> Core:
         """The same, for the sake of making it."""
+        return run_interruptible(self._device_made)
+
+    def _device_made(self) -> Core:
         with self._lock:
             self.host.check_open()
             if self._device is None:
@@ -121,7 +125,19 @@ class Cores:
 
     def abandon(self) -> None:
         """The handle was dropped: finish what is in flight in the background."""
-        (self._device or self.host).abandon()
+        cores = self._all()
+        for core in cores:
+            core.refuse()
+        if not self.in_flight:
+            for core in cores:
+                core.release()
+            return
+
+        def close() -> None:  # nothing of the handle: in a cycle, it would live on
+            for core in cores:
+                core.close_quietly()
+
+        start(close, "nvmeio-close", lambda _: close())
 
     # --- what is going on -------------------------------------------------------------------
 
@@ -129,6 +145,11 @@ class Cores:
     def closed(self) -> bool:
         """Whether operations are refused."""
         return self.host.closed
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing is left to be given back; an interrupted `close` leaves something."""
+        return all(core.released for core in self._all())
 
     @property
     def in_flight(self) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from nvmeio._io.threads import start
+
 logger = logging.getLogger("nvmeio")
 
 
@@ -42,7 +44,7 @@ async def in_a_thread(step: Callable[[], None]) -> None:
         finally:
             wake(loop, done)
 
-    threading.Thread(target=run, name="nvmeio-step", daemon=True).start()
+    start(run, "nvmeio-step", lambda _: run())
     await done
 
 
@@ -59,21 +61,28 @@ class Beside:
         self._work = work
         self._handed: SimpleQueue[Any] = SimpleQueue()
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
+        self._begun = False
 
     def hand(self, item: object) -> None:
         """Have something worked off. No interrupt comes between the call and its being handed."""
         self._handed.put(item)
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+            if not self._begun:  # an interrupt in between: one is begun too many, and ends too
+                start(self._run, self._name, self._work_off)
+                self._begun = True
 
     def close(self) -> None:
         """End once all is done; may be called again."""
         self._handed.put(None)
-        if self._thread is None:
+        if not self._begun:
             self._work = _nothing
+
+    def _work_off(self, _: BaseException) -> None:
+        """No thread can be had: what there is, in the place of one."""
+        self._begun = False
+        while not self._handed.empty():
+            if (item := self._handed.get()) is not None:
+                self._work(item)
 
     def _run(self) -> None:
         while (item := self._handed.get()) is not None:

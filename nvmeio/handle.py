@@ -15,6 +15,7 @@ from nvmeio import _checks, _device, _tensor, _transfer, _validate, buffers, fil
 from nvmeio import tuned as _tuned
 from nvmeio._core import Core
 from nvmeio._cores import Cores
+from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines import ring, select
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
@@ -90,7 +91,11 @@ class AioHandle:
         _checks.integer("ring_bytes", ring_bytes, ring.LEAST_BYTES)
         self._options = options
         self._copier = _device.new_copier()
-        started = select.start(engine, options)
+        # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it, or nothing.
+        run_interruptible(functools.partial(self._begin, engine, ring_bytes))
+
+    def _begin(self, engine: str | Engine, ring_bytes: int) -> None:
+        started = select.start(engine, self._options)
         try:
             # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
             self._cores = Cores(Core(started), self._device_maker(ring_bytes))
@@ -402,7 +407,7 @@ class AioHandle:
 
     def __del__(self) -> None:
         cores = getattr(self, "_cores", None)
-        if cores is None or cores.closed:
+        if cores is None or cores.released:
             return
         try:
             if cores.in_flight:

@@ -98,6 +98,12 @@ class Stream:
         """Write no more; nothing is in flight after this."""
         self._flight.stop()
 
+    def release(self) -> None:
+        """Give the memory up, whoever still has this; nothing is written after this."""
+        self._view = memoryview(b"")
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._stagings = Stagings.of([self._chunk])
+
     @property
     def position(self) -> int:
         """Bytes taken so far."""
@@ -269,6 +275,8 @@ class FastFileWriter:
             self._release()
 
     def _release(self) -> None:
+        # torch keeps a file object for good whose `write` an interrupt has ended.
+        self._stream.release()
         if self._own:
             self._handle.close()
 

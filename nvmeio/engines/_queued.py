@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
+from nvmeio._io.threads import SLICE_S
 from nvmeio._tensor import Memory
 from nvmeio.engines.base import CompletionQueue, Counters, Opcode, Outcome, Request, Transfer
 from nvmeio.files import Descriptors
@@ -25,15 +27,45 @@ class Linkable(Protocol):
     linked: bool
 
 
+class End:
+    """An end that threads wait for.
+
+    On a raw lock: an `Event` that the main thread is interrupted in may leave its own held, and
+    whoever sets it waits for ever. Those who wait look up now and then, so it may stay taken.
+    """
+
+    def __init__(self) -> None:
+        self._reached = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def set(self) -> None:
+        """It is reached; called once."""
+        self._reached = True
+        self._gate.release()
+
+    def is_set(self) -> bool:
+        """Whether it is reached."""
+        return self._reached
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until then, for so long at most."""
+        deadline = time.monotonic() + timeout_s
+        while not self._reached and (left := deadline - time.monotonic()) > 0:
+            if self._gate.acquire(timeout=min(left, SLICE_S)):
+                self._gate.release()
+        return self._reached
+
+
 class EventfdQueue:
     """A list of finished requests behind an eventfd.
 
     Args:
-        condition: The engine's; `link` and `unlink` are called with it held.
+        lock: The engine's; `link` and `unlink` are called with it held.
     """
 
-    def __init__(self, condition: threading.Condition) -> None:
-        self._condition = condition
+    def __init__(self, lock: AbstractContextManager[bool]) -> None:
+        self._lock = lock
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._finished: list[Linkable] = []
 
@@ -41,7 +73,7 @@ class EventfdQueue:
         return self._fd
 
     def reap(self) -> list[int]:
-        with self._condition:
+        with self._lock:
             if self._fd < 0:
                 return []
             with suppress(BlockingIOError):
@@ -52,14 +84,14 @@ class EventfdQueue:
         return [request.token for request in taken]
 
     def peek(self) -> list[int]:
-        with self._condition:
+        with self._lock:
             if self._fd >= 0 and not self._finished:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._fd)
             return [request.token for request in self._finished]
 
     def acknowledge(self, tokens: list[int]) -> None:
-        with self._condition:
+        with self._lock:
             for token in tokens:
                 for request in self._finished:
                     if request.token == token:
@@ -70,12 +102,12 @@ class EventfdQueue:
                     os.eventfd_read(self._fd)
 
     def wake(self) -> None:
-        with self._condition:
+        with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        with self._condition:
+        with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
@@ -87,14 +119,14 @@ class EventfdQueue:
             os.close(fd)
 
     def link(self, request: Linkable) -> None:
-        """Report a request; with the condition held."""
+        """Report a request; with the lock held."""
         if self._fd >= 0:
             request.linked = True
             self._finished.append(request)
             self.wake()
 
     def unlink(self, request: Linkable) -> None:
-        """Take back what was not yet reaped; with the condition held."""
+        """Take back what was not yet reaped; with the lock held."""
         request.linked = False
         self._finished.remove(request)
 
@@ -141,7 +173,7 @@ class QueuedRequest:
         self.parts_out = 0
         self._cq = cq
         self.begun = False
-        self._finished = threading.Event()
+        self._finished = End()
 
     # --- the contract ---------------------------------------------------------------------
 
@@ -160,7 +192,7 @@ class QueuedRequest:
 
     def move(self, cq: CompletionQueue) -> None:
         assert isinstance(cq, EventfdQueue)
-        with self.engine.condition:
+        with self.engine.lock:
             if self._finished.is_set() and not self.linked:
                 return  # reaped already
             if self.linked:
@@ -217,7 +249,9 @@ class QueuedEngine:
     """
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        # Held by `with self.lock`, in C: a Condition's own can be left held by an interrupt.
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
         self.in_flight = 0
         self.arrivals: deque[QueuedRequest] = deque()
         self.stopping = False
@@ -225,7 +259,7 @@ class QueuedEngine:
 
     def open_completion_queue(self) -> CompletionQueue:
         """A list with an eventfd."""
-        return EventfdQueue(self.condition)
+        return EventfdQueue(self.lock)
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that is not started yet."""
@@ -253,12 +287,12 @@ class QueuedEngine:
 
     def nudge(self) -> None:
         """Have the threads look again."""
-        with self.condition:
+        with self.lock:
             self.condition.notify_all()
 
     def counters(self) -> Counters:
         """Counted as requests finish."""
-        with self.condition:
+        with self.lock:
             return self._counters._replace(in_flight=self.in_flight + len(self.arrivals))
 
     def conclude(self, request: QueuedRequest) -> None:

@@ -145,7 +145,7 @@ class RingEngine(QueuedEngine):
         self._pump.start()
 
     def nudge(self) -> None:
-        with self.condition:
+        with self.lock:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -161,24 +161,24 @@ class RingEngine(QueuedEngine):
 
     def inside(self) -> Counters:
         """What the host engine has counted of this one's transfers."""
-        with self.condition:
+        with self.lock:
             return self._inside
 
     # --- for the pump -----------------------------------------------------------------------
 
     def count_inside(self, opcode: int, nbytes: int, outcome: Outcome) -> None:
         """Note down one transfer of the host engine."""
-        with self.condition:
+        with self.lock:
             self._inside = counted(self._inside, opcode, nbytes, outcome)
 
     def arrived(self) -> list[QueuedRequest]:
         """What was enqueued since the last call."""
-        with self.condition:
+        with self.lock:
             return self.admitted()
 
     def finished(self) -> bool:
         """Whether the pump may return; the eventfd goes with it."""
-        with self.condition:
+        with self.lock:
             if not self.stopping or self.in_flight or self.arrivals:
                 return False
             self._closed = True
@@ -404,7 +404,7 @@ class _Pump:
         request = turn.request
         if request.parts_out or not turn.exhausted or request.done:
             return
-        with self.engine.condition:
+        with self.engine.lock:
             self.engine.conclude(request)
 
     # --- the device's errors ------------------------------------------------------------------

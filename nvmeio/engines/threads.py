@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nvmeio._shim import copy_foreign
-from nvmeio.engines._queued import EventfdQueue
+from nvmeio.engines._queued import End, EventfdQueue
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
@@ -65,7 +65,7 @@ class ThreadsRequest:
         default_factory=lambda: {"direct": 0, "bounced": 0, "buffered": 0}
     )
     linked: bool = False
-    finished: threading.Event = field(default_factory=threading.Event)
+    finished: End = field(default_factory=End)
 
     def start(self) -> None:
         self.engine.enqueue(self)
@@ -75,7 +75,7 @@ class ThreadsRequest:
 
     def cancel(self) -> None:
         self.cancelled = self.stop = True
-        with self.engine.condition:
+        with self.engine.lock:
             self.engine.condition.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -83,7 +83,7 @@ class ThreadsRequest:
 
     def move(self, cq: CompletionQueue) -> None:
         assert isinstance(cq, EventfdQueue)
-        with self.engine.condition:
+        with self.engine.lock:
             if self.finished.is_set() and not self.linked:
                 return  # reaped already
             if self.linked and self.cq is not None:
@@ -120,7 +120,9 @@ class ThreadsEngine:
     name = "threads"
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        # Held by `with self.lock`, in C: a Condition's own can be left held by an interrupt.
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
         self._options: Options | None = None
         self._arrivals: deque[ThreadsRequest] = deque()  # handed over, not yet seen by a worker
         self._ring: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
@@ -148,7 +150,7 @@ class ThreadsEngine:
 
     def open_completion_queue(self) -> CompletionQueue:
         """A list with an eventfd."""
-        return EventfdQueue(self.condition)
+        return EventfdQueue(self.lock)
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that `start` puts behind the others."""
@@ -161,17 +163,17 @@ class ThreadsEngine:
         if not request.begun:
             request.begun = True
             self._arrivals.append(request)
-        with self.condition:
+        with self.lock:
             self.condition.notify()
 
     def counters(self) -> Counters:
         """Counted as requests finish."""
-        with self.condition:
+        with self.lock:
             return self._counters._replace(in_flight=self._in_flight + len(self._arrivals))
 
     def stop(self) -> None:
         """Tell the workers to return once nothing is in flight."""
-        with self.condition:
+        with self.lock:
             self._stopping = True
             self.condition.notify_all()
 
@@ -289,7 +291,7 @@ class ThreadsEngine:
         assert self._options is not None
         bounce = mmap.mmap(-1, self._options.block_size)  # untouched until used
         while True:
-            with self.condition:
+            with self.lock:
                 self._refill()
                 while not self._queue:
                     if self._stopping and not self._in_flight:
@@ -298,12 +300,12 @@ class ThreadsEngine:
                     self._refill()
                 block = self._choose(self._queue)
             self._run(block, bounce)
-            with self.condition:
+            with self.lock:
                 self._in_kernel -= 1
                 last = self._retire(block)
             if last:
                 self._write_edges(block.request)
-                with self.condition:
+                with self.lock:
                     self._finish(block.request)
 
     def _run(self, block: Block, bounce: mmap.mmap) -> None:
@@ -340,7 +342,7 @@ class ThreadsEngine:
                 return  # the caller's memory is left alone
             self._copy(transfer, memory[first - block.offset :][:useful], mine[:useful])
         way = "bounced" if bounced else "direct" if direct else "buffered"
-        with self.condition:
+        with self.lock:
             request.counted[way] += useful
 
     @staticmethod

@@ -152,5 +152,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "operations": SyncOperations,
     "operations-submitted": Submitted,
     "operations-async": AsyncOperations,
+    "handles": Handles,
     "pool": Pool,
 }
