@@ -28,6 +28,7 @@ from nvmeio import _device
 Value = TypeVar("Value")
 
 SLICE_S = 0.25  # a waiting thread looks up this often
+_BIRTH_S = 5.0  # a thread that has not begun by then counts as failed, and does nothing if it does
 
 
 def start(run: Callable[[], object], name: str, failed: Callable[[BaseException], object]) -> None:
@@ -54,11 +55,37 @@ _launches: SimpleQueue[Any] | None = None
 def _launch(queue: SimpleQueue[Any]) -> None:
     while True:
         run, name, failed = queue.get()
+        claim = _thread.allocate_lock()
         try:
-            threading.Thread(target=run, name=name, daemon=True).start()
+            _Thread(_claimed, name, (claim, run)).start()
         except BaseException as error:  # no thread or memory left; the interpreter is ending
-            failed(error)
+            if claim.acquire(False):
+                failed(error)
         run = failed = None
+
+
+def _claimed(claim: _thread.LockType, run: Callable[[], object]) -> None:
+    if claim.acquire(False):
+        run()
+
+
+class _Thread(threading.Thread):
+    """A thread that is not waited for for ever where it dies before its first step.
+
+    One that gets no memory for that (RLIMIT_AS) ends without a word, and `Thread.start` would wait
+    for its sign of life.
+    """
+
+    def __init__(self, run: Callable[..., object], name: str, args: tuple[object, ...]) -> None:
+        super().__init__(target=run, name=name, args=args, daemon=True)
+        self._started: threading.Event = _SignOfLife()
+
+
+class _SignOfLife(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(_BIRTH_S if timeout is None else timeout):
+            raise MemoryError("a new thread did not begin: is there memory left for it?")
+        return True
 
 
 def _forget() -> None:

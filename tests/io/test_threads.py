@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from nvmeio._io import threads
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio.errors import ClosedError
 
@@ -165,3 +166,23 @@ def test_interrupts_at_random_moments_leave_no_thread() -> None:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 0
     assert run_interruptible(lambda: 1) == 1
+
+
+def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it gets no memory for that, `Thread.start` waited for ever, and everybody behind it."""
+    monkeypatch.setattr(threads, "_BIRTH_S", 0.05)
+    begin = "_start_new_thread"
+    if not hasattr(threading, begin):  # since Python 3.13
+        begin = "_start_joinable_thread"
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, begin, lambda *_, **__: None)
+        job = threads.Job(lambda: 1)
+        job.start()
+        job.wait()
+        with pytest.raises(MemoryError, match="did not begin"):
+            job.result()
+    vars(threading)["_limbo"].clear()  # where it is listed as one that is about to begin
+    late = threads.Job(lambda: 2)
+    late.start()
+    late.wait()
+    assert late.result() == 2

@@ -1,0 +1,48 @@
+"""Memory is refused in the middle of a call (RLIMIT_AS): a clear error, and the same bits after it.
+
+Nothing hangs. Once the limit is lifted the same call does what it should, or the object says that
+it is broken.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults._support import environment
+
+# So that malloc maps every tensor, and unmaps it: each can be refused.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_TOP_PAD_": "0",
+}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "step",
+        "step-on-disk",
+        "passes",
+        "passes-on-disk",
+        "stream",
+        "load",
+        "save",
+        "checkpointer",
+    ],
+)
+def test_memory_refused_in_mid_call(scenario, tmp_path):
+    """A step hung for ever where a new thread got no memory for its first call."""
+    tests = Path(__file__).parents[1]
+    command = ["-W", "ignore", "-m", "faults._memory_limit", scenario, tmp_path, "1", "12"]
+    ran = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=environment(**_MALLOC),
+        cwd=tests,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr[-6000:]
