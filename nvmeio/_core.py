@@ -180,7 +180,8 @@ class Core:
                         mine.append(record)
                         record.claimed = here
             for record in mine:
-                self._finish(record, may_block)
+                if record.claimed == here:  # a callback before it may have waited for it
+                    self._finish(record, may_block)
             cq.acknowledge(tokens)
         except BaseException:  # Ctrl-C
             for record in mine:
@@ -199,7 +200,9 @@ class Core:
         here = threading.get_ident()
         try:
             with self._lock:
-                if record.claimed:
+                # One's own claim is of what ended together with it, and was to be next: a done
+                # callback waits for that.
+                if record.claimed not in (0, here):
                     return
                 record.claimed = here
             self._finish(record, may_block)

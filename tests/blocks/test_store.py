@@ -148,14 +148,18 @@ def test_a_store_is_a_dict_that_forgets_what_was_used_longest_ago(
         for verb, seeds in steps:
             if verb == "store":
                 put(store, seeds)
+                fresh: list[int] = []  # behind those of the batch that were there
                 for seed in dict.fromkeys(seeds):
                     if seed in model:
                         model.remove(seed)
-                    else:
-                        if len(model) == slots:
-                            written.remove(model.pop(0))
-                        written.append(seed)
-                    model.append(seed)
+                        model.append(seed)
+                    elif len(model) + len(fresh) < slots:
+                        fresh.append(seed)
+                    elif model:
+                        written.remove(model.pop(0))
+                        fresh.append(seed)
+                model += fresh
+                written += fresh
             elif verb == "load":
                 assert loaded(store, seeds) == [seed in model for seed in seeds]
             elif verb == "touch":

@@ -430,12 +430,13 @@ def kill_in_commit(me: Rank) -> None:
 
 def killed_sometime(me: Rank, victim: int, after_s: float) -> bool:
     """Killed at a random moment; what the others know to be durable is there."""
-    if me.rank == victim:
-        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    killing = threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL))
     checkpointer = me.new(timeout_s=1.0)
     step = checkpointer.latest_step() or 0
     try:
         for _ in range(1000):
+            if step and me.rank == victim and not killing.is_alive():
+                killing.start()  # not before the first is durable, however slow the machine
             checkpointer.save_sync(me.state(step + 1), step + 1)
             checkpointer.wait_sync(PATIENCE_S)
             step += 1

@@ -142,11 +142,12 @@ def test_errors_are_those_of_nvmeio(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fsspec.open(url(tmp_path / "none"), "rb").open()
     with pytest.raises(nvmeio.TransferError, match="none") as told:
-        files.NvmeFileSystem().open(url(tmp_path / "none" / "file"), "wb")
+        files.NvmeFileSystem().open(url(tmp_path / "none" / "deeper" / "file"), "wb")
     assert isinstance(told.value, FileNotFoundError)
-    with files.NvmeFileSystem(auto_mkdir=True).open(url(tmp_path / "none" / "file"), "wb") as file:
+    deep = tmp_path / "none" / "deeper" / "file"
+    with files.NvmeFileSystem(auto_mkdir=True).open(url(deep), "wb") as file:
         file.write(b"x")
-    assert (tmp_path / "none" / "file").read_bytes() == b"x"
+    assert deep.read_bytes() == b"x"
 
 
 def test_names_are_local_paths(tmp_path: Path) -> None:

@@ -124,19 +124,21 @@ def test_a_failure_names_what_failed_and_ends_the_others(
 def test_an_error_between_them_waits_for_what_is_in_flight(
     handle_held: nvmeio.AioHandle, engine_held: HeldEngine, path: Path
 ) -> None:
-    left = threading.Event()
+    begun, left = threading.Event(), threading.Event()
 
     def work() -> None:
         try:
             with InFlight() as flight:
                 for begin, part in reads(handle_held, path, 4):
                     flight.start(begin, part.nbytes)
+                engine_held.wait_until_begun()  # what has not begun would be dropped
+                begun.set()
                 raise ValueError
         except ValueError:
             left.set()
 
     with thread(work):
-        engine_held.wait_until_begun()
+        assert begun.wait(60)
         assert not left.is_set()
         engine_held.gate.set()
     assert left.is_set() and handle_held.stats.in_flight == 0

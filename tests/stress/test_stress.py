@@ -239,7 +239,7 @@ def test_random_cancellations(tmp_path, engine, loop, cancellations):
     run(main())
     assert kept[0].stats.in_flight == 0
     assert aio_contexts() == contexts
-    assert nvmeio_threads() == threads
+    assert nvmeio_threads() <= threads
 
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
@@ -274,7 +274,7 @@ def test_many_handles_one_after_another(tmp_path, engine, count):
                 asyncio.run(use_with_loop())
             else:
                 use()
-        assert nvmeio_threads() == threads
+        assert nvmeio_threads() <= threads
         assert aio_contexts() == contexts
         assert open_descriptors() == descriptors
         grown = resident_bytes() - memory
@@ -284,7 +284,7 @@ def test_many_handles_one_after_another(tmp_path, engine, count):
     for _ in range(count // 10):
         drop()
     gc.collect()
-    assert eventually(lambda: nvmeio_threads() == threads)
+    assert eventually(lambda: nvmeio_threads() <= threads)
     assert aio_contexts() == contexts
     assert eventually(lambda: gc.collect() >= 0 and open_descriptors() == descriptors)
 
@@ -485,30 +485,31 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
     path = make_file(tmp_path / "file", noise(4096, seed=6))
     monkeypatch.setattr(libaio, "lib", _KnowsFreedQueues(libaio.lib))
     about_to, closed = threading.Event(), threading.Event()
+    deadline = time.monotonic() + 60
     cq = libaio._CompletionQueue if engine == "libaio" else EventfdQueue
-    reap = cq.reap
+    peek = cq.peek
 
     def late(self):
         if threading.current_thread().name == "submitter":
             about_to.set()
             closed.wait(0.5)
-        return reap(self)
+        return peek(self)
 
-    monkeypatch.setattr(cq, "reap", late)
+    monkeypatch.setattr(cq, "peek", late)
     handle = nvmeio.AioHandle(engine=engine)
     failures = []
 
     def submit():
         tensor = aligned(4096)
         try:
-            while not about_to.is_set():
+            while not about_to.is_set() and time.monotonic() < deadline:
                 handle.async_pread(tensor, path)
         except BaseException as failed:
             failures.append(failed)
 
     submitter = threading.Thread(target=submit, name="submitter")
     submitter.start()
-    assert about_to.wait(20)
+    assert about_to.wait(60)
     handle.close()
     closed.set()
     submitter.join(20)
