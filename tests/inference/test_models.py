@@ -622,4 +622,5 @@ def test_nvmeio_names_it() -> None:
         "kv_offload": False,
         "layers": None,
         "strict": True,
+        "checksum": True,
     }
