@@ -86,7 +86,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_checkpointer(trained: Any, tmp_path: Path) -> None:
     module, optimizer = trained
     with nvmeio.Checkpointer(tmp_path / "saved", memory_bytes=4 << 20) as checkpointer:
-        checkpointer.save_sync({"warm": torch.ones(12 << 20)}, 0)  # what a handle takes at first
+        checkpointer.save_sync({"warm": torch.ones(16 << 20)}, 0)  # a handle, the whole snapshot
         checkpointer.wait_sync()
         with watched() as highest:
             checkpointer.save_sync(state_of(module, optimizer), 1)
