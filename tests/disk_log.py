@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from nvmeio._shim import OwnFds
+
 _SECTOR_BYTES = 512
 
 
@@ -70,6 +72,7 @@ class DiskLog:
             for name in ("unlink", "remove", "rmdir", "mkdir"):
                 patched.setattr(os, name, self._naming(name, getattr(os, name)))
             patched.setattr(os, "open", self._opening(os.open))
+            patched.setattr(OwnFds, "open", self._owning(OwnFds.open))
             patched.setattr(os, "symlink", self._linking(os.symlink))
             for name in ("rename", "replace"):
                 patched.setattr(os, name, self._moving(getattr(os, name)))
@@ -147,15 +150,31 @@ class DiskLog:
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if not flags & os.O_CREAT:
                 return int(call(path, flags, mode, dir_fd=dir_fd))
-            with self._lock:
-                full = self._inside(path, dir_fd)
-                fresh = full is not None and not os.path.lexists(full)
-                fd = int(call(path, flags, mode, dir_fd=dir_fd))
-                if full is not None and fresh:
-                    self.note("name", os.path.dirname(full), full, ("file", self._born(full)))
-                return fd
+            with self._making(path, dir_fd):
+                return int(call(path, flags, mode, dir_fd=dir_fd))
 
         return opened
+
+    def _owning(self, call: Any) -> Any:
+        """The shim opens files as well: what it has opened, no interrupt can lose."""
+
+        def opened(fds: OwnFds, direct: bool, path: str, flags: int) -> int:
+            if not flags & os.O_CREAT:
+                return int(call(fds, direct, path, flags))
+            with self._making(path, None):
+                return int(call(fds, direct, path, flags))
+
+        return opened
+
+    @contextmanager
+    def _making(self, path: Any, dir_fd: int | None) -> Iterator[None]:
+        """Around a call that may make a file."""
+        with self._lock:
+            full = self._inside(path, dir_fd)
+            fresh = full is not None and not os.path.lexists(full)
+            yield
+            if full is not None and fresh:
+                self.note("name", os.path.dirname(full), full, ("file", self._born(full)))
 
     def _naming(self, name: str, call: Any) -> Any:
         def change(path: Any, *args: Any, dir_fd: int | None = None) -> None:

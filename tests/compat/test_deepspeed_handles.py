@@ -454,7 +454,7 @@ def test_buffer_dropped_before_wait_is_still_written(path: Path) -> None:
 def test_handle_dropped_with_a_transfer_pending_does_not_abort(path: Path) -> None:
     done = run_python(
         f"""
-        import gc, threading, torch
+        import gc, threading, time, torch
         from nvmeio.compat.deepspeed import aio_handle
         handle = aio_handle()
         handle.async_pwrite(torch.ones(1 << 22), {str(path)!r})
@@ -462,6 +462,8 @@ def test_handle_dropped_with_a_transfer_pending_does_not_abort(path: Path) -> No
         gc.collect()
         for thread in threading.enumerate():
             if thread.name == "nvmeio-close":
+                while thread.ident is None:  # it is about to begin
+                    time.sleep(0.001)
                 thread.join()
         """
     )

@@ -239,7 +239,7 @@ def test_random_cancellations(tmp_path, engine, loop, cancellations):
     run(main())
     assert kept[0].stats.in_flight == 0
     assert aio_contexts() == contexts
-    assert nvmeio_threads() <= threads
+    assert eventually(lambda: nvmeio_threads() <= threads)
 
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
@@ -274,7 +274,7 @@ def test_many_handles_one_after_another(tmp_path, engine, count):
                 asyncio.run(use_with_loop())
             else:
                 use()
-        assert nvmeio_threads() <= threads
+        assert eventually(lambda: nvmeio_threads() <= threads)
         assert aio_contexts() == contexts
         assert open_descriptors() == descriptors
         grown = resident_bytes() - memory
