@@ -1,31 +1,27 @@
 """Many trials of one scenario in one process: disturb a call, make it again, compare.
 
-python -m interrupts._trials SCENARIO FOLDER --modes opcodes timer --trials 100 --seed 1
+python -m interrupts._process SCENARIO FOLDER --modes opcodes timer --trials 100 --seed 1
 prints a `Report` for each mode as a line of JSON. A trial that hangs ends the process, with the
 stacks of all threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import errno
 import faulthandler
 import gc
-import json
 import random
 import shutil
 import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from interrupts import _disturbing as disturbing
 from support import HeldEngine, nvmeio_threads, open_descriptors
 
@@ -122,7 +118,7 @@ class Report:
             self.faults.append(what)
 
 
-class _Trials:
+class Trials:
     def __init__(self, make: type[Scenario], folder: Path, report: Report, limit_s: float) -> None:
         self._make = make
         self._folder = folder
@@ -325,37 +321,3 @@ def _left(before: tuple[dict[int, str], set[threading.Thread], int]) -> str:
         if time.monotonic() > patience:
             return f"descriptors {left}, threads {running}, mappings {more}"
         time.sleep(0.01)
-
-
-# The process
-
-
-def main(arguments: list[str]) -> int:
-    from interrupts._scenarios import SCENARIOS
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("scenario", choices=list(SCENARIOS))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--modes", nargs="*", choices=MODES, help="by default all it has")
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a trial may take")
-    chosen = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")  # of other libraries; ours are errors in the other tests
-    torch.set_num_threads(1)
-    make = SCENARIOS[chosen.scenario]
-    for mode in chosen.modes or make.modes:
-        report = Report(chosen.scenario, mode, chosen.seed)
-        folder = chosen.folder / mode
-        folder.mkdir()
-        try:
-            _Trials(make, folder, report, chosen.limit).run(chosen.trials, chosen.seed)
-        except Skip as reason:
-            print(json.dumps({"skip": str(reason)}))
-            return 0
-        print(json.dumps(dataclasses.asdict(report)), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

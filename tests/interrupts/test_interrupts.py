@@ -1,8 +1,8 @@
 """After Ctrl-C, a raising hook or a cancelled task, the same call gives the same bits.
 
 Or the object says plainly that it is closed or broken. Nothing hangs, and nothing is left behind.
-Each system is disturbed many times in a process of its own (`_trials`); `-k swapped` picks those of
-one. NVMEIO_INTERRUPT_SEED chooses other moments, NVMEIO_INTERRUPT_TRIALS how many for each way.
+Each system is disturbed many times in a process of its own (`_process`); `-k swapped` picks some
+of them. NVMEIO_INTERRUPT_SEED chooses other moments, NVMEIO_INTERRUPT_TRIALS how many for each way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def trials(name: str, folder: Path, count: int, seed: int, limit_s: float) -> li
     count = int(os.environ.get("NVMEIO_INTERRUPT_TRIALS", count))
     seed = int(os.environ.get("NVMEIO_INTERRUPT_SEED", seed))
     root, tests = Path(nvmeio.__file__).parents[1], Path(__file__).parents[1]
-    command = [sys.executable, "-m", "interrupts._trials", name, folder]
+    command = [sys.executable, "-m", "interrupts._process", name, folder]
     options = ["--trials", count, "--seed", seed, "--limit", TRIAL_LIMIT_S]
     process = subprocess.Popen(
         [*map(str, command), *map(str, options)],
