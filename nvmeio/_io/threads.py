@@ -210,7 +210,9 @@ async def in_thread(work: Callable[[], Value], cancel: Callable[[], object] | No
 
     A thread of its own, since a loop's default pool may be full of what waits for this. When the
     awaiting task is cancelled, `cancel` is called if there is one, the end of `work` is awaited all
-    the same, and only then `CancelledError` goes on; what `work` raised is its cause.
+    the same, and only then `CancelledError` goes on; what `work` raised is its cause. So it is when
+    the task is cancelled again: under `asyncio.run` the first Ctrl-C cancels, the second ends the
+    run, which cancels again and waits for its tasks, and the third ends that waiting.
     """
     loop = asyncio.get_running_loop()
     waiter = asyncio.Event()

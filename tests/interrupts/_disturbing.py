@@ -59,8 +59,11 @@ class Disturbance:
     def poke(self) -> None:
         """A hook of the user was called."""
 
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run the work of a scenario that is a coroutine."""
+        return asyncio.run(self.drive(work))
+
     async def drive(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await the work of a scenario that is a coroutine."""
         return await work
 
 
@@ -98,7 +101,33 @@ class _Signal(Disturbance):
 _SIGNALS = (signal.SIGALRM, signal.SIGINT)
 
 
-class Timer(_Signal):
+class _CtrlC(_Signal):
+    """Meets an event loop as Ctrl-C does: `asyncio.run` takes the signal, and cancels its task.
+
+    A KeyboardInterrupt raised within the loop's own Python can lose what is to be called next, and
+    `asyncio.run` then waits for ever for a task that it cancels, whatever that task does.
+    """
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return super().run(work)
+        except KeyboardInterrupt:
+            self.fired = True
+            raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._armed and signal.getsignal(signal.SIGINT) != self._handle:
+            self._armed = False
+            self.fired = True
+            signal.raise_signal(signal.SIGINT)
+        else:
+            super()._handle(signum, frame)
+
+
+class Timer(_CtrlC):
     """A signal after so many seconds, and more, each so much later, where they are asked for."""
 
     def __init__(self, seconds: float) -> None:
@@ -162,8 +191,10 @@ def _counts(name: str) -> bool:
         return _known.setdefault(name, name.startswith(_OURS) or name in _WAITED_WITH)
 
 
-class Twice(_Signal):
+class Twice(_CtrlC):
     """Two signals while the drive answers nothing: the second one gets through, if not the first.
+
+    Under `asyncio.run` there are three: the second ends the run, which then waits for its tasks.
 
     Raises:
         AssertionError: It took longer than `limit_s`, with what the threads were doing.
@@ -172,9 +203,13 @@ class Twice(_Signal):
     def __init__(self, engine: HeldEngine, limit_s: float) -> None:
         super().__init__()
         self._engine = engine
-        self._limit_s = limit_s
+        self._patience_s = [0.3, limit_s]
         self._over = threading.Event()
         self._late = ""
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        self._patience_s.insert(0, 0.3)
+        return super().run(work)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._armed:
@@ -213,14 +248,14 @@ class Twice(_Signal):
         while self._engine.begun == begun and time.monotonic() < until:
             if self._over.wait(0.001):
                 return
-        for patience_s in (0.3, self._limit_s):
+        for patience_s in self._patience_s:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             if self._over.wait(patience_s):
                 return
         with tempfile.TemporaryFile("w+") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
-            self._late = f"the second Ctrl-C did not get through:\n{stacks.read()}"
+            self._late = f"the last Ctrl-C did not get through:\n{stacks.read()}"
         self._engine.gate.set()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -201,10 +200,11 @@ class StepOnDisk(Training):
 
 
 class AsyncStep(Training):
+    awaits = True
     modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
 
     def work(self) -> Any:
-        return asyncio.run(self.disturbance.drive(self.optimizer.async_step()))
+        return self.disturbance.run(self.optimizer.async_step())
 
 
 class PassesOnDisk(StepOnDisk):

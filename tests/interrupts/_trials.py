@@ -7,7 +7,6 @@ stacks of all threads.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import errno
 import faulthandler
@@ -47,6 +46,12 @@ class Scenario:
     modes: ClassVar[tuple[str, ...]] = ("timer", "opcodes", "twice")
     told: ClassVar[tuple[type[BaseException], ...]] = (nvmeio.ClosedError,)
 
+    awaits: ClassVar[bool] = False  # on an event loop
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.awaits = cls.awaits or cls.awork is not Scenario.awork
+
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
         self.folder = folder
         self.given = handle  # what it passes on wherever a handle may be given
@@ -57,7 +62,7 @@ class Scenario:
 
     def work(self) -> Any:
         """The call."""
-        return asyncio.run(self.disturbance.drive(self.awork()))
+        return self.disturbance.run(self.awork())
 
     async def awork(self) -> Any:
         raise NotImplementedError
