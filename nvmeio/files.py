@@ -17,9 +17,9 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
+from nvmeio._closing import Closing
 from nvmeio._plan import PAGE_BYTES, Alignment
 from nvmeio._shim import FileFacts, OwnFds, file_facts
 from nvmeio.errors import ClosedError, TransferError
@@ -213,7 +213,7 @@ class Descriptors:
         return self._users
 
 
-class File:
+class File(Closing):
     """An open file that keeps its descriptors for repeated transfers; see `open`.
 
     Usable with any handle, from any thread. Closing it while transfers are in flight is safe:
@@ -244,17 +244,6 @@ class File:
         if not self._closed:
             self._closed = True
             self._descriptors.release()
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         # Descriptors are counted, so nothing can be lost here: like a path, a dropped file closes.

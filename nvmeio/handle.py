@@ -7,12 +7,12 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 
 from nvmeio import _checks, _device, _tensor, _transfer, _validate, buffers, files
 from nvmeio import tuned as _tuned
+from nvmeio._closing import ClosingWork
 from nvmeio._core import Core
 from nvmeio._cores import Cores
 from nvmeio._io.threads import run_interruptible
@@ -29,7 +29,7 @@ MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 r
 _OFFSET_MAX = (1 << 63) - 1
 
 
-class AioHandle:
+class AioHandle(ClosingWork):
     """Moves tensors between memory and files, through Linux AIO and O_DIRECT.
 
     Every transfer is an `Operation` that begins when it is called; await it beside compute, or use
@@ -369,41 +369,6 @@ class AioHandle:
     async def aclose(self) -> None:
         """`close`, awaited."""
         await self._cores.aclose()
-
-    def __enter__(self) -> AioHandle:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            self._after(exc, failed)
-
-    async def __aenter__(self) -> AioHandle:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            await self.aclose()
-        except Exception as failed:
-            self._after(exc, failed)
-
-    @staticmethod
-    def _after(exc: BaseException | None, failed: Exception) -> None:
-        """A failure on closing does not hide the error that ended the with statement."""
-        if exc is None:
-            raise failed
-        warnings.warn(f"an operation failed too: {failed}", ResourceWarning, stacklevel=3)
 
     def __del__(self) -> None:
         cores = getattr(self, "_cores", None)

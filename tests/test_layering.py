@@ -28,6 +28,7 @@ LAYERS = {
     "_interpreter": 0,
     "_plan": 0,
     "_checks": 0,
+    "_closing": 0,
     "_shim": 1,
     "_holds": 2,
     "buffers": 2,
@@ -194,7 +195,7 @@ def test_none_of_the_systems_imports_another() -> None:
 STANDS_ON = {
     "integrations": {
         *("errors", "handle", "files", "buffers", "pool", "_checks", "_plan", "_tensor", "_device"),
-        *("_memory", "_page_cache"),
+        *("_memory", "_page_cache", "_closing"),
         *("_io", "_storage", "_formats", "_residency", "_blocks"),
         *SYSTEMS,
     },

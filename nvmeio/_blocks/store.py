@@ -35,6 +35,7 @@ from nvmeio import files
 from nvmeio._blocks.slots import Index, Place
 from nvmeio._blocks.table import DIGEST_BYTES, NotATable, Table, lock
 from nvmeio._blocks.transfers import Transfers
+from nvmeio._closing import Closing
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._storage import crc32
@@ -75,7 +76,7 @@ class Stats(NamedTuple):
     damaged: int
 
 
-class BlockStore:
+class BlockStore(Closing):
     """Blocks of bytes by name, on the drive.
 
     Args:
@@ -549,12 +550,6 @@ class BlockStore:
         self._file.close()
         self._table.close()
         self._blocks.close()
-
-    def __enter__(self) -> BlockStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""

@@ -19,7 +19,6 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import partial
-from types import TracebackType
 
 from nvmeio import tuned
 from nvmeio._io.threads import Job
@@ -130,12 +129,7 @@ class CallHandle:
     def __enter__(self) -> CallHandle:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.done()
 
 

@@ -28,7 +28,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
 from nvmeio.errors import TransferError, with_context
@@ -159,12 +158,7 @@ class InFlight:
     def __enter__(self) -> InFlight:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         try:
             if exc is None:
                 self.drain()

@@ -28,7 +28,6 @@ import re
 import secrets
 import stat
 from collections.abc import Callable
-from types import TracebackType
 
 from nvmeio import files
 from nvmeio._storage.attributes import take_over
@@ -196,12 +195,7 @@ class Replacement:
     def __enter__(self) -> Replacement:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
     @property

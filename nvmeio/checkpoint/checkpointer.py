@@ -9,10 +9,10 @@ import operator
 import os
 import warnings
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nvmeio import _checks
+from nvmeio._closing import ClosingWork
 from nvmeio._io.caller import Cancellation, at_once, run_with_caller
 from nvmeio._io.threads import in_thread
 from nvmeio.checkpoint import _generations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Checkpointer:
+class Checkpointer(ClosingWork):
     """Saves the state of a training loop, step by step, into a directory.
 
     `save` copies the state and returns; the copy is written in the background, and the state may
@@ -89,6 +89,8 @@ class Checkpointer:
     Cost: the memory of one snapshot, allocated by the first save and kept; 16 MiB of staging, and
     the handle's own.
     """
+
+    _work = "a save"
 
     def __init__(
         self,
@@ -323,41 +325,6 @@ class Checkpointer:
     async def aclose(self) -> None:
         """`close`, awaited. Cancelling it does not: it is closed, and then `CancelledError`."""
         await in_thread(self._saver.close, lambda: None)
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            self._after(exc, failed)
-
-    async def __aenter__(self) -> Checkpointer:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            await self.aclose()
-        except Exception as failed:
-            self._after(exc, failed)
-
-    @staticmethod
-    def _after(exc: BaseException | None, failed: Exception) -> None:
-        """A failed save does not hide the error that ended the with statement."""
-        if exc is None:
-            raise failed
-        warnings.warn(f"a save failed too: {failed}", ResourceWarning, stacklevel=3)
 
     def __del__(self) -> None:
         saver = getattr(self, "_saver", None)

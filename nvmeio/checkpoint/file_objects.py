@@ -15,12 +15,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from nvmeio import buffers
+from nvmeio._closing import Closing, Discarding
 from nvmeio._formats import torch_zip
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import InFlight
@@ -119,7 +119,7 @@ class Stream:
         self._view = _memory_of(self._chunk)
 
 
-class FastFileWriter:
+class FastFileWriter(Discarding):
     """A file for `torch.save` that replaces `path` at once, durably, at the drive's speed.
 
     ::
@@ -280,20 +280,6 @@ class FastFileWriter:
         if self._own:
             self._handle.close()
 
-    def __enter__(self) -> FastFileWriter:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None:
-            self.close()
-        else:
-            self.discard()
-
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         if not hasattr(self, "_replacement") or self._replacement.closed:
             return
@@ -374,7 +360,7 @@ class _ArchiveWatch:
         return bool(magic == torch_zip.END64_MAGIC and offset + size + self._TAIL_BYTES == nbytes)
 
 
-class FastFileReader:
+class FastFileReader(Closing):
     """A file for `torch.load`: large pieces straight into the caller's memory, small ones ahead.
 
     ::
@@ -475,17 +461,6 @@ class FastFileReader:
         self._reading.close()
         if self._own:
             self._handle.close()
-
-    def __enter__(self) -> FastFileReader:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_reading"):

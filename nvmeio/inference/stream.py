@@ -23,11 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
+from nvmeio._closing import Closing
 from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
@@ -55,7 +55,7 @@ class Cancelled(Exception):
     """A pass was told to stop; raised in it at the next layer."""
 
 
-class WeightStream:
+class WeightStream(Closing):
     """The weights of one streamed model; `model.weight_stream`, made by `nvmeio.stream_model`.
 
     Usable as a context manager, which closes it. Several threads may use the model, whose layers
@@ -403,17 +403,6 @@ class WeightStream:
                 steps.callback(self._ending.close)
             steps.callback(uses.close)
         return None
-
-    def __enter__(self) -> WeightStream:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- properties ---------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ import io
 import os
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from nvmeio import buffers
+from nvmeio._closing import Discarding
 from nvmeio._io.handles import CallHandle
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
@@ -133,7 +133,7 @@ class _Reading(io.RawIOBase):
         super().close()
 
 
-class _Writing(io.RawIOBase):
+class _Writing(Discarding, io.RawIOBase):
     """A file that takes its name when it is closed, or at the end of a transaction.
 
     Like any fsspec file it has `commit` and `discard`, which a transaction calls.
@@ -225,17 +225,6 @@ class _Writing(io.RawIOBase):
             self._replacement.discard()
             self._opened.close()
             super().close()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None:
-            self.close()
-        else:
-            self.discard()
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         # The one of io.IOBase closes, which would give a broken-off file its name.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks
 from nvmeio.offload._homes import home_of
@@ -18,7 +19,7 @@ from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
 from nvmeio.offload._tensors import is_sharded
 
 
-class SwappedModule(torch.nn.Module):
+class SwappedModule(Closing, torch.nn.Module):
     """A module whose parameters are on the drive outside of a window of memory.
 
     Before a part of the module runs, its parameters are read; those of the parts that follow are
@@ -229,12 +230,6 @@ class SwappedModule(torch.nn.Module):
             "a swapped module cannot be moved or converted (to, half, cuda, …): do so before it is "
             "swapped"
         )
-
-    def __enter__(self) -> SwappedModule:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a swapped module belongs to its process and directory: send state_dict()")

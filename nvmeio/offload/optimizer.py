@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._checks import switch
+from nvmeio._closing import Closing
 from nvmeio._io import ending
 from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
@@ -37,7 +38,7 @@ class _Opened(NamedTuple):
     saved_groups: list[dict[str, Any]] | None  # of what was resumed
 
 
-class SwappedOptimizer(torch.optim.Optimizer):
+class SwappedOptimizer(Closing, torch.optim.Optimizer):
     """A torch optimizer whose state lies on the drive and passes through a few buffers.
 
     The result is that of `optimizer_class` in memory, bit for bit. Works with every torch optimizer
@@ -558,12 +559,6 @@ class SwappedOptimizer(torch.optim.Optimizer):
         self._closed = True
         if self._ending is not None:
             self._ending.close()
-
-    def __enter__(self) -> SwappedOptimizer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,94 @@
+"""What `with` and `async with` do with an object: one body for each way in which one may end."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+Me = TypeVar("Me")
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class _ClosesOrDiscards(_Closes, Protocol):
+    def discard(self) -> None: ...
+
+
+class Closing:
+    """Closed at the end of a with statement, however it ends."""
+
+    def __enter__(self: Me) -> Me:
+        return self
+
+    def __exit__(
+        self: _Closes,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Discarding(Closing):
+    """Closed at the end of a with statement, and given up where an error ends it."""
+
+    def __exit__(
+        self: _ClosesOrDiscards,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class ClosingWork(Closing):
+    """Closed likewise, also by `async with`; what closing raises is of work that failed before.
+
+    It does not hide the error that ended the with statement: it is a warning then.
+    """
+
+    _work = "an operation"  # what may have failed
+
+    def close(self) -> None:
+        """Wait for the work, and release everything."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """`close`, awaited."""
+        raise NotImplementedError
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            self._after(exc, failed)
+
+    async def __aenter__(self: Me) -> Me:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except Exception as failed:
+            self._after(exc, failed)
+
+    def _after(self, exc: BaseException | None, failed: Exception) -> None:
+        if exc is None:
+            raise failed
+        warnings.warn(f"{self._work} failed too: {failed}", ResourceWarning, stacklevel=3)
