@@ -22,6 +22,7 @@ import os
 import resource
 import sys
 import threading
+import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
@@ -164,6 +165,19 @@ class Mapping(mmap.mmap):
         flat = torch.frombuffer(self, dtype=dtype, count=count, offset=start)
         # Not view(): the tensor should not be another one's view. It never grows, so no copy.
         return flat if sizes == (count,) else flat.resize_(sizes)
+
+    def lend(
+        self, offset: int, nbytes: int, died: Callable[[weakref.ref[Any]], object]
+    ) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
+        """As `tensor`, of bytes; `died` is called when nobody has its storage any more.
+
+        Returns:
+            The tensor, and what has to be kept for that.
+        """
+        start = self.address - _address_of(self) + offset
+        part = memoryview(self)[start : start + max(nbytes, 1)]
+        flat = torch.frombuffer(part, dtype=torch.uint8)  # keeps the part, and that the mapping
+        return (flat if nbytes else flat.resize_(0)), weakref.ref(part, died)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the end of the interpreter the globals may be gone; so is the process, soon.

@@ -10,18 +10,28 @@ a thread or on an event loop, and are served strictly in the order they came: a 
 passes a big one, so a big one is served once enough earlier leases are back. Every change of state
 is a step in one `Serial`, so there is no moment at which a block belongs to nobody: a waiter that
 gives up either leaves the queue, or finds that it was served already and hands the block back.
+
+Where Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
+bytes back. They come back when both the lease and the memory are dead: the callbacks of their weak
+references are `SimpleQueue.put` itself, a C function, which no interrupt cuts in half, and whoever
+takes or waits looks there (`_sweep`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import time
 import warnings
+import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -31,6 +41,12 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError
 
 __all__ = ["Lease", "PinnedPool"]
+
+_SLICE_S = 0.25  # who waits looks this often for what nobody gave back
+# What an exception's traceback keeps may lie in a cycle, and who waits makes no garbage that would
+# have the collector run.
+_COLLECT_AFTER_S = 1.0
+_COLLECT_EVERY_S = 10.0
 
 
 class PinnedPool:
@@ -68,6 +84,8 @@ class PinnedPool:
         self._granted: dict[_Waiter, None] = {}
         self._cut = False  # a step began to change what is free, and has not ended
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()  # in the order they came
+        self._died: SimpleQueue[weakref.ref[Any]] = SimpleQueue()  # of leases and their memory
+        self._collected_s = 0.0
         self._serial = Serial()
         self._pid = os.getpid()
         self._closed = False
@@ -98,8 +116,9 @@ class PinnedPool:
             TimeoutError: On entering: not free within `timeout`. Nothing is held then.
 
         After an error or cancellation:
-            Nothing is held, and the next in the queue has been served. Only a Ctrl-C in the very
-            moment in which the block is left may keep the bytes; a `ResourceWarning` says so.
+            Nothing is held, and the next in the queue has been served. Only after a Ctrl-C in the
+            very moment in which the block is entered or left are the bytes held until the tensor
+            is gone; a `ResourceWarning` may say so.
 
         Cost:
             10 us where the bytes are free.
@@ -126,9 +145,22 @@ class PinnedPool:
             self._serial.run(lambda: self._dismiss(waiter))
 
     def _tensor(self, waiter: _Waiter) -> torch.Tensor:
-        if waiter.arena is None or waiter.start is None:
+        arena = waiter.arena
+        if arena is None or waiter.start is None:
             raise ClosedError(f"the pool was closed while {waiter.nbytes} bytes were waited for")
-        return waiter.arena.tensor(waiter.start, (waiter.nbytes,), torch.uint8)
+        memory, waiter.memory = arena.lend(waiter.start, waiter.nbytes, self._died.put)
+        waiter.arena = None  # the memory keeps it, as long as it is needed
+        return memory
+
+    def _look(self, waited_s: float = 0.0) -> None:
+        """Have given back what nobody has any more; called now and then by who waits."""
+        if os.getpid() != self._pid:
+            return
+        now_s = time.monotonic()
+        if waited_s > _COLLECT_AFTER_S and now_s > self._collected_s + _COLLECT_EVERY_S:
+            self._collected_s = now_s
+            gc.collect()
+        self._serial.run(self._sweep)
 
     # What runs in the Serial, one at a time
 
@@ -138,7 +170,7 @@ class PinnedPool:
             return
         if waiter not in self._granted:
             self._waiters[waiter] = None
-        self._serve()
+        self._sweep()
 
     def _serve(self) -> None:
         self._recover()
@@ -156,6 +188,19 @@ class PinnedPool:
             self._cut = False
             if not waiter.wake():
                 self._take_back(waiter)
+
+    def _sweep(self) -> None:
+        """Take back what died without being given back, and serve whoever waits."""
+        self._recover()
+        died = self._died.qsize()
+        if died:
+            for waiter in [waiter for waiter in self._waiters if waiter.is_dead]:
+                self._waiters.pop(waiter, None)
+            for waiter in [waiter for waiter in self._granted if waiter.is_dead]:
+                self._take_back(waiter)
+            for _ in range(died):  # last: after an interrupt all of this is done again
+                self._died.get_nowait()
+        self._serve()
 
     def _recover(self) -> None:
         """After a step that was cut short: what is free is what nobody was granted."""
@@ -177,6 +222,7 @@ class PinnedPool:
             self._take_back(waiter)
         else:
             self._waiters.pop(waiter, None)
+            waiter.lease = None
         self._serve()
 
     def _take_back(self, waiter: _Waiter) -> None:
@@ -185,6 +231,7 @@ class PinnedPool:
             self._cut = True
             del self._granted[waiter]
             waiter.start = waiter.arena = None
+            waiter.lease = waiter.memory = None  # nobody needs to be told of their end any more
             self._free.put(start, waiter.charged_bytes)
             self._cut = False
 
@@ -240,6 +287,7 @@ class PinnedPool:
     @property
     def in_use_bytes(self) -> int:
         """Bytes of the budget that are out on lease, in whole pages."""
+        self._look()
         return self._budget - self._free.nbytes
 
     @property
@@ -297,8 +345,11 @@ class Lease:
         waiter = self._start(wake)
         try:
             self._pool._enqueue(waiter)
-            if not gate.acquire(timeout=-1 if self._timeout is None else self._timeout):
-                raise self._timed_out()
+            patience = _Patience(self._timeout)
+            while not gate.acquire(timeout=patience.slice_s()):
+                if patience.is_over:
+                    raise self._timed_out()
+                self._pool._look(patience.waited_s)
             return self._pool._tensor(waiter)
         except BaseException:
             self._pool._withdraw(waiter)
@@ -323,10 +374,13 @@ class Lease:
         waiter = self._start(lambda: _wake(loop, served))
         try:
             self._pool._enqueue(waiter)
-            if self._timeout is None or served.done():
-                await served
-            elif not (await asyncio.wait((served,), timeout=self._timeout))[0]:
-                raise self._timed_out()
+            patience = _Patience(self._timeout)
+            while not served.done():
+                await asyncio.wait((served,), timeout=patience.slice_s())
+                if not served.done():
+                    if patience.is_over:
+                        raise self._timed_out()
+                    self._pool._look(patience.waited_s)
             return self._pool._tensor(waiter)
         except BaseException:
             self._pool._withdraw(waiter)
@@ -343,7 +397,7 @@ class Lease:
     def _start(self, wake: Callable[[], bool]) -> _Waiter:
         if self._waiter is not None:
             raise RuntimeError("a lease is entered once: call pool.take() again")
-        self._waiter = _Waiter(self._nbytes, wake)
+        self._waiter = _Waiter(self._nbytes, wake, weakref.ref(self, self._pool._died.put))
         return self._waiter
 
     def _timed_out(self) -> TimeoutError:
@@ -357,7 +411,7 @@ class Lease:
         return self._nbytes
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        # The bytes are not given back: nobody can tell whether their tensor is still in use.
+        # The bytes come back when their tensor is gone as well.
         waiter = getattr(self, "_waiter", None)
         if waiter is not None and waiter.start is not None and not self._pool._closed:
             warn(f"{self!r} was dropped, not left", ResourceWarning, stacklevel=2, source=self)
@@ -371,18 +425,56 @@ class Lease:
         return f"<Lease of {self._nbytes} bytes, {state}>"
 
 
+class _Patience:
+    """How long somebody waits, in slices."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._began_s = time.monotonic()
+        self._timeout = timeout
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def is_over(self) -> bool:
+        return self._timeout is not None and self.waited_s >= self._timeout
+
+    def slice_s(self) -> float:
+        if self._timeout is None:
+            return _SLICE_S
+        return min(_SLICE_S, max(self._timeout - self.waited_s, 0.0))
+
+
 class _Waiter:
     """One request in the queue. Hashed by identity; changed by the pool's steps only."""
 
-    __slots__ = ("arena", "charged_bytes", "nbytes", "start", "wake_up", "woken")
+    __slots__ = (
+        "arena",
+        "charged_bytes",
+        "lease",
+        "memory",
+        "nbytes",
+        "start",
+        "wake_up",
+        "woken",
+    )
 
-    def __init__(self, nbytes: int, wake: Callable[[], bool]) -> None:
+    def __init__(self, nbytes: int, wake: Callable[[], bool], lease: weakref.ref[Lease]) -> None:
         self.nbytes = nbytes
         self.charged_bytes = round_up(nbytes, PAGE_BYTES)
         self.wake_up = wake  # False: nobody is left to be woken
         self.woken = False
         self.start: int | None = None  # offset in the arena once granted
         self.arena: Mapping | None = None
+        self.lease: weakref.ref[Lease] | None = lease
+        self.memory: weakref.ref[memoryview] | None = None  # under the tensor
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nobody has the lease or its memory any more."""
+        lease, memory = self.lease, self.memory
+        return (lease is None or lease() is None) and (memory is None or memory() is None)
 
     def wake(self) -> bool:
         """Tell whoever waits, twice if an interrupt comes after the first time."""

@@ -171,6 +171,72 @@ def test_a_lease_that_is_dropped_warns() -> None:
     tensor.fill_(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*was dropped, not left:ResourceWarning")
+def test_what_nobody_gave_back_is_free_when_its_memory_is_gone() -> None:
+    pool = PinnedPool(2 * PAGE)
+    tensor = pool.take(PAGE).__enter__()  # as where Ctrl-C comes before the block begins
+    part = tensor[10:20]
+    del tensor
+    with pytest.raises(TimeoutError), pool.take(2 * PAGE, timeout=0):
+        pass
+    with pool.take(PAGE, timeout=0) as other:
+        assert other.data_ptr() != part.data_ptr() - 10
+    del part
+    with pool.take(2 * PAGE, timeout=0):
+        assert pool.in_use_bytes == 2 * PAGE
+    assert pool.in_use_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*was dropped, not left:ResourceWarning")
+async def test_waiters_get_what_nobody_gave_back() -> None:
+    pool = PinnedPool(PAGE)
+    for wait_on_a_loop in (True, False):
+        tensors = [pool.take(PAGE).__enter__()]
+
+        def take() -> int:
+            with pool.take(1) as memory:
+                return len(memory)
+
+        async def async_take() -> int:
+            async with pool.take(2) as memory:
+                return len(memory)
+
+        served = asyncio.ensure_future(async_take() if wait_on_a_loop else asyncio.to_thread(take))
+        await until(lambda: pool.waiting == 1)
+        tensors.clear()
+        assert await served == (2 if wait_on_a_loop else 1)
+    assert pool.in_use_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*was dropped, not left:ResourceWarning")
+def test_waiters_get_what_lies_in_a_cycle() -> None:
+    class Cycle:
+        pass
+
+    pool = PinnedPool(PAGE)
+    kept: Any = Cycle()
+    kept.itself, kept.memory = kept, pool.take(PAGE).__enter__()
+    gc.disable()
+    try:
+        del kept
+        with pool.take(PAGE):
+            assert pool.in_use_bytes == PAGE
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*was dropped, not left:ResourceWarning")
+def test_a_request_that_was_dropped_leaves_the_queue() -> None:
+    pool = PinnedPool(PAGE)
+    with pool.take(PAGE):
+        lease = pool.take(1)
+        pool._enqueue(lease._start(lambda: True))  # as where Ctrl-C comes twice as it waits
+        assert pool.waiting == 1
+        del lease
+    with pool.take(PAGE, timeout=0):
+        assert pool.waiting == 0
+
+
 def test_the_repr_tells_the_state() -> None:
     pool = PinnedPool(4 * PAGE)
     lease = pool.take(5)

@@ -34,6 +34,8 @@ import nvmeio
 
 # Whose opcodes are counted: ours, and those of the locks and futures that we wait with.
 _OURS = str(Path(nvmeio.__file__).parent)
+_TESTS = str(Path(__file__).parent)
+_ASYNCIO = str(Path(asyncio.__file__).parent)
 _WAITED_WITH = {
     module.__file__ for module in (threading, contextlib, queue, weakref) if module.__file__
 } | {str(Path(concurrent.futures.__file__).parent / name) for name in ("_base.py", "thread.py")}
@@ -159,6 +161,18 @@ class Opcodes(_Signal):
     def _disarm(self) -> None:
         sys.settrace(self._before)
 
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        """Not within asyncio's own Python, which a KeyboardInterrupt breaks: at our next opcode.
+
+        It could lose what is to be called next, as when `_CtrlC` came there; asyncio.run keeps real
+        ones away from it.
+        """
+        if self._armed and _in_asyncio(frame):
+            self._at = self.count + 1
+            sys.settrace(self._tracers[0])
+        else:
+            super()._handle(signum, frame)
+
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not _counts(frame.f_code.co_filename):
             return None
@@ -179,6 +193,17 @@ class Opcodes(_Signal):
         for _ in itertools.starmap(ctypes.pythonapi.PyErr_SetInterrupt, [()]):
             break
         return None
+
+
+def _in_asyncio(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith((_OURS, _TESTS)):
+            return False
+        if name.startswith(_ASYNCIO):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _known: dict[str, bool] = {}

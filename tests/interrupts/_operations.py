@@ -116,13 +116,9 @@ class Handles(Scenario):
 
 
 class Pool(Scenario):
-    """Leases, on a loop and without one.
+    """Leases, on a loop and without one."""
 
-    No timer: a signal between the end of a lease's `__enter__` and the block, which is none of
-    ours, keeps its bytes, as `PinnedPool.take` says.
-    """
-
-    modes = ("opcodes", "cancel", "cancel-later")
+    modes = ("timer", "opcodes", "cancel", "cancel-later")
 
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
         super().__init__(folder, handle)
