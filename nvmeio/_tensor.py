@@ -6,6 +6,10 @@ through a contiguous CPU copy of itself, made before a write and copied back aft
 
 CUDA tensors have their own pair, `device_source` and `device_destination`: the memory stays on the
 device, and whatever copy there must be is made there.
+
+Whatever else has the buffer protocol (numpy arrays, bytearray, memoryview, mmap) is taken as the
+tensor of bytes that lies over it (`_over_buffer`), which holds the object's export until the
+operation is done: a bytearray cannot be resized meanwhile.
 """
 
 from __future__ import annotations
@@ -13,13 +17,21 @@ from __future__ import annotations
 import ctypes
 import errno
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nvmeio import _holds, _memory, buffers
 from nvmeio._device import Copier, Mark
-from nvmeio._shim import copy_foreign
+from nvmeio._shim import copy_foreign, ffi
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from typing_extensions import Buffer
+
+# What a transfer takes: a tensor, or anything with the buffer protocol.
+Data: TypeAlias = "torch.Tensor | Buffer"
 
 _CPU = torch.device("cpu")
 _LOOKED_UP_BYTES = 64 << 10
@@ -71,12 +83,16 @@ class Memory(NamedTuple):
         return ctypes.string_at(host.data_ptr(), nbytes)
 
 
-def source(tensor: torch.Tensor) -> Memory:
+def source(tensor: Data) -> Memory:
     """The memory to write to a file: the tensor's own where that is contiguous, else a copy.
 
     Raises:
-        TypeError: Not a tensor, or one without plain memory (sparse, meta, a wrapper subclass).
+        TypeError: Neither a tensor nor a buffer, or one without plain memory (sparse, meta, a
+            wrapper subclass; objects).
+        ValueError: A buffer is not contiguous.
     """
+    if not isinstance(tensor, torch.Tensor):
+        return _in_place(_over_buffer(tensor, writable=False), None)
     if not _is_plain(tensor):
         _check(tensor)
         _check_access(tensor, writing=False)
@@ -84,14 +100,17 @@ def source(tensor: torch.Tensor) -> Memory:
     return _in_place(tensor, None)
 
 
-def destination(tensor: torch.Tensor) -> Memory:
+def destination(tensor: Data) -> Memory:
     """The memory to read into, with autograd's rules for an in-place change (`Tensor.copy_`).
 
     Raises:
-        TypeError: Not a tensor, or one without plain memory.
+        TypeError: As for `source`; or a buffer is read-only.
+        ValueError: As for `source`.
         RuntimeError: As `copy_` would: a leaf that requires grad outside `torch.no_grad`, an
             inference tensor outside `torch.inference_mode`.
     """
+    if not isinstance(tensor, torch.Tensor):
+        return _in_place(_over_buffer(tensor, writable=True), None)
     if _is_plain(tensor) and not tensor.requires_grad and not tensor.is_inference():
         return _in_place(tensor, tensor)
     _check(tensor)
@@ -107,6 +126,30 @@ def destination(tensor: torch.Tensor) -> Memory:
         copy_back,
         held=_holds.hold(tensor.untyped_storage()),
     )
+
+
+def _over_buffer(given: Buffer, writable: bool) -> torch.Tensor:
+    """The bytes of an object with the buffer protocol, as a tensor that holds its export."""
+    try:
+        view = memoryview(given)
+    except TypeError:
+        raise TypeError(_not_memory(given)) from None
+    except ValueError as refused:  # numpy's, of dtypes that the protocol has no letter for
+        raise TypeError(f"{refused}: pass array.view(numpy.uint8), the same memory") from refused
+    kind = type(given).__name__
+    if "O" in view.format:
+        raise TypeError(f"a {kind} of Python objects holds addresses, not data: pickle it")
+    if writable and view.readonly:
+        raise TypeError(f"cannot read into a {kind}: its memory is read-only")
+    if not view.c_contiguous:
+        raise ValueError(
+            f"a {kind} of shape {view.shape} and strides {view.strides} is not contiguous: "
+            "numpy.ascontiguousarray copies it"
+        )
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # A cffi buffer counts as writable whatever it lies over: torch warns of those that are not.
+    return torch.frombuffer(ffi.buffer(ffi.from_buffer(view)), dtype=torch.uint8)
 
 
 def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
@@ -317,10 +360,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _check(tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"expected a torch.Tensor, not {type(tensor).__name__}; torch.from_numpy and "
-            "torch.frombuffer wrap other memory without a copy"
-        )
+        raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"a {tensor.layout} tensor has no single memory; transfer its indices() and values()"
@@ -334,3 +374,10 @@ def _check(tensor: object) -> None:
             f"{type(tensor).__name__} wraps other tensors and has no memory of its own; "
             "transfer the inner tensors (for a DTensor, its to_local())"
         )
+
+
+def _not_memory(given: object) -> str:
+    return (
+        f"expected a torch.Tensor, or an object with the buffer protocol (a numpy array, a "
+        f"bytearray, a memoryview), not {type(given).__name__}"
+    )

@@ -10,6 +10,7 @@ import torch
 
 from nvmeio import _checks, _device, _tensor, _transfer, buffers
 from nvmeio._core import Core
+from nvmeio._tensor import Data
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
 from nvmeio.engines.cufile.driver import Settings
@@ -127,7 +128,7 @@ class GdsHandle(AioHandle):
     def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
         return functools.partial(_cufile_core, self._gds)
 
-    def _memory(self, opcode: Opcode, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
+    def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         core, memory = super()._memory(opcode, tensor)
         return (self._cores.device if self._host_too else core), memory
 

@@ -17,6 +17,7 @@ from nvmeio._core import Core
 from nvmeio._cores import Cores
 from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._tensor import Data
 from nvmeio.engines import ring, select
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
 from nvmeio.errors import AlignmentError, TransferError
@@ -129,12 +130,13 @@ class AioHandle(ClosingWork):
 
     # --- transfers ------------------------------------------------------------------------
 
-    def async_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
+    def async_pread(self, tensor: Data, file: FileLike, file_offset: int = 0) -> Operation:
         """Start reading a file into a tensor.
 
         Args:
             tensor: Destination; its `nbytes` are read. Contiguous CPU memory is filled in place,
-                CUDA memory through the ring.
+                CUDA memory through the ring. Or anything with a writable, contiguous buffer: a
+                numpy array, a bytearray, a memoryview. It is in use until the operation is done.
             file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
             file_offset: First byte in the file; any value >= 0.
 
@@ -143,8 +145,10 @@ class AioHandle(ClosingWork):
 
         Raises:
             ClosedError: The handle or the file is closed.
-            TypeError: `tensor` has no plain memory, or `file` is none of the above.
-            ValueError: `file_offset` is negative, or the span ends beyond 2**63 - 1.
+            TypeError: `tensor` has no plain memory, or is a read-only buffer, or one of objects; or
+                `file` is none of the above.
+            ValueError: `file_offset` is negative, or the span ends beyond 2**63 - 1; a buffer is
+                not contiguous.
             RuntimeError: The tensor may not be changed in place (autograd, inference mode).
 
         The operation fails with `TransferError` if the file cannot be opened or read, and with
@@ -163,7 +167,7 @@ class AioHandle(ClosingWork):
         """
         return self._start(Opcode.READ, tensor, file, file_offset)
 
-    def async_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> Operation:
+    def async_pwrite(self, tensor: Data, file: FileLike, file_offset: int = 0) -> Operation:
         """Start writing a tensor into a file.
 
         A path is created if it is missing and never truncated: bytes outside of
@@ -172,7 +176,8 @@ class AioHandle(ClosingWork):
 
         Args:
             tensor: Source; leave it unchanged until the operation is done. Of one that is not
-                contiguous a copy is taken before the call returns.
+                contiguous a copy is taken before the call returns. Or anything with a contiguous
+                buffer, bytes too.
             file: A path, an open descriptor (which stays open), or an `nvmeio.File`.
             file_offset: First byte in the file; any value >= 0.
 
@@ -185,17 +190,17 @@ class AioHandle(ClosingWork):
         """
         return self._start(Opcode.WRITE, tensor, file, file_offset)
 
-    def sync_pread(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
+    def sync_pread(self, tensor: Data, file: FileLike, file_offset: int = 0) -> int:
         """`async_pread`, blocking; the number of bytes read."""
         return self.async_pread(tensor, file, file_offset).result()
 
-    def sync_pwrite(self, tensor: torch.Tensor, file: FileLike, file_offset: int = 0) -> int:
+    def sync_pwrite(self, tensor: Data, file: FileLike, file_offset: int = 0) -> int:
         """`async_pwrite`, blocking; the number of bytes written."""
         return self.async_pwrite(tensor, file, file_offset).result()
 
     def pread(
         self,
-        tensor: torch.Tensor,
+        tensor: Data,
         file: FileLike,
         validate: bool = False,
         async_op: bool = False,
@@ -218,7 +223,7 @@ class AioHandle(ClosingWork):
 
     def pwrite(
         self,
-        tensor: torch.Tensor,
+        tensor: Data,
         file: FileLike,
         validate: bool = False,
         async_op: bool = False,
@@ -231,7 +236,7 @@ class AioHandle(ClosingWork):
     def _start(
         self,
         opcode: Opcode,
-        tensor: torch.Tensor,
+        tensor: Data,
         file: FileLike,
         file_offset: int,
         validate: bool = False,
@@ -254,9 +259,9 @@ class AioHandle(ClosingWork):
             raise
         return Operation(core, core.start(opcode, memory, file, offset, check))
 
-    def _memory(self, opcode: Opcode, tensor: torch.Tensor) -> tuple[Core, _tensor.Memory]:
+    def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         """A tensor's memory, and the core that moves it."""
-        if _device.is_device(tensor):
+        if isinstance(tensor, torch.Tensor) and _device.is_device(tensor):
             core = self._cores.device
             if opcode is Opcode.READ:
                 return core, _tensor.device_destination(tensor, self._copier)
