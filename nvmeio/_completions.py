@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from nvmeio._io.threads import run_interruptible
+from nvmeio._io.threads import Thread, run_interruptible
 from nvmeio.engines.base import CompletionQueue, Engine
 
 
@@ -91,14 +91,13 @@ class CompletionQueues:
         with self._lock:
             if self._dispatcher is not None or self._released:
                 return
-            # By a thread: `Thread.start` that is interrupted leaves one that waits for ever.
+            # By a thread: an interrupt between its start and its keeping would leave it waiting.
             run_interruptible(self._begin_dispatching)
 
     def _begin_dispatching(self) -> None:
-        self._dispatcher = threading.Thread(
-            target=self._watch_default, name="nvmeio-dispatch", daemon=True
-        )
-        self._dispatcher.start()
+        dispatcher = Thread(self._watch_default, "nvmeio-dispatch")
+        dispatcher.start()
+        self._dispatcher = dispatcher
 
     def _watch_default(self) -> None:
         poller = select.poll()

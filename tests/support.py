@@ -233,3 +233,25 @@ def run_python(script: str, *flags: str, **environment: str) -> subprocess.Compl
         timeout=550,
         check=False,
     )
+
+
+# Threads
+
+
+def die_at_birth(patch: pytest.MonkeyPatch, prefix: str) -> None:
+    """Threads of this name end before their first step, as those do that get no memory for it."""
+    name = "_start_new_thread"
+    if not hasattr(threading, name):  # since Python 3.13
+        name = "_start_joinable_thread"
+    begin = getattr(threading, name)
+
+    def beginning(bootstrap: Any, *args: Any, **named: Any) -> Any:
+        thread = getattr(bootstrap, "func", bootstrap).__self__
+        dies = thread.name.startswith(prefix)
+        return begin(_end_at_once if dies else bootstrap, *args, **named)
+
+    patch.setattr(threading, name, beginning)
+
+
+def _end_at_once() -> None:
+    pass

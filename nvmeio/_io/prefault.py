@@ -10,6 +10,7 @@ beginning. Pages that are there already cost them nothing, so the order need not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from nvmeio import _memory
+from nvmeio._io.threads import Thread
 from nvmeio._memory import Mapping
 
 # Below this the reads are done before a thread has begun.
@@ -43,11 +45,8 @@ class Prefault:
         self._lock = threading.Lock()
         self._stopping = False
         self._refused = 0
-        count = THREADS if sum(m.nbytes for m in mappings) >= LEAST_BYTES else 0
-        self._threads = [
-            threading.Thread(target=self._run, name="nvmeio-prefault", daemon=True)
-            for _ in range(count)
-        ]
+        self._count = THREADS if sum(m.nbytes for m in mappings) >= LEAST_BYTES else 0
+        self._threads: list[Thread] = []
 
     def check(self) -> None:
         """Raise if there was not enough memory.
@@ -71,8 +70,12 @@ class Prefault:
                 return
 
     def __enter__(self) -> Prefault:
-        for thread in self._threads:
-            thread.start()
+        # No more threads in this process: fewer will do.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            for _ in range(self._count):
+                thread = Thread(self._run, "nvmeio-prefault")
+                thread.start()
+                self._threads.append(thread)
         return self
 
     def __exit__(self, *_: object) -> None:

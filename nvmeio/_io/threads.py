@@ -17,8 +17,11 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
+import functools
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -28,7 +31,80 @@ from nvmeio import _device
 Value = TypeVar("Value")
 
 SLICE_S = 0.25  # a waiting thread looks up this often
-_BIRTH_S = 5.0  # a thread that has not begun by then counts as failed, and does nothing if it does
+_BIRTH_LOOK_S = 0.05  # who waits for a new thread looks this often whether it is still coming
+_BIRTH_S = 60.0  # a thread that has not begun by then counts as failed, and does nothing if it does
+
+
+class Thread(threading.Thread):
+    """A thread that has begun when `start` returns, or never does anything.
+
+    One that gets no memory for its first step (RLIMIT_AS, a container's limit) ends without a word,
+    and `threading.Thread.start` would wait for its sign of life for ever. And an interrupt within
+    that `start` leaves a thread that nobody knows of.
+
+    Args:
+        run: What it does.
+        name: Of the thread.
+        args: For `run`.
+        daemon: Whether the end of the program does not wait for it.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., object],
+        name: str,
+        args: tuple[object, ...] = (),
+        daemon: bool = True,
+    ) -> None:
+        super().__init__(target=run, name=name, args=args, daemon=daemon)
+        self._started: _SignOfLife = _SignOfLife()
+        self._claim = _thread.allocate_lock()  # taken by who decides whether it runs
+
+    @property
+    def _bootstrap(self) -> Callable[[], None]:
+        """What `threading` hands to the new thread, which alone keeps it."""
+        birth = functools.partial(super()._bootstrap)  # type: ignore[misc]
+        self._started.birth = weakref.ref(birth)
+        return birth
+
+    def start(self) -> None:
+        """Begin it; in the main thread by another one, which no interrupt cuts short.
+
+        Raises:
+            RuntimeError: The process may have no more threads.
+            MemoryError: There is no memory for it.
+        """
+        if threading.main_thread().ident == threading.get_ident():
+            run_interruptible(self._start)
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            super().start()
+        except BaseException:
+            if self._claim.acquire(False):
+                # `threading.enumerate` would list it for ever.
+                vars(threading).get("_limbo", {}).pop(self, None)
+                raise
+            # It has begun: it was only the waiting for it that failed.
+
+    def run(self) -> None:
+        """What the thread does, unless it was given up before it began."""
+        if self._claim.acquire(False):
+            super().run()
+
+
+class _SignOfLife(threading.Event):
+    birth: weakref.ref[Any] | None = None  # dies with the thread, whether or not it ever began
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = time.monotonic() + (_BIRTH_S if timeout is None else timeout)
+        while not super().wait(_BIRTH_LOOK_S):
+            dead = self.birth is not None and self.birth() is None
+            if (dead or time.monotonic() >= until) and not self.is_set():
+                raise MemoryError("a new thread did not begin: is there memory left for it?")
+        return True
 
 
 def start(run: Callable[[], object], name: str, failed: Callable[[BaseException], object]) -> None:
@@ -38,54 +114,47 @@ def start(run: Callable[[], object], name: str, failed: Callable[[BaseException]
         run: Must not raise.
         name: Of the thread.
         failed: Called in its place where no thread can be had, with the reason.
+
+    Raises:
+        RuntimeError, MemoryError: Not even the thread that starts the others can be had.
     """
-    global _launches
     queue = _launches
     if queue is None:
-        # Two callers may come here at once: either launcher will do, and one is forgotten.
-        queue = SimpleQueue()
-        _thread.start_new_thread(_launch, (queue,))
-        _launches = queue
+        queue = _new_launcher()
     queue.put((run, name, failed))
 
 
 _launches: SimpleQueue[Any] | None = None
 
 
-def _launch(queue: SimpleQueue[Any]) -> None:
-    while True:
-        run, name, failed = queue.get()
-        claim = _thread.allocate_lock()
+def _new_launcher() -> SimpleQueue[Any]:
+    """Two callers may come here at once: either launcher will do, and one is forgotten."""
+    global _launches
+    queue: SimpleQueue[Any] = SimpleQueue()
+    alive = _SignOfLife()
+    launch = functools.partial(_launch, queue, alive)
+    alive.birth = weakref.ref(launch)
+    _thread.start_new_thread(launch, ())
+    del launch
+    try:
+        alive.wait()
+    except BaseException:
+        queue.put(None)
+        raise
+    _launches = queue
+    return queue
+
+
+def _launch(queue: SimpleQueue[Any], alive: _SignOfLife) -> None:
+    alive.set()
+    del alive
+    while (asked := queue.get()) is not None:
+        run, name, failed = asked
         try:
-            _Thread(_claimed, name, (claim, run)).start()
+            Thread(run, name).start()
         except BaseException as error:  # no thread or memory left; the interpreter is ending
-            if claim.acquire(False):
-                failed(error)
-        run = failed = None
-
-
-def _claimed(claim: _thread.LockType, run: Callable[[], object]) -> None:
-    if claim.acquire(False):
-        run()
-
-
-class _Thread(threading.Thread):
-    """A thread that is not waited for for ever where it dies before its first step.
-
-    One that gets no memory for that (RLIMIT_AS) ends without a word, and `Thread.start` would wait
-    for its sign of life.
-    """
-
-    def __init__(self, run: Callable[..., object], name: str, args: tuple[object, ...]) -> None:
-        super().__init__(target=run, name=name, args=args, daemon=True)
-        self._started: threading.Event = _SignOfLife()
-
-
-class _SignOfLife(threading.Event):
-    def wait(self, timeout: float | None = None) -> bool:
-        if not super().wait(_BIRTH_S if timeout is None else timeout):
-            raise MemoryError("a new thread did not begin: is there memory left for it?")
-        return True
+            failed(error)
+        asked = run = failed = None
 
 
 def _forget() -> None:

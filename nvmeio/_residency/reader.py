@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import _page_cache
+from nvmeio._io.threads import Thread
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -91,7 +92,7 @@ class Reader:
         self._flying: deque[tuple[Operation, Fill, Wanted]] = deque()
         self._flying_bytes = 0
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="nvmeio-stream", daemon=True)
+        self._thread = Thread(self._run, "nvmeio-stream")
         self._thread.start()
 
     def submit(self, fill: Fill) -> None:

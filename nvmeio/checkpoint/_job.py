@@ -20,7 +20,6 @@ import contextlib
 import io
 import json
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,7 +33,7 @@ from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.rank_store import RankStore
-from nvmeio._io.threads import SLICE_S
+from nvmeio._io.threads import SLICE_S, Thread
 from nvmeio.checkpoint._ranks import Round
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
@@ -282,7 +281,7 @@ class Job(ABC):
 
     def _start_writing(self) -> None:
         # No daemon: a program that ends without waiting ends with a whole checkpoint.
-        thread = threading.Thread(target=self._run, name="nvmeio-checkpointer", daemon=False)
+        thread = Thread(self._run, "nvmeio-checkpointer", daemon=False)
         self.going_on = True  # before Ctrl-C can come
         try:
             thread.start()

@@ -31,7 +31,7 @@ from nvmeio import _memory
 from nvmeio._formats.torch_layout import Layout, Record
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._io.staging import new_staging
-from nvmeio._io.threads import SLICE_S
+from nvmeio._io.threads import SLICE_S, Thread
 from nvmeio._plan import PAGE_BYTES
 
 # Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
@@ -306,13 +306,12 @@ def _copy_all(tasks: Sequence[_Copy], stopped: Callable[[], bool]) -> None:
 
     large = sum(task.nbytes for task in tasks if task.on_cpu) // _COPY_BYTES
     others = min(torch.get_num_threads(), _MOST_THREADS, large) - 1
-    threads = [
-        threading.Thread(target=work, name="nvmeio-snapshot", daemon=True) for _ in range(others)
-    ]
-    started: list[threading.Thread] = []
+    started: list[Thread] = []
     try:
-        with contextlib.suppress(RuntimeError):  # no more threads in this process: fewer will do
-            for thread in threads:
+        # No more threads in this process: fewer will do.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            for _ in range(others):
+                thread = Thread(work, "nvmeio-snapshot")
                 thread.start()
                 started.append(thread)
         work()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
+from nvmeio._io.threads import Thread
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio.engines.base import CompletionQueue, Counters, Options, Outcome, Request, Transfer
 from nvmeio.errors import BackendUnavailableError
@@ -31,7 +31,7 @@ class LibaioEngine:
     def __init__(self, table: Any = None) -> None:
         self._table = table
         self._engine: Any = None
-        self._lanes: list[threading.Thread] = []
+        self._lanes: list[Thread] = []
 
     def start(self, options: Options) -> None:
         """Set up one AIO context a lane and start the lanes' threads."""
@@ -52,16 +52,16 @@ class LibaioEngine:
         if engine == ffi.NULL:
             raise _unavailable(error[0], options)
         self._engine = engine = ffi.gc(engine, lib.nv_engine_free)
-        for index in range(options.intra_op_parallelism):
-            # The thread holds the engine, not this object: a lane with work outlives its handle.
-            lane = threading.Thread(
-                target=lib.nv_lane_run,
-                args=(engine, index),
-                name=f"nvmeio-lane-{index}",
-                daemon=True,
-            )
-            lane.start()
-            self._lanes.append(lane)
+        try:
+            for index in range(options.intra_op_parallelism):
+                # It holds the engine, not this object: a lane with work outlives its handle.
+                lane = Thread(lib.nv_lane_run, f"nvmeio-lane-{index}", (engine, index))
+                lane.start()
+                self._lanes.append(lane)
+        except BaseException:  # no more threads in this process
+            self.stop()
+            self.join()
+            raise
 
     def open_completion_queue(self) -> CompletionQueue:
         """A completion queue with an eventfd."""

@@ -22,7 +22,6 @@ import errno
 import logging
 import os
 import select
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +32,7 @@ import torch
 
 from nvmeio import _transfer
 from nvmeio._device import Copier, Mark
+from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES, Plan
 from nvmeio._tensor import Memory
 from nvmeio.engines._queued import DeviceTransfer, QueuedEngine, QueuedRequest, counted
@@ -129,7 +129,7 @@ class RingEngine(QueuedEngine):
             raise ValueError(f"a ring takes {LEAST_BYTES} bytes or more, not {ring_bytes}")
         self.chunk_bytes = chunk
         self.chunks = ring_bytes // chunk
-        self._pump: threading.Thread | None = None
+        self._pump: Thread | None = None
         self._closed = False
         self._wake_fd = -1
         self._inside = Counters()
@@ -140,9 +140,15 @@ class RingEngine(QueuedEngine):
             raise RuntimeError("this engine was started before: one engine serves one handle")
         cq = self._host.open_completion_queue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        pump = _Pump(self, self._host, self._copier, cq)
-        self._pump = threading.Thread(target=pump.run, name="nvmeio-ring", daemon=True)
-        self._pump.start()
+        pump = Thread(_Pump(self, self._host, self._copier, cq).run, "nvmeio-ring")
+        try:
+            pump.start()
+        except BaseException:  # no more threads in this process
+            self.stop()
+            if self.finished():
+                cq.close()
+            raise
+        self._pump = pump
 
     def nudge(self) -> None:
         with self.lock:

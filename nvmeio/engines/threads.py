@@ -17,6 +17,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from nvmeio._io.threads import Thread
 from nvmeio._shim import copy_foreign
 from nvmeio.engines._queued import End, EventfdQueue
 from nvmeio.engines.base import (
@@ -133,7 +134,7 @@ class ThreadsEngine:
         self._in_flight = 0
         self._stopping = False
         self._counters = Counters()
-        self._workers: list[threading.Thread] = []
+        self._workers: list[Thread] = []
 
     # --- the contract ---------------------------------------------------------------------
 
@@ -143,10 +144,15 @@ class ThreadsEngine:
             raise RuntimeError("this engine was started before: one engine serves one handle")
         self._options = options
         self._depth = options.queue_depth * options.intra_op_parallelism
-        for index in range(min(self._depth, WORKERS_PER_LANE * options.intra_op_parallelism)):
-            worker = threading.Thread(target=self._work, name=f"nvmeio-worker-{index}", daemon=True)
-            worker.start()
-            self._workers.append(worker)
+        try:
+            for index in range(min(self._depth, WORKERS_PER_LANE * options.intra_op_parallelism)):
+                worker = Thread(self._work, f"nvmeio-worker-{index}")
+                worker.start()
+                self._workers.append(worker)
+        except BaseException:  # no more threads in this process
+            self.stop()
+            self.join()
+            raise
 
     def open_completion_queue(self) -> CompletionQueue:
         """A list with an eventfd."""

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from nvmeio._io.threads import Thread
+
 Value = TypeVar("Value")
 
 
@@ -39,14 +41,16 @@ class Lockstep(Generic[Value]):
             unit.
         """
         values: dict[int, Value] = {}
-        threads = [
-            threading.Thread(
-                target=self._member, args=(n, values), name=f"nvmeio-batch-{n}", daemon=True
-            )
-            for n in range(len(self._works))
-        ]
-        for thread in threads:
-            thread.start()
+        threads: list[Thread] = []
+        try:
+            for number in range(len(self._works)):
+                thread = Thread(self._member, f"nvmeio-batch-{number}", (number, values))
+                thread.start()
+                threads.append(thread)
+        except BaseException as failed:  # no more threads in this process
+            with self._condition:
+                self._failed = self._failed or failed
+                self._condition.notify_all()
         for thread in threads:
             thread.join()
         if self._failed is not None:

@@ -24,6 +24,7 @@ import torch
 
 from nvmeio import buffers, files
 from nvmeio._io.handles import new_handle
+from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
@@ -477,7 +478,9 @@ def offload(
 def _finish(close: Callable[[], None]) -> None:
     """Close for a model that is dropped, which a thread that this waits for may have noticed."""
     if threading.current_thread().name.startswith("nvmeio"):
-        threading.Thread(target=close, name="nvmeio-close", daemon=True).start()
+        # Where no thread can be had: a handle that is dropped gives back what it has.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            Thread(close, "nvmeio-close").start()
     else:
         close()
 

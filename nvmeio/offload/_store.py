@@ -7,12 +7,12 @@ import errno
 import functools
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nvmeio._io.threads import Thread
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -64,7 +64,7 @@ class Store:
         self.small: list[dict[str, Any]] = []
         self.generation = 0
         self._subgroup_of: dict[int, Subgroup] = {}
-        self._syncing: threading.Thread | None = None
+        self._syncing: Thread | None = None
         self._lost: BaseException | None = None  # why what was written cannot be trusted
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
@@ -307,13 +307,11 @@ class Store:
             return
         if self._ranks is not None:
             self._ranks.join()
-        thread = threading.Thread(
-            target=self._sync, args=(manifest,), name="nvmeio-offload-sync", daemon=True
-        )
+        thread = Thread(self._sync, "nvmeio-offload-sync", (manifest,))
         try:
             thread.start()
             self._syncing = thread
-        except RuntimeError:  # no room for another thread: here, then
+        except (RuntimeError, MemoryError):  # no room for another thread: here, then
             self._sync(manifest)
 
     def revert(self) -> None:

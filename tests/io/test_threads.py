@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 
 import pytest
+from support import die_at_birth
 
 from nvmeio._io import threads
 from nvmeio._io.threads import in_thread, run_interruptible
@@ -170,19 +172,54 @@ def test_interrupts_at_random_moments_leave_no_thread() -> None:
 
 def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it gets no memory for that, `Thread.start` waited for ever, and everybody behind it."""
-    monkeypatch.setattr(threads, "_BIRTH_S", 0.05)
-    begin = "_start_new_thread"
-    if not hasattr(threading, begin):  # since Python 3.13
-        begin = "_start_joinable_thread"
     with monkeypatch.context() as patched:
-        patched.setattr(threading, begin, lambda *_, **__: None)
+        die_at_birth(patched, "nvmeio-work")
         job = threads.Job(lambda: 1)
         job.start()
         job.wait()
         with pytest.raises(MemoryError, match="did not begin"):
             job.result()
-    vars(threading)["_limbo"].clear()  # where it is listed as one that is about to begin
+    assert "nvmeio-work" not in [thread.name for thread in threading.enumerate()]
     late = threads.Job(lambda: 2)
     late.start()
     late.wait()
     assert late.result() == 2
+
+
+def test_the_thread_that_starts_the_others_may_die_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would answer who asks it."""
+    monkeypatch.setattr(threads, "_launches", None)
+    with monkeypatch.context() as patched:
+        begin = _thread.start_new_thread
+        patched.setattr(_thread, "start_new_thread", lambda *_: begin(int, ()))
+        with pytest.raises(MemoryError, match="did not begin"):
+            run_interruptible(lambda: 1)
+    assert run_interruptible(lambda: 2) == 2
+
+
+def test_a_thread_that_was_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is late, not dead; its starter has told its caller that it was not begun."""
+    monkeypatch.setattr(threads, "_BIRTH_S", 0.0)
+    monkeypatch.setattr(threads, "_BIRTH_LOOK_S", 0.001)
+    begin = "_start_new_thread"
+    if not hasattr(threading, begin):  # since Python 3.13
+        begin = "_start_joinable_thread"
+    real, kept = getattr(threading, begin), []
+
+    def later(function: object, *args: object, **named: object) -> None:
+        kept.append((function, args, named))
+
+    ran: list[int] = []
+    thread = threads.Thread(ran.append, "late", (1,))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, begin, later)
+        patched.setattr(threading, "main_thread", threading.Thread)  # in place
+        with pytest.raises(MemoryError, match="did not begin"):
+            thread.start()
+    vars(threading)["_limbo"][thread] = thread  # as the real one finds it
+    ((function, args, named),) = kept
+    real(function, *args, **named)
+    thread._started.wait(60)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert ran == []

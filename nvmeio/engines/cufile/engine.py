@@ -31,6 +31,7 @@ import torch
 
 from nvmeio import _holds
 from nvmeio._device import Copier
+from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines._queued import DeviceTransfer, EventfdQueue, QueuedEngine, QueuedRequest
 from nvmeio.engines.base import CompletionQueue, Opcode, Options, Request, Transfer
@@ -116,7 +117,7 @@ class CuFileEngine(QueuedEngine):
         self._library: Library | None = None
         self._turns: deque[_Request] = deque()
         self._workers: list[_Worker] = []
-        self._watch: threading.Thread | None = None
+        self._watch: Thread | None = None
         self._looking = False
         self._busy = threading.Event()  # the watch has something to look at
         self._over = threading.Event()
@@ -135,7 +136,7 @@ class CuFileEngine(QueuedEngine):
             raise RuntimeError("this engine was started before: one engine serves one handle")
         self._library = self._driver.acquire(self.settings)
         self.mode = self._driver.mode(self.settings)
-        watch = threading.Thread(target=self._watch_calls, name="nvmeio-cufile-watch", daemon=True)
+        watch = Thread(self._watch_calls, "nvmeio-cufile-watch")
         try:
             for index in range(options.intra_op_parallelism):
                 worker = _Worker(self, index)
@@ -504,7 +505,7 @@ class _Worker:
         self.ended = False
         self._since = 0.0
         self._engine = engine
-        self.thread = threading.Thread(target=self._run, name=f"nvmeio-cufile-{index}", daemon=True)
+        self.thread = Thread(self._run, f"nvmeio-cufile-{index}")
 
     def start(self) -> None:
         self.thread.start()

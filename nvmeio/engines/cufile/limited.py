@@ -6,9 +6,10 @@ foreign call, which does not keep the interpreter from exiting.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
+
+from nvmeio._io.threads import Thread
 
 
 class HangsError(Exception):
@@ -30,7 +31,7 @@ def call(step: Callable[[], Any], limit_s: float, name: str) -> Any:
         except BaseException as failed:
             failures.append(failed)
 
-    runner = threading.Thread(target=run, name=name, daemon=True)
+    runner = Thread(run, name)
     runner.start()
     runner.join(limit_s)
     if runner.is_alive():
