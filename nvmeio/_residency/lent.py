@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -51,10 +53,8 @@ class LentPool:
     def take(self, unit: Unit, nbytes: int) -> LentSlot[Unit] | None:
         """Memory for a unit, page-aligned; None where it is not free now."""
         self._take_back()
-        lease = self._pool.take(nbytes, timeout=0)
-        try:
-            lent = lease.__enter__()
-        except TimeoutError:
+        lease, lent = lease_now(self._pool, nbytes) or (None, None)
+        if lease is None or lent is None:
             return None
         room = _room_type(lent.nbytes).from_address(lent.data_ptr())
         room.arena = lent  # stays mapped for as long as the storage lives, whatever is closed
@@ -87,6 +87,41 @@ class LentPool:
     def locked(self) -> bool:
         """Whether it is page-locked."""
         return self._pool.locked
+
+
+def lease_now(pool: PinnedPool, nbytes: int) -> tuple[Lease, torch.Tensor] | None:
+    """A lease that was entered, and its memory; None where it is not free now."""
+    if pool.in_use_bytes + nbytes > pool.budget_bytes:
+        return None  # the usual case of a full window; to queue and fail takes six times as long
+    lease = pool.take(nbytes, timeout=0)
+    try:
+        return lease, lease.__enter__()
+    except TimeoutError:  # in pieces that are too small
+        return None
+
+
+def laid_over(
+    memory: torch.Tensor, places: Iterable[tuple[int, torch.dtype, tuple[int, ...]]]
+) -> list[torch.Tensor]:
+    """Contiguous tensors over memory, each from a byte on that suits its dtype.
+
+    By one call of torch each: with every call a thread lets go of the interpreter's lock, and waits
+    for it again in the middle of the model's computation.
+    """
+    found: list[torch.Tensor] = []
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    for start, dtype, shape in places:
+        if 0 in shape:
+            found.append(torch.empty(shape, dtype=dtype, device=memory.device))
+            continue
+        if dtype not in typed:
+            typed[dtype] = memory.view(dtype)
+        found.append(typed[dtype].as_strided(shape, _strides(shape), start // dtype.itemsize))
+    return found
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*itertools.accumulate(shape[:0:-1], operator.mul, initial=1),)[::-1] if shape else ()
 
 
 @functools.lru_cache(maxsize=256)

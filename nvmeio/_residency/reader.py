@@ -77,6 +77,11 @@ class Fill:
         self.cancelled = False
         self.done = threading.Event()
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has arrived. From any thread."""
+        return self.done.is_set() and self.error is None and not self.cancelled
+
 
 class Reader:
     """Carries out fills in the order of `submit`, in a thread of its own.

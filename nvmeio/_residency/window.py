@@ -178,6 +178,24 @@ class Window(Generic[Unit, SomeSlot]):
         """A unit's memory, if it has any."""
         return self._slots.get(unit)
 
+    def arrived(self, unit: Unit) -> SomeSlot | None:
+        """A unit whose bytes are all there, bound or not; None if the owner must be asked.
+
+        From any thread, of a keeper that checks nothing. It may go at any moment: only memory that
+        is not taken from under a tensor (`lent`) can be used then.
+        """
+        slot = self._slots.get(unit)
+        if slot is None:
+            return None
+        fill = slot.fill
+        return slot if slot.bound or (fill is not None and fill.whole) else None
+
+    def note(self, unit: Unit, backward: bool = False) -> None:
+        """A unit is used that was found by `arrived`; what comes next is begun."""
+        self._order.note(unit, backward)
+        self._expected(unit, self._slots.get(unit))
+        self.look_ahead()
+
     # Coming
 
     def look_ahead(self) -> None:

@@ -7,13 +7,15 @@ arrive, and the lease is only the way in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from nvmeio import buffers
 from nvmeio._residency import window
+from nvmeio._residency.lent import laid_over, lease_now
 from nvmeio._residency.reader import Fill, Wanted
 from nvmeio.files import File
 from nvmeio.inference._budget import Shares
@@ -108,11 +110,10 @@ class Memory:
         if unit.name in self._places:
             lease, host = self._places.pop(unit.name)
         else:
-            lease = pool.take(unit.layout.nbytes, timeout=0)
-            try:
-                host = lease.__enter__()
-            except TimeoutError:
+            leased = lease_now(pool, unit.layout.nbytes)
+            if leased is None:
                 return None
+            lease, host = leased
             self._out[id(lease)] = lease
         return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
 
@@ -224,13 +225,8 @@ class Memory:
         """
         unit = slot.unit
         found: list[torch.Tensor] = []
-        number = at = 0
-        for index, weight in enumerate(unit.weights):
-            parts = []
-            for part in weight.parts:
-                start = unit.layout.starts[number]
-                parts.append(_laid_over(slot.memory, start, part.nbytes, part.dtype, part.shape))
-                number += 1
+        at = 0
+        for index, (weight, parts) in enumerate(_weights_in(slot)):
             if not weight.converted_bytes:
                 found.append(parts[0])
                 continue
@@ -239,9 +235,8 @@ class Memory:
             else:
                 if self._work is None:
                     raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
-                nbytes = weight.converted_bytes
-                out = _laid_over(self._work, at, nbytes, weight.dtype, weight.shape)
-                at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+                (out,) = laid_over(self._work, [(at, weight.dtype, weight.shape)])
+                at += -(-weight.converted_bytes // _ALIGNMENT) * _ALIGNMENT
             if unit.experts is None or index not in unit.experts.weights:
                 _convert(weight, parts, out)
             else:
@@ -253,22 +248,11 @@ class Memory:
 
     def convert_expert(self, slot: Slot, tensors: list[torch.Tensor], expert: int) -> None:
         """Convert one expert that was read after `tensors`."""
-        unit = slot.unit
-        number = 0
-        for index, weight in enumerate(unit.weights):
-            if (
-                unit.experts is not None
-                and index in unit.experts.weights
-                and weight.converted_bytes
-            ):
-                starts = unit.layout.starts[number : number + len(weight.parts)]
-                parts = [
-                    _laid_over(slot.memory, start, part.nbytes, part.dtype, part.shape)
-                    for start, part in zip(starts, weight.parts, strict=True)
-                ]
+        experts = slot.unit.experts
+        for index, (weight, parts) in enumerate(_weights_in(slot)):
+            if experts is not None and index in experts.weights and weight.converted_bytes:
                 out = tensors[index][expert]
                 _convert(weight, [p[expert : expert + 1] for p in parts], out)
-            number += len(weight.parts)
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -290,12 +274,14 @@ class Memory:
         self._free.clear()
 
 
-def _laid_over(
-    memory: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype, device=memory.device)
-    return memory[start : start + nbytes].view(dtype).view(shape)
+def _weights_in(slot: Slot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
+    """Each weight of a unit, with its parts as they lie in the slot."""
+    unit = slot.unit
+    parts = [part for weight in unit.weights for part in weight.parts]
+    places = zip(unit.layout.starts, parts, strict=True)
+    laid = iter(laid_over(slot.memory, ((start, p.dtype, p.shape) for start, p in places)))
+    for weight in unit.weights:
+        yield weight, list(itertools.islice(laid, len(weight.parts)))
 
 
 def _convert(weight: Weight, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ import torch
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
-from nvmeio._residency.lent import LentPool, LentSlot
+from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.order import ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, Wanted
 from nvmeio._residency.window import Keeper, Window
@@ -80,6 +80,7 @@ class ParamStore(Keeper[Unit, Slot]):
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
         self._by_address: dict[int, Unit] = {}
+        self._absent = {unit: [absent(span) for span in unit.spans] for unit in units}
         self._gathered_now: list[list[Slot]] = []  # by blocks that have not ended
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
@@ -132,8 +133,17 @@ class ParamStore(Keeper[Unit, Slot]):
         return self._owner.lease(self._window.let_go, held)
 
     def memory_of(self, unit: Unit) -> torch.Tensor:
-        """A unit's bytes; they stay what they are for as long as this storage lives."""
-        return self._owner.call(self._memory_of, unit, _in_backward())
+        """A unit's bytes; they stay what they are for as long as this storage lives.
+
+        Where they have arrived the owner is told, and not waited for.
+        """
+        backward = _in_backward()
+        slot = self._window.arrived(unit)
+        memory = None if slot is None else slot.memory
+        if memory is None:
+            return self._owner.call(self._memory_of, unit, backward)
+        self._owner.post(self._window.note, unit, backward)
+        return memory
 
     def _memory_of(self, unit: Unit, backward: bool) -> torch.Tensor:
         memory = self._window.need(unit, backward=backward).memory
@@ -175,9 +185,9 @@ class ParamStore(Keeper[Unit, Slot]):
         values = [p.data for p in unit.parameters]
         slot = self._window.blank(unit)
         slot.holds += 1
-        for parameter, value, span in zip(unit.parameters, values, unit.spans, strict=True):
+        for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
             if not value.is_meta and value.device.type == "cpu" and value.numel():
-                over(slot, span).copy_(value)
+                tensor.copy_(value)
             set_home(parameter, self)
         return self._gathered([slot])
 
@@ -261,14 +271,14 @@ class ParamStore(Keeper[Unit, Slot]):
     def bind(self, slot: Slot) -> None:
         """Lay the parameters over their bytes."""
         self._by_address[slot.host.data_ptr()] = slot.unit
-        for parameter, span in zip(slot.unit.parameters, slot.unit.spans, strict=True):
-            parameter.data = over(slot, span)
+        for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
+            parameter.data = tensor
 
     def unbind(self, slot: Slot) -> None:
         """Let them lie over nothing."""
         self._by_address.pop(slot.host.data_ptr(), None)
-        for parameter, span in zip(slot.unit.parameters, slot.unit.spans, strict=True):
-            parameter.data = absent(span)
+        for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
+            parameter.data = nothing
 
     def rest(self, slot: Slot) -> bool:
         """It stays until its room is needed."""
@@ -390,12 +400,10 @@ class ParamStore(Keeper[Unit, Slot]):
         return self._window.bytes_read
 
 
-def over(slot: Slot, span: Span) -> torch.Tensor:
-    """The parameter's tensor over the unit's memory."""
-    if not span.nbytes or slot.memory is None:
-        return torch.empty(span.shape, dtype=span.dtype)
-    found = slot.memory[span.offset : span.offset + span.nbytes]
-    return found.view(span.dtype).view(span.shape)
+def _over(slot: Slot) -> list[torch.Tensor]:
+    """The parameters' tensors over the unit's memory."""
+    assert slot.memory is not None
+    return laid_over(slot.memory, ((s.offset, s.dtype, s.shape) for s in slot.unit.spans))
 
 
 def absent(span: Span) -> torch.Tensor:

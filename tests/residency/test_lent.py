@@ -1,0 +1,56 @@
+"""Memory that tensors lie over."""
+
+from __future__ import annotations
+
+import torch
+
+from nvmeio import PinnedPool
+from nvmeio._residency.lent import LentPool, laid_over, lease_now
+
+
+def test_tensors_are_laid_over_memory_as_views_of_it() -> None:
+    memory = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
+    places: list[tuple[int, torch.dtype, tuple[int, ...]]] = [
+        (64, torch.float32, (3, 5, 2)),
+        (256, torch.bfloat16, (7,)),
+        (512, torch.float32, ()),
+        (1024, torch.uint8, (4, 1)),
+        (1536, torch.float32, (0, 5)),
+    ]
+    for (start, dtype, shape), tensor in zip(places, laid_over(memory, places), strict=True):
+        assert tensor.dtype == dtype
+        assert tensor.shape == shape
+        assert tensor.stride() == torch.empty(shape).stride()
+        expected = memory[start : start + tensor.nbytes]
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected)
+        if tensor.numel():
+            assert tensor.data_ptr() == memory.data_ptr() + start
+
+
+def test_a_lease_that_finds_no_room_now_is_none_and_leaves_nothing() -> None:
+    with PinnedPool(3 * 4096) as pool:
+        first = lease_now(pool, 4096)
+        middle = lease_now(pool, 4096)
+        last = lease_now(pool, 4096)
+        assert first is not None and middle is not None and last is not None
+        assert lease_now(pool, 4096) is None
+        first[0].__exit__(None, None, None)
+        last[0].__exit__(None, None, None)
+        assert lease_now(pool, 8192) is None  # there is as much, in two pieces
+        assert pool.waiting == 0
+        middle[0].__exit__(None, None, None)
+        whole = lease_now(pool, 3 * 4096)
+        assert whole is not None
+        whole[0].__exit__(None, None, None)
+
+
+def test_lent_memory_is_free_with_the_last_tensor_over_it() -> None:
+    pool = LentPool(4096)
+    slot = pool.take("unit", 4096)
+    assert slot is not None and slot.memory is not None
+    (kept,) = laid_over(slot.memory, [(128, torch.float32, (8,))])
+    slot.memory = None
+    assert pool.take("another", 4096) is None
+    del kept
+    assert pool.take("another", 4096) is not None
+    pool.close()
