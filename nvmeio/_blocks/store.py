@@ -19,40 +19,31 @@ checksums tell what is whole.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from nvmeio import files
-from nvmeio._blocks.slots import Index, Place
-from nvmeio._blocks.table import DIGEST_BYTES, NotATable, Table, lock
+from nvmeio._blocks.catalog import Catalog
+from nvmeio._blocks.slots import Place
+from nvmeio._blocks.table import DIGEST_BYTES
 from nvmeio._blocks.transfers import Transfers
 from nvmeio._closing import Closing
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._storage import crc32
-from nvmeio._storage.durable import reserve
-from nvmeio._storage.private import make_private_directory, open_own
-from nvmeio.errors import ClosedError, TransferError
+from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-
-logger = logging.getLogger("nvmeio")
 
 # Slots are whole pages, so that neither edge of a block is written through the page cache.
 PAGE_BYTES = 4096
-# The file is allocated in steps of this size, so that a small cache takes little.
-STEP_BYTES = 1 << 30
 _DIRECTORY = "nvmeio-blocks"
 
-Value = TypeVar("Value")
 Key = str | bytes
 
 
@@ -120,125 +111,27 @@ class BlockStore(Closing):
         self.block_bytes = block_bytes
         self.path = Path(directory) / _DIRECTORY / f"{name}.blocks"
         self._writer = writer
-        self._index = Index(slots)
-        self._counts = dict.fromkeys(("stored", "loaded", "refused", "damaged"), 0)
-        self._seen = 0
-        self._is_full = False
-        self._table, blocks = self._open(slots)
-        self._blocks = os.fdopen(blocks, "rb", buffering=0)  # closes it, should nobody else
         self._own_handle = handle is None
-        try:
-            self._file = files.open(self.path, "r+" if writer else "r")
-            self._recover()
-            if writer:
-                self._grow_to(1)
+        with contextlib.ExitStack() as undo:
+            self._catalog = Catalog(self.path, block_bytes, self.slot_bytes, slots, writer)
+            undo.callback(self._catalog.close)
+            self._file = undo.enter_context(files.open(self.path, "r+" if writer else "r"))
             self._handle = new_handle(self.path) if handle is None else handle
-        except BaseException:
-            self._table.close()
-            self._blocks.close()
-            raise
-        closed = f"the block store {self.path} is closed"
-        self._lock = threading.Lock()  # of index, table and counts; taken by our threads only
-        self._loads = OwnerThread("nvmeio-blocks-loads", closed)
-        self._stores = OwnerThread("nvmeio-blocks-stores", closed)
+            undo.pop_all()
+        self._loaded = 0
+        self._closed_message = f"the block store {self.path} is closed"
+        self._loads = OwnerThread("nvmeio-blocks-loads", self._closed_message)
+        self._stores = OwnerThread("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
-
-    # Opening
-
-    def _open(self, slots: int) -> tuple[Table, int]:
-        path = os.fspath(self.path.with_suffix(".table"))
-        if not self._writer:
-            blocks = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    return Table(fd, self.block_bytes, slots, new=False), blocks
-                except BaseException:
-                    os.close(fd)
-                    raise
-            except BaseException as failed:
-                os.close(blocks)
-                if isinstance(failed, NotATable):
-                    raise FileNotFoundError(f"{path}: {failed}") from failed
-                raise
-        self.path.parent.parent.mkdir(parents=True, exist_ok=True)
-        make_private_directory(self.path.parent)
-        fd = open_own(path)
-        try:
-            if not lock(fd):
-                raise TransferError(
-                    errno.EBUSY,
-                    operation="open",
-                    path=path,
-                    detail="another process writes this store: name another one, or end it",
-                )
-            table = self._table_in(fd, slots, path)
-        except BaseException:
-            os.close(fd)
-            raise
-        try:
-            return table, open_own(self.path)
-        except BaseException:
-            table.close()
-            raise
-
-    def _table_in(self, fd: int, slots: int, path: str) -> Table:
-        if os.fstat(fd).st_size:
-            try:
-                return Table(fd, self.block_bytes, slots, new=False)
-            except NotATable as what:
-                logger.warning("not using %s: %s; beginning with an empty one", path, what)
-        return Table(fd, self.block_bytes, slots, new=True)
-
-    def _recover(self) -> None:
-        """Take over what the table says, as far as there is a file for it."""
-        room = self._index.slots
-        if self._writer:
-            room = min(room, os.fstat(self._blocks.fileno()).st_size // self.slot_bytes)
-        latest, lost = self._table.latest, 0
-        for slot, record in self._table.records(self._seen):
-            if record is None or record.nbytes > self.slot_bytes:
-                self._index.forget_slot(slot)
-            elif slot >= room:
-                lost += 1
-            else:
-                place = Place(slot, record.nbytes, record.crc)
-                self._index.recover(slot, record.digest, place)
-        self._seen = latest
-        if self._writer:
-            self._index.grow(room)
-        if lost:
-            logger.warning("%s was cut: %d blocks of its table are gone", self.path, lost)
-
-    def _grow_to(self, slots: int) -> bool:
-        """Have room for so many slots, and the rest of the step; False if there is none."""
-        index = self._index
-        if slots <= index.limit:
-            return True
-        if slots > index.slots or self._is_full:
-            return False
-        step = max(STEP_BYTES // self.slot_bytes, 1)
-        limit = min(-(-slots // step) * step, index.slots)
-        try:
-            reserve(self._blocks.fileno(), limit * self.slot_bytes, os.fspath(self.path))
-        except TransferError as full:
-            if not index.limit:
-                raise
-            self._is_full = True
-            logger.warning("%s stays at %d blocks: %s", self.path, index.limit, full)
-            return False
-        index.grow(limit)
-        return True
 
     # Asking
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         """For each name, whether its block is there now. Costs a look into a dict each."""
-        if self._closed:
-            raise ClosedError(f"the block store {self.path} is closed")
-        if not self._writer and self._table.latest != self._seen:
-            self._loads.call(self._locked, self._recover)
-        where = self._index.where
+        self._check_open()
+        if self._catalog.is_behind:
+            self._loads.call(self._catalog.locked, self._catalog.follow)
+        where = self._catalog.index.where
         return [_digest(key) in where for key in keys]
 
     def prefix(self, keys: Sequence[Key]) -> int:
@@ -248,16 +141,8 @@ class BlockStore(Closing):
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Have blocks count as used just now."""
-        self._stores.post(self._locked, self._touch, [_digest(key) for key in keys])
-
-    def _locked(self, change: Callable[..., Value], *args: Any) -> Value:
-        """In our own threads only."""
-        with self._lock:
-            return change(*args)
-
-    def _touch(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._index.touch(digest)
+        digests = [_digest(key) for key in keys]
+        self._stores.post(self._catalog.locked, self._catalog.touch, digests)
 
     @property
     def is_writer(self) -> bool:
@@ -267,18 +152,12 @@ class BlockStore(Closing):
     @property
     def stats(self) -> Stats:
         """What it did."""
-        counts = self._counts
-        return Stats(
-            len(self._index),
-            counts["stored"],
-            counts["loaded"],
-            self._index.evictions,
-            counts["refused"],
-            counts["damaged"],
-        )
+        known = self._catalog
+        evicted = known.index.evictions
+        return Stats(len(self), known.stored, self._loaded, evicted, known.refused, known.damaged)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._catalog.index)
 
     # Storing
 
@@ -306,32 +185,17 @@ class BlockStore(Closing):
         done: Callable[[list[bool]], object],
     ) -> None:
         """`store`, in the background; `done` is called with the answer, by another thread."""
-        if self._closed:
-            raise ClosedError(f"the block store {self.path} is closed")
-        self._stores.post(self._answered, self._store, *self._checked(keys, blocks), done)
-
-    def _answered(
-        self,
-        work: Callable[[list[bytes], list[torch.Tensor]], list[bool]],
-        digests: list[bytes],
-        blocks: list[torch.Tensor],
-        done: Callable[[list[bool]], object],
-    ) -> None:
-        found = [False] * len(digests)
-        try:
-            found = work(digests, blocks)
-        finally:
-            done(found)
+        self._begin(self._stores, self._store, self._checked(keys, blocks), done)
 
     def _checked(
         self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]
     ) -> tuple[list[bytes], list[torch.Tensor]]:
-        if not self._writer:
-            raise ClosedError(f"the block store {self.path} is open for reading only")
+        self._check_writer()
         self._check(keys, blocks)
         return [_digest(key) for key in keys], [block.contiguous() for block in blocks]
 
     def _check(self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]) -> None:
+        self._check_open()
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} names for {len(blocks)} blocks")
         for key, block in zip(keys, blocks, strict=True):
@@ -342,7 +206,8 @@ class BlockStore(Closing):
 
     def _store(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
         """In the stores' thread."""
-        slots = self._locked(self._reserve, digests)
+        catalog = self._catalog
+        slots = catalog.locked(catalog.reserve, digests)
         places: dict[int, Place] = {}
         failed: dict[int, BaseException] = {}
         try:
@@ -357,49 +222,8 @@ class BlockStore(Closing):
             failed |= {n: error for n, slot in enumerate(slots) if slot is not None}
             raise
         finally:
-            self._locked(self._commit, digests, slots, places, failed)
-        return [digest in self._index.where for digest in digests]
-
-    def _reserve(self, digests: list[bytes]) -> list[int | None]:
-        """A slot for each block that is not there."""
-        slots: list[int | None] = []
-        new: set[bytes] = set()
-        for digest in digests:
-            if digest in new or self._index.touch(digest) is not None:
-                slots.append(None)
-                continue
-            if not self._index.has_free:
-                self._grow_to(self._index.limit + 1)
-            slot = self._index.take()
-            if slot is None:
-                self._counts["refused"] += 1
-            else:
-                new.add(digest)
-                self._table.empty(slot)
-            slots.append(slot)
-        return slots
-
-    def _commit(
-        self,
-        digests: list[bytes],
-        slots: list[int | None],
-        places: dict[int, Place],
-        failed: dict[int, BaseException],
-    ) -> None:
-        """What was written counts from now on."""
-        for number, slot in enumerate(slots):
-            if slot is None:
-                continue
-            if number in failed or number not in places:
-                self._counts["refused"] += 1
-                self._index.give_up(slot)
-                continue
-            place = places[number]
-            self._table.put(slot, digests[number], place.nbytes, place.crc)
-            self._index.written(digests[number], place)
-            self._counts["stored"] += 1
-        for error in list(failed.values())[:1]:
-            logger.warning("%d blocks are not stored: %s", len(failed), error)
+            catalog.locked(catalog.commit, digests, slots, places, failed)
+        return [digest in catalog.index.where for digest in digests]
 
     # Loading
 
@@ -427,9 +251,7 @@ class BlockStore(Closing):
         done: Callable[[list[bool]], object],
     ) -> None:
         """`load`, in the background; `done` is called with the answer, by another thread."""
-        if self._closed:
-            raise ClosedError(f"the block store {self.path} is closed")
-        self._loads.post(self._answered, self._load, *self._checked_targets(keys, blocks), done)
+        self._begin(self._loads, self._load, self._checked_targets(keys, blocks), done)
 
     def _checked_targets(
         self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]
@@ -441,7 +263,8 @@ class BlockStore(Closing):
 
     def _load(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
         """In the loads' thread."""
-        places = self._locked(self._find, digests)
+        catalog = self._catalog
+        places = catalog.locked(catalog.pin, digests)
         failed: dict[int, BaseException] = {}
         damaged: list[int] = []
         found = [False] * len(digests)
@@ -459,42 +282,12 @@ class BlockStore(Closing):
                     if place is not None and place.nbytes == block.nbytes:
                         transfers.read(block, place.slot, partial(check, number, block, place.crc))
         finally:
-            self._locked(self._unpin, places)
+            catalog.locked(catalog.unpin, places)
         if damaged or failed:
             bad = [(digests[number], places[number]) for number in (*damaged, *failed)]
-            self._locked(self._drop, bad, next(iter(failed.values()), None))
-        self._counts["loaded"] += sum(found)
+            catalog.locked(catalog.drop, bad, next(iter(failed.values()), None))
+        self._loaded += sum(found)
         return found
-
-    def _find(self, digests: list[bytes]) -> list[Place | None]:
-        """Where blocks lie; none of these slots is taken until `_unpin`."""
-        if not self._writer and self._table.latest != self._seen:
-            self._recover()
-        places = [self._index.touch(digest) for digest in digests]
-        for place in places:
-            if place is not None:
-                self._index.pin(place.slot)
-        return places
-
-    def _unpin(self, places: list[Place | None]) -> None:
-        for place in places:
-            if place is not None:
-                self._index.unpin(place.slot)
-
-    def _drop(self, bad: list[tuple[bytes, Place | None]], why: BaseException | None) -> None:
-        """Blocks that are not what the table says are not there."""
-        dropped = 0
-        for digest, place in bad:
-            if place is None or self._index.where.get(digest) != place:
-                continue
-            dropped += 1
-            self._index.forget_slot(place.slot)
-            if self._writer:
-                self._table.empty(place.slot)
-        self._counts["damaged"] += dropped
-        if dropped and (self._writer or why is not None):
-            what = why or "they are not what was stored (a crash of the machine, or another writer)"
-            logger.warning("%s: %d blocks are dropped: %s", self.path, dropped, what)
 
     # Forgetting
 
@@ -503,28 +296,42 @@ class BlockStore(Closing):
         self._check_writer()
         # A load that failed says so before it answers; others wait for the stores before.
         digests = [_digest(key) for key in keys]
+        change, digests = self._catalog.remove, [_digest(key) for key in keys]
         if self._loads.is_here:
-            self._locked(self._remove, digests)
+            self._catalog.locked(change, digests)
         else:
-            self._stores.call(self._locked, self._remove, digests)
+            self._stores.call(self._catalog.locked, change, digests)
 
     def clear(self) -> None:
         """Forget all blocks; the files keep their size."""
         self._check_writer()
-        self._stores.call(self._locked, lambda: self._remove(list(self._index.where)))
+        self._stores.call(self._catalog.locked, self._catalog.clear)
 
     def _check_writer(self) -> None:
         if not self._writer:
             raise ClosedError(f"the block store {self.path} is open for reading only")
 
-    def _remove(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            place = self._index.where.get(digest)
-            if place is not None:
-                self._index.forget_slot(place.slot)
-                self._table.empty(place.slot)
-
     # Life
+
+    def _begin(
+        self,
+        owner: OwnerThread,
+        work: Callable[[list[bytes], list[torch.Tensor]], list[bool]],
+        given: tuple[list[bytes], list[torch.Tensor]],
+        done: Callable[[list[bool]], object],
+    ) -> None:
+        def answer() -> None:
+            found = [False] * len(given[0])
+            try:
+                found = work(*given)
+            finally:
+                done(found)
+
+        owner.post(answer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(self._closed_message)
 
     def drain(self) -> None:
         """Wait until nothing that was begun before is under way."""
@@ -548,12 +355,11 @@ class BlockStore(Closing):
 
     def _close_files(self) -> None:
         self._file.close()
-        self._table.close()
-        self._blocks.close()
+        self._catalog.close()
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
-        return f"<BlockStore {self.path} {state}{len(self)} of {self._index.slots} blocks>"
+        return f"<BlockStore {self.path} {state}{len(self)} of {self._catalog.index.slots} blocks>"
 
 
 def _note(failed: dict[int, BaseException], number: int, error: BaseException | None) -> None:

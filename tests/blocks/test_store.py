@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvmeio import AioHandle
-from nvmeio._blocks import store as store_module
+from nvmeio._blocks import catalog
 from nvmeio._blocks.store import BlockStore
 from nvmeio._blocks.table import HEADER_BYTES, RECORD_BYTES
 from nvmeio.errors import ClosedError, TransferError
@@ -31,7 +31,7 @@ SLOT = 12_288
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "STEP_BYTES", 4 * SLOT)
+    monkeypatch.setattr(catalog, "STEP_BYTES", 4 * SLOT)
 
 
 @pytest.fixture(scope="module")
@@ -212,20 +212,20 @@ def test_a_batch_larger_than_the_store(tmp_path: Path, handle: AioHandle) -> Non
 def test_a_full_disk_is_a_smaller_store(
     tmp_path: Path, handle: AioHandle, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    reserve = store_module.reserve
+    reserve = catalog.reserve
 
     def refuse(fd: int, nbytes: int, path: str) -> None:
         if nbytes > 4 * SLOT:
             raise TransferError(errno.ENOSPC, operation="fallocate", path=path, nbytes=nbytes)
         reserve(fd, nbytes, path)
 
-    monkeypatch.setattr(store_module, "reserve", refuse)
+    monkeypatch.setattr(catalog, "reserve", refuse)
     with opened(tmp_path, handle) as store:
         for seed in range(9):
             assert put(store, [seed]) == [True]
         assert loaded(store, list(range(9))) == [False] * 5 + [True] * 4
     assert caplog.text.count("stays at 4 blocks") == 1
-    monkeypatch.setattr(store_module, "STEP_BYTES", 8 * SLOT)
+    monkeypatch.setattr(catalog, "STEP_BYTES", 8 * SLOT)
     with pytest.raises(TransferError, match="ENOSPC"):
         BlockStore(tmp_path, "other", BLOCK, 8 * SLOT, handle=handle)
 
@@ -341,14 +341,14 @@ def test_a_slot_that_is_overwritten_under_a_readers_hands_is_a_miss(
     with opened(tmp_path, handle, 1) as store:
         put(store, [1])
         with opened(tmp_path, handle, 1, writer=False) as reader:
-            find = reader._find
+            find = reader._catalog.pin
 
             def found(digests: list[bytes]) -> Any:
                 answer = find(digests)
                 put(store, [2])
                 return answer
 
-            monkeypatch.setattr(reader, "_find", found)
+            monkeypatch.setattr(reader._catalog, "pin", found)
             assert loaded(reader, [1]) == [False]
 
 
@@ -357,7 +357,7 @@ CHILD = """
     from pathlib import Path
     sys.path.insert(0, {tests!r})
     from blocks import test_store as t
-    t.store_module.STEP_BYTES = 4 * t.SLOT
+    t.catalog.STEP_BYTES = 4 * t.SLOT
     store = t.opened(Path({directory!r}), None, 64)
     print("open", flush=True)
     for seed in range(100_000):

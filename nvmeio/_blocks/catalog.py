@@ -1,0 +1,271 @@
+"""What lies where in a store: its two files, and which slot holds which block. No block is moved.
+
+Asked by the store's two threads, through `locked`: under a lock that is held for no I/O.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nvmeio._blocks.slots import Index, Place
+from nvmeio._blocks.table import NotATable, Table, lock
+from nvmeio._storage.durable import reserve
+from nvmeio._storage.private import make_private_directory, open_own
+from nvmeio.errors import TransferError
+
+logger = logging.getLogger("nvmeio")
+
+# The file is allocated in steps of this size, so that a small cache takes little.
+STEP_BYTES = 1 << 30
+
+Value = TypeVar("Value")
+
+
+class Catalog:
+    """Names, slots and files of a store.
+
+    Args:
+        path: Of the file of blocks.
+        block_bytes: What a block has at most.
+        slot_bytes: Of its slot.
+        slots: How many there may be.
+        writer: False follows another process.
+
+    Raises:
+        TransferError, FileNotFoundError: As for the store.
+
+    Attributes:
+        index: Which slot holds which block; `index.where` may be read by anybody.
+        stored: Blocks that were written since it was opened.
+        refused: Blocks that were not.
+        damaged: Blocks that were dropped when they were read.
+    """
+
+    def __init__(
+        self, path: Path, block_bytes: int, slot_bytes: int, slots: int, writer: bool
+    ) -> None:
+        self._path = path
+        self._block_bytes = block_bytes
+        self._slot_bytes = slot_bytes
+        self._writer = writer
+        self.index = Index(slots)
+        self.stored = self.refused = self.damaged = 0
+        self._seen = 0
+        self._is_full = False
+        self._lock = threading.Lock()  # taken by the store's threads only
+        with contextlib.ExitStack() as undo:
+            self._table, blocks = self._open()
+            undo.callback(self._table.close)
+            # Closes it, should nobody else.
+            self._blocks = undo.enter_context(os.fdopen(blocks, "rb", buffering=0))
+            self._recover()
+            if writer:
+                self._grow_to(1)
+            self.close = undo.pop_all().close
+
+    def locked(self, change: Callable[..., Value], *args: Any) -> Value:
+        """`change(*args)`, and nobody else's beside it."""
+        with self._lock:
+            return change(*args)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the process that writes the store has changed it."""
+        return not self._writer and self._table.latest != self._seen
+
+    def follow(self) -> None:
+        """Take over what another process has changed."""
+        if self.is_behind:
+            self._recover()
+
+    # Opening
+
+    def _open(self) -> tuple[Table, int]:
+        path = os.fspath(self._path.with_suffix(".table"))
+        if not self._writer:
+            blocks = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    return self._table_of(fd, new=False), blocks
+                except BaseException:
+                    os.close(fd)
+                    raise
+            except BaseException as failed:
+                os.close(blocks)
+                if isinstance(failed, NotATable):
+                    raise FileNotFoundError(f"{path}: {failed}") from failed
+                raise
+        self._path.parent.parent.mkdir(parents=True, exist_ok=True)
+        make_private_directory(self._path.parent)
+        fd = open_own(path)
+        try:
+            if not lock(fd):
+                raise TransferError(
+                    errno.EBUSY,
+                    operation="open",
+                    path=path,
+                    detail="another process writes this store: name another one, or end it",
+                )
+            table = self._table_in(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            return table, open_own(self._path)
+        except BaseException:
+            table.close()
+            raise
+
+    def _table_in(self, fd: int, path: str) -> Table:
+        if os.fstat(fd).st_size:
+            try:
+                return self._table_of(fd, new=False)
+            except NotATable as what:
+                logger.warning("not using %s: %s; beginning with an empty one", path, what)
+        return self._table_of(fd, new=True)
+
+    def _table_of(self, fd: int, new: bool) -> Table:
+        return Table(fd, self._block_bytes, self.index.slots, new=new)
+
+    def _recover(self) -> None:
+        """Take over what the table says, as far as there is a file for it."""
+        room = self.index.slots
+        if self._writer:
+            room = min(room, os.fstat(self._blocks.fileno()).st_size // self._slot_bytes)
+        latest, lost = self._table.latest, 0
+        for slot, record in self._table.records(self._seen):
+            if record is None or record.nbytes > self._slot_bytes:
+                self.index.forget_slot(slot)
+            elif slot >= room:
+                lost += 1
+            else:
+                place = Place(slot, record.nbytes, record.crc)
+                self.index.recover(slot, record.digest, place)
+        self._seen = latest
+        if self._writer:
+            self.index.grow(room)
+        if lost:
+            logger.warning("%s was cut: %d blocks of its table are gone", self._path, lost)
+
+    def _grow_to(self, slots: int) -> bool:
+        """Have room for so many slots, and the rest of the step; False if there is none."""
+        index = self.index
+        if slots <= index.limit:
+            return True
+        if slots > index.slots or self._is_full:
+            return False
+        step = max(STEP_BYTES // self._slot_bytes, 1)
+        limit = min(-(-slots // step) * step, index.slots)
+        try:
+            reserve(self._blocks.fileno(), limit * self._slot_bytes, os.fspath(self._path))
+        except TransferError as full:
+            if not index.limit:
+                raise
+            self._is_full = True
+            logger.warning("%s stays at %d blocks: %s", self._path, index.limit, full)
+            return False
+        index.grow(limit)
+        return True
+
+    # Storing
+
+    def reserve(self, digests: Sequence[bytes]) -> list[int | None]:
+        """A slot for each block that is not there; None too where there is no room."""
+        slots: list[int | None] = []
+        new: set[bytes] = set()
+        for digest in digests:
+            if digest in new or self.index.touch(digest) is not None:
+                slots.append(None)
+                continue
+            if not self.index.has_free:
+                self._grow_to(self.index.limit + 1)
+            slot = self.index.take()
+            if slot is None:
+                self.refused += 1
+            else:
+                new.add(digest)
+                self._table.empty(slot)
+            slots.append(slot)
+        return slots
+
+    def commit(
+        self,
+        digests: Sequence[bytes],
+        slots: Sequence[int | None],
+        places: dict[int, Place],
+        failed: dict[int, BaseException],
+    ) -> None:
+        """What was written to slots that were reserved counts from now on."""
+        for number, slot in enumerate(slots):
+            if slot is None:
+                continue
+            if number in failed or number not in places:
+                self.refused += 1
+                self.index.give_up(slot)
+                continue
+            place = places[number]
+            self._table.put(slot, digests[number], place.nbytes, place.crc)
+            self.index.written(digests[number], place)
+            self.stored += 1
+        for error in list(failed.values())[:1]:
+            logger.warning("%d blocks are not stored: %s", len(failed), error)
+
+    # Loading
+
+    def pin(self, digests: Sequence[bytes]) -> list[Place | None]:
+        """Where blocks lie; none of these slots is taken until `unpin`."""
+        self.follow()
+        places = self.touch(digests)
+        for place in places:
+            if place is not None:
+                self.index.pin(place.slot)
+        return places
+
+    def unpin(self, places: Sequence[Place | None]) -> None:
+        """Undo one `pin`."""
+        for place in places:
+            if place is not None:
+                self.index.unpin(place.slot)
+
+    def touch(self, digests: Sequence[bytes]) -> list[Place | None]:
+        """Have blocks count as used just now; where they lie."""
+        return [self.index.touch(digest) for digest in digests]
+
+    # Forgetting
+
+    def drop(self, bad: Sequence[tuple[bytes, Place | None]], why: BaseException | None) -> None:
+        """Blocks that are not what the table says are not there."""
+        dropped = 0
+        for digest, place in bad:
+            if place is None or self.index.where.get(digest) != place:
+                continue
+            dropped += 1
+            self._forget(digest, place)
+        self.damaged += dropped
+        if dropped and (self._writer or why is not None):
+            what = why or "they are not what was stored (a crash of the machine, or another writer)"
+            logger.warning("%s: %d blocks are dropped: %s", self._path, dropped, what)
+
+    def remove(self, digests: Sequence[bytes]) -> None:
+        """Forget blocks."""
+        for digest in digests:
+            place = self.index.where.get(digest)
+            if place is not None:
+                self._forget(digest, place)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.remove(list(self.index.where))
+
+    def _forget(self, digest: bytes, place: Place) -> None:
+        self.index.forget_slot(place.slot)
+        if self._writer:
+            self._table.empty(place.slot)
