@@ -36,7 +36,7 @@ from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._plan import Plan
 from nvmeio._record import Record
 from nvmeio._tensor import Memory, touch
-from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Transfer
+from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
 
@@ -194,15 +194,15 @@ class Core:
             raise ClosedError(_FORKED)
         request = record.request
         if request is not None and request.wait(0.0):
-            self._claim_and_finish(record, asyncio._get_running_loop() is None)
+            self._claim_and_finish(record, request, asyncio._get_running_loop() is None)
 
-    def _claim_and_finish(self, record: Record, may_block: bool) -> None:
+    def _claim_and_finish(self, record: Record, ended: Request, may_block: bool) -> None:
         here = threading.get_ident()
         try:
             with self._lock:
                 # One's own claim is of what ended together with it, and was to be next: a done
-                # callback waits for that.
-                if record.claimed not in (0, here):
+                # callback waits for that. A request that was refused may have another one by now.
+                if record.claimed not in (0, here) or record.request is not ended:
                     return
                 record.claimed = here
             self._finish(record, may_block)
@@ -223,6 +223,9 @@ class Core:
 
     def _finish_again(self, record: Record) -> None:
         """The finisher's work."""
+        request = record.request
+        while record.state == "pending" and request is not None and not request.wait(_SLICE_S):
+            continue  # handed on twice by an interrupt, and begun again in between
         try:
             self._finish(record, True)
         except BaseException:  # a done callback's: it is not called a third time
@@ -244,8 +247,11 @@ class Core:
         assert request is not None
         moved = request.moved()
         code = -moved if moved < 0 else 0
-        if code == errno.EINVAL and self._demoted(record):
-            return
+        if code == errno.EINVAL and record.plan is not None and record.plan.direct:
+            if record.claimed != _HANDED_ON:  # an interrupt must not come between the steps
+                return self._hand_on(record)
+            if self._demoted(record):
+                return
         memory = record.memory
         if memory is not None and memory.changed is not None:
             touch(memory.changed)  # however it ended: some bytes may have arrived
@@ -266,9 +272,8 @@ class Core:
 
     def _demoted(self, record: Record) -> bool:
         """Refused as direct I/O: once more, through the page cache, and so from now on."""
-        plan, opened, memory = record.plan, record.opened, record.memory
-        if plan is None or opened is None or memory is None or not plan.direct:
-            return False
+        opened, memory, refused = record.opened, record.memory, record.outcome()
+        assert opened is not None and memory is not None
         try:
             record.plan, transfer = _transfer.plan_buffered(
                 record.opcode, memory, opened, record.file_offset
@@ -276,8 +281,6 @@ class Core:
         except TransferError:
             return False
         logger.warning("%s refused direct I/O (EINVAL): buffered instead", record.path)
-        assert record.request is not None
-        refused = record.request.outcome()
         moved = "bytes_read" if record.opcode is Opcode.READ else "bytes_written"
         with self._lock:
             self._count(
@@ -288,10 +291,15 @@ class Core:
                 buffered_bytes=-refused.buffered_bytes,
                 **{moved: -refused.transferred},
             )
-            assert record.home is not None
-            record.request = self.engine.prepare(record.home, record.token, transfer)
-            record.claimed = 0
+            # A token of its own: who has the old one still is to take that off the queue only.
+            token, cq = next(self._tokens), record.home
+            assert cq is not None
+            record.request = self.engine.prepare(cq, token, transfer)
+            self._live[token] = self._live.pop(record.token)
+            record.token, record.claimed = token, 0
             record.request.start()
+            while record.gates:  # who waits there may wait for the request itself again
+                record.gates.pop().release()
         return True
 
     # --- for operations -----------------------------------------------------------------------
@@ -393,11 +401,11 @@ class Core:
             request = record.request
             if not record.claimed and request is not None:
                 if request.wait(patience):
-                    self._claim_and_finish(record, True)
+                    self._claim_and_finish(record, request, True)
                 continue
-            if gate is None:
-                gate = self._gate_of(record)
-            gate.acquire(timeout=patience)
+            gate = gate or self._gate_of(record)
+            if gate.acquire(timeout=patience):
+                gate = None
         return True
 
     def _gate_of(self, record: Record) -> threading.Lock:

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from support import HeldEngine, bytes_tensor, open_descriptors, random_bytes, ra
 import nvmeio
 from nvmeio import files
 from nvmeio._plan import Alignment
+from nvmeio.engines.threads import ThreadsRequest
 from nvmeio.files import Descriptors, probe_direct
 
 pytestmark = pytest.mark.timeout(30)
@@ -307,6 +309,47 @@ def test_a_refused_direct_transfer_is_repeated_through_the_page_cache(
     assert [r.getMessage() for r in caplog.records if r.name == "nvmeio"] == [
         f"{file} refused direct I/O (EINVAL): buffered instead"
     ]
+
+
+def test_only_the_request_that_ended_is_concluded(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two wait for a transfer that is refused: the slower one ended the second attempt half way."""
+    under_way = threading.Event()
+    go_on = threading.Event()
+
+    def refuse(kind: str, file_offset: int, nbytes: int) -> int:
+        if nbytes % 4096 == 0 and nbytes:
+            return errno.EINVAL
+        under_way.set()
+        assert go_on.wait(20)
+        return 0
+
+    with (
+        nvmeio.AioHandle(engine=nvmeio_fake(refuse)) as handle,
+        nvmeio.open(file) as opened,
+    ):
+        if not opened.alignment:
+            pytest.skip("no direct I/O here to be refused")
+        got = torch.zeros(8000, dtype=torch.uint8)
+        operation = handle.async_pread(got, opened)
+        wait = ThreadsRequest.wait
+        slower = threading.current_thread()
+
+        def overtaken(request: ThreadsRequest, timeout_s: float) -> bool:
+            ended = wait(request, max(timeout_s, 20.0 if not under_way.is_set() else 0.0))
+            if ended and not under_way.is_set() and threading.current_thread() is slower:
+                other = threading.Thread(target=operation.done)
+                other.start()
+                assert under_way.wait(20)
+                other.join(20)
+            return ended
+
+        monkeypatch.setattr(ThreadsRequest, "wait", overtaken)
+        assert not operation.done()
+        go_on.set()
+        assert operation.result(20) == 8000
+        assert raw(got) == DATA[:8000]
 
 
 def nvmeio_fake(fail: object) -> object:

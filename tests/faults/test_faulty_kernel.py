@@ -31,6 +31,7 @@ from faults._support import (
 from support import open_descriptors
 
 import nvmeio
+from nvmeio.engines.libaio import LibaioEngine
 
 BLOCK = 64 * KIB
 NBYTES = 2 * MIB
@@ -368,6 +369,43 @@ def test_one_refused_direct_block_counts_no_byte_twice(faulty, direct_folder):
     assert (stats.operations, stats.errors) == (1, 0)
     assert stats.bytes_read == NBYTES
     assert stats.direct_bytes + stats.buffered_bytes == NBYTES
+
+
+def test_a_second_attempt_may_end_before_the_first_is_taken_off_the_queue(
+    faulty, direct_folder, monkeypatch
+):
+    """An await never ended: who noticed the refusal took the end of the second attempt with it."""
+    path = make_file(direct_folder / "file", noise(NBYTES, seed=12))
+    prepare = LibaioEngine.prepare
+
+    def prompt(engine, cq, token, transfer):
+        request = prepare(engine, cq, token, transfer)
+        return request if transfer.direct_fd >= 0 else Prompt(request)
+
+    class Prompt:
+        """Has ended when it has begun."""
+
+        def __init__(self, request):
+            self._request = request
+
+        def __getattr__(self, name):
+            return getattr(self._request, name)
+
+        def start(self):
+            self._request.start()
+            assert self._request.wait(20)
+
+    monkeypatch.setattr(LibaioEngine, "prepare", prompt)
+
+    async def read(handle):
+        tensor = aligned(NBYTES)
+        assert await asyncio.wait_for(handle.async_pread(tensor, path), 20) == NBYTES
+        return tensor
+
+    with faulty.handle(block_size=BLOCK) as handle:
+        faulty.set(refuse_offset=9 * BLOCK)
+        tensor = asyncio.run(read(handle))
+    assert bytes_of(tensor) == path.read_bytes()
 
 
 def test_refused_buffered_block_is_an_error(faulty, direct_folder):
