@@ -16,10 +16,7 @@ from support import bytes_tensor, open_descriptors, random_bytes, raw
 
 import nvmeio
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables"),
-]
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
 SIZE = 5000
 DATA = random_bytes(SIZE)

@@ -24,8 +24,6 @@ from nvmeio.inference import _units, run_in_blocks
 from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
-pytestmark = pytest.mark.timeout(240)
-
 Interrupts = Callable[[Callable[[], object], int], Iterator[object]]
 HOW = pytest.mark.parametrize("interrupts", [at_bytecodes, at_random_times])
 WIDTH = 48
