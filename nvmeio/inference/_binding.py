@@ -35,10 +35,21 @@ def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[
             shown.append(tensors[number])
             continue
         if number not in parameters:  # tied parameters are one
-            parameters[number] = nn.Parameter(tensors[number], requires_grad=empty.requires_grad)
+            parameters[number] = shown_as(empty, tensors[number])
         module._parameters[attribute] = parameters[number]
         shown.append(parameters[number])
     return shown
+
+
+def shown_as(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """A parameter like another, with other data: of its class, and with its attributes.
+
+    Servers' kernels are chosen by what was noted on a weight when it was quantised.
+    """
+    kind = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
+    made: nn.Parameter = torch.Tensor._make_subclass(kind, data, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 def uninstall(targets: Sequence[Target]) -> None:

@@ -228,7 +228,7 @@ class Memory:
         at = 0
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if not weight.converted_bytes:
-                found.append(parts[0])
+                found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
                 continue
             if keep:
                 out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)

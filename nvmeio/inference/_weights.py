@@ -60,6 +60,7 @@ class Weight(NamedTuple):
         parts: What is read: the tensor itself, or what `quantised` makes it of.
         quantised: How it is stored, if it is.
         sources: Names in the checkpoint.
+        order: The dimensions of what is read, in the model's order; None where that is theirs.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Weight(NamedTuple):
     parts: tuple[Part, ...]
     quantised: Quantised | None
     sources: tuple[str, ...]
+    order: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:

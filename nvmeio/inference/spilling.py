@@ -1,32 +1,46 @@
-"""`spill`: modules that are in memory, to disk, and streamed from there.
+"""Modules that are in memory, to disk, and streamed from there.
 
 For code that builds and loads a model in its own way (servers that fuse, shard or quantise weights
 while they load them): what it made is written once as it is, layer by layer, and its parameters
 give up their memory. `stream_model` needs no such step.
+
+`spill` does that with modules that are all there; a `Spiller` takes them one by one, so that a
+model is never in memory as a whole. The files lie in a directory of their own until the stream is
+made, and have no name from then on. A process that is killed before leaves that directory: the
+next one that spills to the same place finds it unlocked, and removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
-from collections.abc import Sequence
+import shutil
+import weakref
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import buffers, files
 from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.handles import handle_for
-from nvmeio._storage.private import create
+from nvmeio._storage.private import create, make_private_directory
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
+from nvmeio.inference._binding import shown_as
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._units import partition
 from nvmeio.inference._weights import Weight, part_of
 from nvmeio.inference.stream import WeightStream
+
+_PREFIX = ".nvmeio-spill-"
 
 
 def spill(
@@ -38,12 +52,12 @@ def spill(
     resident_bytes: int | None = None,
     handle: AioHandle | None = None,
 ) -> WeightStream:
-    """Write modules' parameters into a file and stream them from it from then on.
+    """Write modules' parameters into files and stream them from there from then on.
 
     Args:
         modules: Layers, in the order in which they are called; changed in place. Their buffers stay
             where they are.
-        directory: Where the file goes; it has no name any more when this returns.
+        directory: Where the files go; they have no name any more when this returns.
         device: Where the parameters are wanted when a module is called.
         window: As for `stream_model`.
         resident_bytes: As for `stream_model`; None keeps no layer.
@@ -54,64 +68,217 @@ def spill(
 
     Raises:
         TransferError: The disk is full, or failed; the modules are as they were.
-        ValueError: There are no modules, a parameter has no memory or is not contiguous,
-            `resident_bytes` is too small, or it or `window` is below 1.
-        TypeError: One of these two is no int.
+        ValueError: There are no modules; a parameter has no memory, or holes in it, or is more than
+            one tensor; `resident_bytes` is too small, or it or `window` is below 1.
+        TypeError: One of these two is no int; a dtype is unknown to safetensors files.
     """
     check_numbers(window, resident_bytes)
     if not modules:
         raise ValueError("there are no modules to spill")
-    root = nn.ModuleList(modules)
-    found = dict(root.named_parameters(remove_duplicate=False))
-    for name, parameter in found.items():
-        if parameter.is_meta or not parameter.is_contiguous():
-            raise ValueError(f"parameter {name!r} is not contiguous, or has no memory")
-    path = Path(directory) / f".nvmeio-spill-{secrets.token_hex(4)}.safetensors"
-    unique: dict[int, str] = {}
-    for name, parameter in found.items():
-        unique.setdefault(id(parameter), name)
-    with contextlib.ExitStack() as stack:
-        mover = stack.enter_context(handle_for(handle, directory))
-        stack.callback(path.unlink, missing_ok=True)
-        _write(path, {name: found[name].data for name in unique.values()}, mover)
-        checkpoint = stack.enter_context(contextlib.closing(Checkpoint(path, mover)))
-        weights: dict[int, Weight] = {}
-        for key, name in unique.items():
-            stored = checkpoint.tensors[name]
-            part = part_of(stored)
-            weights[key] = Weight(name, part.dtype, part.shape, (part,), None, (name,))
-        parts = partition(root, weights, list(modules))
-        sizes = [file.size() for file in checkpoint.files]
-        for unit in (parts.fixed, *parts.units):
-            unit.plan(sizes, own_alignment=False)
-            # What stands in a parameter's place keeps its class and attributes (weight loaders and
-            # the like), and takes no memory.
-            empty: dict[int, torch.Tensor] = {}
-            for number, target in enumerate(unit.targets):
-                given = target.empty
-                shown = empty.setdefault(id(given), _emptied(given))
-                unit.targets[number] = target._replace(empty=shown)
-        shares = share_out(parts.fixed, parts.units, resident_bytes, window)
-        stream = WeightStream(
-            parts,
-            shares,
-            torch.device(device),
-            lambda via: Checkpoint(path, via),
-            handle,
-            path,
+    with Spiller(directory, handle) as spiller:
+        for module in modules:
+            spiller.write(module)
+        return spiller.stream(device=device, window=window, resident_bytes=resident_bytes)
+
+
+class _Written(NamedTuple):
+    parameter: weakref.ref[torch.Tensor]
+    name: str
+    order: tuple[int, ...] | None  # of the dimensions in the file, where it is another
+
+
+class Spiller:
+    """Modules to disk one by one, each as soon as it is ready, and one stream of all in the end.
+
+    Args:
+        directory: Where the files go.
+        handle: Moves the bytes and stays open; None makes one.
+
+    Raises:
+        TransferError: Nothing can be made there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], handle: AioHandle | None = None) -> None:
+        self._given = handle
+        self._modules: list[nn.Module] = []
+        self._shards: list[tuple[str, list[str]]] = []
+        self._written: dict[int, _Written] = {}
+        self._empties: dict[str, nn.Parameter] = {}
+        with contextlib.ExitStack() as undo:
+            self._mover = undo.enter_context(handle_for(handle, directory))
+            _remove_abandoned(Path(directory))
+            self.path, lock = _own_directory(Path(directory))
+            undo.callback(weakref.finalize(self, _remove, self.path, lock, os.getpid()))
+            self._undo = undo.pop_all()
+
+    # Verbs
+
+    def write(self, module: nn.Module, keep: Collection[str] = ()) -> None:
+        """Write a module's parameters; they stay in memory, for `release` or `stream` to free.
+
+        Args:
+            module: Next in the order in which they are called.
+            keep: Names of parameters that are to stay as they are.
+
+        Raises:
+            TransferError: The disk is full, or failed.
+            ValueError: A parameter has no memory, or holes in it, or is more than one tensor.
+            TypeError: A dtype is unknown to safetensors files.
+
+        After an error the module is as it was, and so is what was written before.
+        """
+        number = len(self._modules)
+        found: dict[str, tuple[torch.Tensor, tuple[int, ...] | None]] = {}
+        for attribute, parameter in module.named_parameters():
+            if attribute in keep or self._record_of(parameter) is not None:
+                continue
+            name = f"{number}.{attribute}"
+            found[name] = (parameter, _order_in_memory(name, parameter))
+        if found:
+            shard = f"layer-{number:05d}{shards.SUFFIX}"
+            tensors = {
+                name: each.data if order is None else each.data.permute(order)
+                for name, (each, order) in found.items()
+            }
+            try:
+                _write(self.path / shard, tensors, self._mover)
+            except BaseException:
+                (self.path / shard).unlink(missing_ok=True)
+                raise
+            self._shards.append((shard, list(tensors)))
+        for name, (written, order) in found.items():
+            self._written[id(written)] = _Written(weakref.ref(written), name, order)
+        self._modules.append(module)
+
+    def release(self, module: nn.Module) -> None:
+        """Have a module's parameters that were written give up their memory.
+
+        It cannot be called until `stream` is made. What stands in a parameter's place has its
+        class, shape and attributes.
+        """
+        for owner in module.modules():
+            for attribute, parameter in list(owner._parameters.items()):
+                record = None if parameter is None else self._record_of(parameter)
+                if parameter is None or record is None or parameter.is_meta:
+                    continue
+                empty = self._empty(record.name, parameter)
+                self._written[id(empty)] = record._replace(parameter=weakref.ref(empty))
+                owner._parameters[attribute] = empty
+
+    def stream(
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        window: int | None = None,
+        resident_bytes: int | None = None,
+    ) -> WeightStream:
+        """Stream what was written from now on; the files lose their names, and this ends.
+
+        Raises:
+            ValueError, TypeError: As `spill`.
+            TransferError: A file cannot be read.
+        """
+        index = self.path / f"model{shards.INDEX_SUFFIX}"
+        with contextlib.closing(self), contextlib.ExitStack() as stack:
+            with open(create(index), "wb") as file:
+                file.write(shards.index_text(self._shards, 0))
+            root = nn.ModuleList(self._modules)
+            checkpoint = stack.enter_context(contextlib.closing(Checkpoint(index, self._mover)))
+            weights: dict[int, Weight] = {}
+            for parameter in root.parameters():
+                record = self._record_of(parameter)
+                if record is None:
+                    continue
+                part = part_of(checkpoint.tensors[record.name])
+                weights[id(parameter)] = Weight(
+                    record.name,
+                    part.dtype,
+                    tuple(parameter.shape),
+                    (part,),
+                    None,
+                    (record.name,),
+                    None if record.order is None else _inverse(record.order),
+                )
+            parts = partition(root, weights, self._modules)
+            sizes = [file.size() for file in checkpoint.files]
+            for unit in (parts.fixed, *parts.units):
+                unit.plan(sizes, own_alignment=False)
+                for number, target in enumerate(unit.targets):
+                    empty = self._empty(unit.weights[target.weight].name, target.empty)
+                    unit.targets[number] = target._replace(empty=empty)
+            shares = share_out(parts.fixed, parts.units, resident_bytes, window)
+            stream = WeightStream(
+                parts,
+                shares,
+                torch.device(device),
+                lambda via: Checkpoint(index, via),
+                self._given,
+                index,
+            )
+            for module in self._modules:
+                self.release(module)
+            _hooks.attach(root, stream)
+            return stream
+
+    # Steps
+
+    def _record_of(self, parameter: torch.Tensor) -> _Written | None:
+        """What was written of it; another object may have got the number of one that is gone."""
+        record = self._written.get(id(parameter))
+        return record if record is not None and record.parameter() is parameter else None
+
+    def _empty(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
+        """What stands in a parameter's place; one for all places of a tied one."""
+        if name not in self._empties:
+            data = torch.empty_like(parameter, device="meta")
+            self._empties[name] = shown_as(parameter, data)
+        return self._empties[name]
+
+    # Close
+
+    def close(self) -> None:
+        """Remove the files, unless a stream has them. Idempotent.
+
+        What was released cannot be used any more then.
+        """
+        self._undo.close()
+
+    def __enter__(self) -> Spiller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Tensors and files
+
+
+def _order_in_memory(name: str, parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """In which order a parameter's dimensions lie in memory; None where it is contiguous.
+
+    Quantised weights are often transposed: kernels want their columns one behind the other.
+    """
+    if parameter.is_meta or is_traceable_wrapper_subclass(parameter):
+        what = "has no memory" if parameter.is_meta else "is more than one tensor"
+        raise ValueError(
+            f"parameter {name!r} ({type(parameter).__name__}) {what}, and cannot be written: spill "
+            "modules after their weights are loaded, and without quantisation by tensor subclasses"
         )
-    for unit in stream.units:
-        for target in unit.targets:
-            target.module._parameters[target.attribute] = target.empty  # type: ignore[assignment]
-    _hooks.attach(root, stream)
-    return stream
+    if parameter.is_contiguous():
+        return None
+    strides = parameter.stride()
+    order = tuple(sorted(range(parameter.dim()), key=lambda number: -strides[number]))
+    if not parameter.permute(order).is_contiguous():
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} and strides {strides} has holes "
+            "in its memory, or overlaps itself, and cannot be streamed: give the module a "
+            "contiguous copy, or keep the parameter"
+        )
+    return order
 
 
-def _emptied(parameter: torch.Tensor) -> nn.Parameter:
-    data = torch.empty_like(parameter, device="meta")
-    empty = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    empty.__dict__.update(parameter.__dict__)
-    return empty
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> None:
@@ -126,3 +293,42 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], handle: AioHandle) -> N
         for name, tensor in tensors.items():
             if tensor.nbytes:
                 handle.sync_pwrite(tensor.detach(), file, entries[name].start)
+
+
+# The directory
+
+
+def _own_directory(parent: Path) -> tuple[Path, int]:
+    """A new one, and a descriptor that has it locked for as long as its files have names."""
+    while True:
+        path = parent / f"{_PREFIX}{secrets.token_hex(4)}"
+        make_private_directory(path)
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another process took it for an abandoned one
+        with contextlib.suppress(OSError):  # where there are no locks, nobody removes it either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path, lock
+        os.close(lock)
+
+
+def _remove(path: Path, lock: int, pid: int) -> None:
+    if pid == os.getpid():  # the parent's, in a fork of it
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what processes left that were killed: directories of ours that nobody has locked."""
+    with contextlib.suppress(OSError):  # what is wrong there, making one will tell
+        for path in parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if os.fstat(lock).st_uid == os.geteuid():
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)

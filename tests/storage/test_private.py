@@ -111,18 +111,11 @@ def test_allocating_goes_on_after_a_signal(tmp_path: Path) -> None:
     assert (done.stdout.split(), done.stderr) == (["True", "3"], "")
 
 
-def test_spilled_weights_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvmeio.inference.spilling import spill
+def test_spilled_weights_are_private(tmp_path: Path) -> None:
+    from nvmeio.inference.spilling import Spiller
 
-    seen: list[int] = []
-    real = Path.unlink
-
-    def note(path: Path, missing_ok: bool = False) -> None:
-        if path.name.startswith(".nvmeio-spill-"):
-            seen.append(mode_of(path))
-        real(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", note)
-    stream = spill([torch.nn.Linear(8, 8)], tmp_path, device="cpu")
-    stream.close()
-    assert seen == [0o600]
+    with Spiller(tmp_path) as spiller:
+        spiller.write(torch.nn.Linear(8, 8))
+        (shard,) = spiller.path.iterdir()
+        assert (mode_of(spiller.path), mode_of(shard)) == (0o700, 0o600)
+    assert list(tmp_path.iterdir()) == []
