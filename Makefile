@@ -48,8 +48,9 @@ serve-vllm: $(VLLM_STAMP) ## the tests inside vLLM (CPU build); a server is star
 
 SGLANG_STAMP := $(VENV)-sglang/.nvmeio-installed
 
-serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang's KV cache interface
-	@$(VENV)-sglang/bin/python -m pytest -p no:randomly tests/integrations/test_servers_hicache.py $(PYTEST_ARGS)
+serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang (CPU); an engine is started
+	@$(VENV)-sglang/bin/python -m pytest -p no:randomly tests/integrations/test_servers_hicache.py \
+	    tests/integrations/test_servers_sglang_real.py $(PYTEST_ARGS)
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)

@@ -1,94 +1,64 @@
-"""The adapter for SGLang: what runs without it, and against it where it is."""
+"""Layers on the drive in SGLang: the adapter, against a stand-in with SGLang's interface.
+
+`test_servers_sglang_real.py` has it in SGLang itself.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
-import warnings
+import logging
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from integrations import _sglang_stand_in as stand_in
+from support import run_python
 from torch import nn
 
-import nvmeio
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
-from nvmeio.inference.spilling import spill
+from nvmeio.integrations import _sglang_checks
 from nvmeio.integrations import sglang as for_sglang
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-
-def layers(count: int = 5, width: int = 96) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)]
-
-
-def run(modules: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        for module in modules:
-            x = module(x)
-    return x
-
-
-# Modules that are in memory already
-
-
-@pytest.mark.parametrize("resident", [None, 120_000, 1 << 30])
-def test_spilled_layers_compute_the_same(resident: int | None, tmp_path: Path) -> None:
-    modules: Any = layers()
-    whole = layers()
-    modules[0][0].weight.weight_loader = "what a server puts there"
-    with nvmeio.AioHandle(engine="threads") as handle:
-        stream = spill(modules, tmp_path, resident_bytes=resident, handle=handle)
-        assert list(tmp_path.iterdir()) == []  # the file has no name
-        assert all(p.is_meta for module in modules for p in module.parameters())
-        assert modules[0][0].weight.weight_loader == "what a server puts there"
-        for seed in range(3):
-            x = torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))
-            assert run(modules, x).equal(run(whole, x))
-        assert (stream.stats.streamed_bytes == 0) == (resident == 1 << 30)
-        stream.close()
-        with pytest.raises(ClosedError):
-            run(modules, x)
-
-
-def test_spilled_layers_may_share_modules_without_parameters(tmp_path: Path) -> None:
-    """SGLang caches its rotary embedding: one object for all layers, which has buffers only."""
-    modules, whole, shared = layers(), layers(), nn.BatchNorm1d(96, affine=False).eval()
-    shared.running_mean.uniform_(generator=torch.Generator().manual_seed(0))
-    for module in (*modules, *whole):
-        module.append(shared)
-    with nvmeio.AioHandle(engine="threads") as handle, spill(modules, tmp_path, handle=handle):
-        x = torch.randn(4, 96)
-        for _ in range(3):
-            assert run(modules, x).equal(run(whole, x))
-
-
-def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no modules"):
-        spill([], tmp_path)
-    with pytest.raises(TransferError):
-        spill(layers(), tmp_path / "nowhere")
-    odd: Any = layers()
-    odd[1][0].weight.data = odd[1][0].weight.data.t()
-    with pytest.raises(ValueError, match=r"'1\.0\.weight' is not contiguous"):
-        spill(odd, tmp_path)
-    for options, error in (({"window": 0}, ValueError), ({"resident_bytes": "1G"}, TypeError)):
-        with pytest.raises(error):
-            spill(layers(), tmp_path, **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-# SGLang
 
 
 def settings_file(directory: Path, **fields: Any) -> Path:
     path = directory / "zero_inference.json"
     path.write_text(json.dumps({"nvme_path": str(directory), **fields}))
     return path
+
+
+def zero_file(directory: Path, zero: Any = None, param: Any = None, **fields: Any) -> Path:
+    """As the examples of DeepSpeed's fork of SGLang have it."""
+    offload = {"device": "nvme", "nvme_path": str(directory), "pin_memory": True}
+    offload.update({"buffer_count": 5, "buffer_size": 1e9, **(param or {})})
+    found = {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": "auto",
+            "offload_param": offload,
+            **(zero or {}),
+        },
+        "bf16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2},
+        **fields,
+    }
+    path = directory / "ds_offload_nvme_aio.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
+# The configuration
 
 
 def test_settings_are_read(tmp_path: Path) -> None:
@@ -100,14 +70,22 @@ def test_settings_are_read(tmp_path: Path) -> None:
     )
 
 
+def test_a_zero_3_configuration_is_read(tmp_path: Path) -> None:
+    """The module said that its own format was the one that DeepSpeed's fork takes."""
+    aio = {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2}
+    assert for_sglang.read_settings(zero_file(tmp_path)) == (tmp_path, None, None, aio)
+    given = zero_file(tmp_path, resident_bytes=1 << 30, window=2, aio={"block_size": "auto"})
+    assert for_sglang.read_settings(given) == (tmp_path, 1 << 30, 2, {})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"windows": 2}, "unknown fields: windows"),
+        ({"windows": 2}, r"unknown fields: windows\. Known are nvme_path"),
         ({"aio": {"depth": 2}}, r"unknown fields: aio\.depth"),
         ({"aio": 3}, "must be an object"),
         ({"window": "2"}, "must be a number"),
-        ({"nvme_path": 3}, "nvme_path"),
+        ({"nvme_path": 3}, '"nvme_path": a directory'),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
@@ -117,69 +95,299 @@ def test_settings_that_make_no_sense_are_refused(
         for_sglang.read_settings(settings_file(tmp_path, **fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"zero": {"stage": 2}}, '"stage" must be 3, not 2'),
+        ({"zero": {"stage": True}}, '"stage" must be 3, not True'),
+        ({"zero": {"stage4_live": 1}}, r"unknown fields: zero_optimization\.stage4_live\. Known"),
+        ({"zero": {"offload_optimizer": {}}}, r"offload_optimizer: a server has no optimizer"),
+        ({"param": {"device": "cpu"}}, "not 'cpu': .* --cpu-offload-gb"),
+        ({"param": {"nvme_path": None}}, r"zero_optimization\.offload_param\.nvme_path"),
+        ({"param": {"buffers": 5}}, r"zero_optimization\.offload_param\.buffers"),
+        ({"zero": {"offload_param": None}}, 'must be "nvme", not None'),
+        ({"zero": {"offload_param": "nvme"}}, "must be an object, not 'nvme'"),
+        ({"aio": {"use_gds": True}}, '"use_gds" is not for streamed layers'),
+        ({"aio": {"thread_count": 1, "intra_op_parallelism": 2}}, "are one thing, and differ"),
+        ({"weight_quantization": {}}, "start SGLang with --quantization"),
+        ({"kv_offload": True}, "--enable-hierarchical-cache"),
+        ({"nvme_path": "/tmp"}, "unknown fields: nvme_path"),
+        ({"window": 1.5}, "must be a number"),
+    ],
+)
+def test_a_zero_3_configuration_that_makes_no_sense_is_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        for_sglang.read_settings(zero_file(tmp_path, **fields))
+
+
 def test_a_missing_drive_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is no directory"):
         for_sglang.read_settings(settings_file(tmp_path, nvme_path="/does/not/exist"))
     with pytest.raises(FileNotFoundError):
         for_sglang.read_settings(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        for_sglang.read_settings(tmp_path / "bad.json")
+    for text, message in (("{", "not valid JSON"), ("[1]", "must hold a JSON object")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            for_sglang.read_settings(tmp_path / "bad.json")
 
 
-def test_an_offloader_streams_what_it_was_given(tmp_path: Path) -> None:
-    """As SGLang calls it: layers, then their weights, then `post_init`."""
-    whole = layers()
-    given = for_sglang.Settings(tmp_path, None, 2, {"queue_depth": 8})
-    offloader = for_sglang.Offloader(given)
-    modules = offloader.wrap_modules(iter(layers(width=96)), submodule_accessor=None)
-    with torch.no_grad():
-        for mine, theirs in zip(modules, whole, strict=True):
-            mine.load_state_dict(theirs.state_dict())
-    offloader.post_init()
-    offloader.post_init()
-    x = torch.randn(3, 96)
-    assert run(modules, x).equal(run(whole, x))
-    offloader.close()
-
-
-def test_without_a_configuration_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(for_sglang.VARIABLE, raising=False)
-    for_sglang.register()
+# In a server
 
 
 @pytest.fixture
-def sglang_hooks() -> Iterator[ModuleType]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hooks = pytest.importorskip(
-            "sglang.srt.plugins.hook_registry", reason="sglang (0.5.23 or later) is not installed"
-        )
-    yield hooks
-    hooks.HookRegistry._hooks.pop(for_sglang._TARGET, None)
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Starts a server with layers on the drive; with "plain" one without."""
+    monkeypatch.setenv(for_sglang.VARIABLE, str(zero_file(tmp_path, window=1)))
+    with stand_in.installed():
+        yield lambda plain=False: stand_in.Server((lambda: None) if plain else for_sglang.register)
 
 
-def test_sglang_takes_the_plugin(
-    sglang_hooks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def offloader() -> Any:
+    return sys.modules["sglang.srt.utils.offloader"].instance  # type: ignore[attr-defined]
+
+
+def left_in(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.suffix != ".json"]
+
+
+def test_a_model_answers_the_same_and_its_layers_are_read(start: Any, tmp_path: Path) -> None:
+    weights, x = stand_in.checkpoint(), torch.randn(3, 32)
+    expected = start(plain=True).run(weights)(x)
+    model = start().run(weights)
+    for _ in range(2):
+        assert model(x).equal(expected)
+    stats = offloader().stream.stats
+    assert stats.streamed_bytes >= 5 * 2 * 32 * 32 * 4
+    assert stats.bytes_read >= 2 * 4 * 2 * 32 * 32 * 4
+    assert left_in(tmp_path) == []
+    offloader().close()
+    assert all(layer.up.weight.is_meta for layer in model.layers)
+    with pytest.raises(ClosedError):
+        model(x)
+
+
+def test_a_layer_is_on_the_drive_before_the_next_one_is_processed(
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(for_sglang.VARIABLE, str(settings_file(tmp_path)))
-    for_sglang.register()
-    ((kind, hook, _),) = sglang_hooks.HookRegistry._hooks[for_sglang._TARGET]
-    assert kind is sglang_hooks.HookType.REPLACE
-    assert callable(hook)
+    """All layers were post-processed, in memory, before the first one was written."""
+    alive: list[int] = []
+    processed: list[weakref.ref[Any]] = []
+    real = stand_in.Method.process_weights_after_loading
+
+    def note(self: Any, layer: Any) -> None:
+        real(self, layer)
+        gc.collect()
+        processed.append(weakref.ref(layer.weight))
+        alive.append(sum(each() is not None for each in processed))
+
+    monkeypatch.setattr(stand_in.Method, "process_weights_after_loading", note)
+    start().run(stand_in.checkpoint(layers=6), layers=6)
+    # Two of a layer, and the next layer's first; the head comes last and is nobody's.
+    assert alive == [1, 2] * 6 + [1]
+    offloader().close()
 
 
-def test_sglangs_offloader_has_the_methods_that_are_replaced() -> None:
-    offloading = pytest.importorskip(
-        "sglang.srt.utils.offloader", reason="sglang's own kernels are not installed"
+def test_loading_and_spilling_need_the_memory_of_a_few_layers(tmp_path: Path) -> None:
+    """All of a model was in memory, and all of it once more when it was post-processed."""
+    settings = settings_file(tmp_path, window=1, aio={"block_size": 1 << 20, "queue_depth": 8})
+    done = run_python(
+        f"""
+        import os, sys, torch
+        os.environ["NVMEIO_SGLANG_CONFIG"] = {str(settings)!r}
+        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+        from integrations import _sglang_stand_in as stand_in
+        from nvmeio.integrations import sglang as for_sglang
+        torch.set_num_threads(1)
+        stand_in.install()
+        for_sglang.PARKED_BYTES = 8 << 20
+        LAYERS, WIDTH = 16, 1024  # 12 MiB a layer
+        def weights():
+            for number in reversed(range(LAYERS)):
+                for part in ("attention.kv_b_proj", "up", "down"):
+                    yield f"layers.{{number}}.{{part}}.weight", torch.full((WIDTH, WIDTH), 0.5)
+        stand_in.Layer.ATTENTION = stand_in.PlainAttention  # nothing of a layer stays
+        def peak():
+            return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+        x = torch.ones(1, WIDTH)
+        server = stand_in.Server(for_sglang.register)
+        (x @ torch.ones(WIDTH, WIDTH)).sum().item()  # what torch needs the first time
+        before = peak()
+        model = server.run(weights(), LAYERS, WIDTH)
+        print(peak() - before)
+        with torch.no_grad():
+            assert model.layers[3](x).isfinite().all()
+        """
     )
-    assert callable(offloading.create_offloader)
-    for name in ("wrap_modules", "post_init", "forbid_copy_engine_usage"):
-        assert hasattr(offloading.BaseOffloader, name)
+    assert done.returncode == 0, done.stderr
+    layer = 12 << 20
+    assert int(done.stdout.split()[-1]) < 8 * layer  # of 16, each twice; it is 3
+
+
+def test_what_is_read_outside_of_a_forward_stays(start: Any) -> None:
+    model = start().run(stand_in.checkpoint())
+    for layer in model.layers:
+        projection = layer.attention.kv_b_proj.weight
+        assert not projection.is_meta
+        assert layer.attention.w_kc.data_ptr() == projection.data_ptr()
+        assert layer.norm.weight.is_meta
+    offloader().close()
+
+
+def test_a_parameter_with_a_second_name_stays(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stand_in.Method.process_weights_after_loading
+
+    def note(self: Any, layer: Any) -> None:
+        real(self, layer)
+        layer.cached = layer.weight.data
+
+    monkeypatch.setattr(stand_in.Method, "process_weights_after_loading", note)
+    model = start().run(stand_in.checkpoint())
+    assert all(layer.up.weight.data_ptr() == layer.up.cached.data_ptr() for layer in model.layers)
+    assert all(layer.norm.weight.is_meta for layer in model.layers)
+    offloader().close()
+
+
+def test_a_draft_model_stays_as_it_is_made(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its layers were taken to host memory, and never brought back: it has no `post_init`."""
+    server, x = start(), torch.randn(3, 32)
+    model = server.run(stand_in.checkpoint())
+    first, stream = model(x), offloader().stream
+    with caplog.at_level(logging.INFO, "nvmeio"):
+        draft = server.run(stand_in.checkpoint(2, seed=1), layers=2, is_draft_worker=True)
+    assert "the draft model stays on the device" in caplog.text
+    assert not any(parameter.is_meta for parameter in draft.parameters())
+    assert server.update(draft, [])[0]
+    assert draft(x).isfinite().all()
+    assert model(x).equal(first)
+    stream.close()
+
+
+def test_updates_of_weights_are_refused_and_change_nothing(start: Any) -> None:
+    """They were copied into what has no memory: the server said yes, and served the old ones."""
+    server, x = start(), torch.randn(3, 32)
+    model = server.run(stand_in.checkpoint())
+    before = model(x)
+    done, message = server.update(model, stand_in.checkpoint(seed=1))
+    assert (done, for_sglang.VARIABLE in message) == (False, True)
+    exporter = sys.modules["sglang.srt.model_executor.model_runner_components.weight_exporter"]
+    refused = exporter.WeightExporter(lambda: model)  # type: ignore[attr-defined]
+    assert "can be neither replaced nor read" in refused._weight_export_unsupported_reason()
+    # What surrounds an update post-processes the model, whether or not anything was loaded.
+    loader = sys.modules["sglang.srt.model_loader.loader"]
+    found = {module for module, _ in loader._modules_with_quant_method(model)}  # type: ignore[attr-defined]
+    assert found == {model.lm_head}
+    assert model(x).equal(before)
+    offloader().close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("get_exec.graph.cuda_graph_config.decode.backend", "full", "--disable-cuda-graph"),
+        ("get_exec.graph.cuda_graph_config.prefill.backend", "breakable", "--disable-cuda-graph"),
+        ("get_flags.capture.enable_torch_compile", True, "no --enable-torch-compile"),
+        ("get_exec.offload.cpu_offload_gb", 4, "no --cpu-offload-gb"),
+        ("get_exec.offload.offload_group_size", 2, "no --offload-group-size"),
+        ("get_exec.overlap.enable_two_batch_overlap", True, "no --enable-two-batch-overlap"),
+        ("get_exec.moe.enable_eplb", True, "no --enable-eplb"),
+        ("get_exec.moe.elastic_ep_backend", "mooncake", "no --elastic-ep-backend"),
+        ("get_lora.enable_lora", True, "no --enable-lora"),
+        ("get_lora.lora_paths", ["x"], "no --lora-paths"),
+        ("get_model.weight_cache_mode", "daemon", "--weight-cache-mode off"),
+        ("get_model.is_startup_weight_load_overlap", True, "no --startup-weight-load-mode overlap"),
+    ],
+)
+def test_what_does_not_work_is_refused_at_start(
+    name: str, value: Any, flag: str, start: Any
+) -> None:
+    """A CUDA graph replayed over the window, for one: other layers' weights, without a word."""
+    stand_in.install(**{name: value})
+    with pytest.raises(ValueError, match=f"Start it with {flag}$"):
+        start().run(stand_in.checkpoint())
+
+
+def test_another_sglang_is_refused_where_it_lacks_what_is_needed(start: Any) -> None:
+    loader = "sglang.srt.model_loader.loader"
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater"
+    for module, name in (
+        (loader, "_modules_with_quant_method"),
+        (updater, "_unsupported_derived_weight_cache_error"),
+        ("sglang.srt.runtime_context", "get_exec"),
+    ):
+        stand_in.install()
+        delattr(sys.modules[module], name)
+        server = start()
+        with pytest.raises(BackendUnavailableError, match="sglang==") as refused:
+            server.run(stand_in.checkpoint())
+        assert name in str(refused.value.attempts)
+
+
+def test_a_model_whose_layers_nobody_sees_is_refused(start: Any) -> None:
+    """It was served from memory as if nothing had been asked for."""
+    start()
+    made = for_sglang.new_offloader(for_sglang.Settings(Path("/nowhere"), None, None, {}))
+    with pytest.raises(ValueError, match="make_layers"):
+        made.post_init()
+    with pytest.raises(ValueError, match="--load-format"):
+        made.wrap_modules(iter([nn.Linear(2, 2, device="meta")]))
+
+
+def test_a_full_drive_ends_the_start(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, nbytes: int, path: str) -> None:
+        raise TransferError(28, operation="fallocate", path=path, nbytes=nbytes)
+
+    monkeypatch.setattr("nvmeio.inference.parking.reserve", full)
+    with pytest.raises(TransferError, match="No space left"):
+        start().run(stand_in.checkpoint())
+
+
+def test_a_bad_configuration_ends_the_start(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang logs what a plugin raises, and went on without it: out of memory, minutes later."""
+    monkeypatch.setenv(for_sglang.VARIABLE, str(tmp_path / "none.json"))
+    with pytest.raises(FileNotFoundError):
+        start().run(stand_in.checkpoint())
+
+
+def test_a_loader_of_another_kind_is_spilled_at_the_end(start: Any, tmp_path: Path) -> None:
+    """Loaders of dummy or sharded weights post-process in their own way, or not at all."""
+    start()
+    given = for_sglang.Settings(tmp_path, None, 2, {"queue_depth": 8})
+    made = for_sglang.new_offloader(given)
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(96, 96), nn.ReLU()) for _ in range(5)]
+
+    modules = made.wrap_modules(iter(layers()), submodule_accessor=None)
+    made.post_init()
+    made.post_init()
+    x = torch.randn(3, 96)
+    with torch.no_grad():
+        found = whole = x
+        for mine, theirs in zip(modules, layers(), strict=True):
+            found, whole = mine(found), theirs(whole)
+    assert found.equal(whole)
+    made.close()
+    made.close()
+
+
+def test_without_a_configuration_sglang_is_left_alone(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv(for_sglang.VARIABLE)
+    model = start().run(stand_in.checkpoint())
+    assert type(offloader()) is stand_in.NoopOffloader
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def test_sglang_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(for_sglang.VARIABLE, str(settings_file(tmp_path)))
-    monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", None)
-    with pytest.raises(BackendUnavailableError, match="sglang>="):
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
+    with pytest.raises(BackendUnavailableError, match="sglang=="):
         for_sglang.register()
+
+
+def test_every_refusal_says_what_helps() -> None:
+    assert all(each.remedy and each.why for each in _sglang_checks._REFUSED)

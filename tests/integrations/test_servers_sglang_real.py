@@ -1,0 +1,89 @@
+"""Layers on the drive in SGLang itself; runs where it is installed (`make serve-sglang`)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed: make serve-sglang", allow_module_level=True)
+
+from inference._models import llama, saved
+
+from nvmeio.integrations import sglang as for_sglang
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+
+START_S = 420  # of an engine, on a busy machine
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = functools.partial(llama, LAYERS, 128, max_position_embeddings=128)
+    return saved(make, tmp_path_factory.mktemp("model"))
+
+
+def engine(model: Path, config: Path | None, **options: Any) -> tuple[Any, str]:
+    """What an engine found, if it started, and its log."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop(for_sglang.VARIABLE, None)
+    if config is not None:
+        environment[for_sglang.VARIABLE] = str(config)
+    script = Path(__file__).with_name("_engine.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), json.dumps(options)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    found = re.search(r"^FOUND (.*)$", done.stdout, re.MULTILINE)
+    return (json.loads(found.group(1)) if found else None), done.stdout
+
+
+def configuration(directory: Path, **more: Any) -> Path:
+    path = directory / "ds_offload_nvme_aio.json"
+    param = {"device": "nvme", "nvme_path": str(directory), "pin_memory": True}
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "offload_param": param}
+    path.write_text(json.dumps({"zero_optimization": zero, **more}))
+    return path
+
+
+def test_an_engine_answers_the_same_with_its_layers_on_the_drive(
+    model: Path, tmp_path: Path
+) -> None:
+    plain, log = engine(model, None)
+    assert plain is not None, log[-4000:]
+    given = configuration(tmp_path, window=1)
+    found, log = engine(model, given)
+    assert found is not None, log[-4000:]
+    assert found["tokens"] == plain["tokens"]
+    assert f"nvmeio: {LAYERS} layers on {tmp_path}" in log
+    # A layer has 7/2 matrices of 128 by 256 and two norms, and is read whole.
+    streamed = re.search(r"(\d+) bytes are streamed, 0 stay", log)
+    assert streamed is not None
+    assert int(streamed.group(1)) >= LAYERS * 128 * 128 * 9 * 4
+    assert found["update"][0] is False
+    assert "nvmeio" in found["update"][1]
+    assert found["weight"] is None
+    assert plain["weight"] is not None
+    assert list(tmp_path.iterdir()) == [given]
+
+
+def test_an_engine_with_graphs_does_not_start(model: Path, tmp_path: Path) -> None:
+    options = {"cuda_graph_config": {"decode": {"backend": "full"}}}
+    found, log = engine(model, configuration(tmp_path), disable_cuda_graph=False, **options)
+    assert found is None
+    assert "Start it with --disable-cuda-graph" in log
