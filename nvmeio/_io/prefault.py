@@ -25,7 +25,7 @@ from nvmeio._memory import Mapping
 LEAST_BYTES = 64 << 20
 
 # One call of the kernel; see _memory for what longer ones do to other threads.
-_PIECE_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
@@ -86,5 +86,5 @@ class Prefault:
 
 def _backwards(mappings: Sequence[Mapping]) -> Iterator[tuple[int, int]]:
     for mapping in reversed(mappings):
-        for start in reversed(range(0, mapping.nbytes, _PIECE_BYTES)):
-            yield mapping.address + start, min(_PIECE_BYTES, mapping.nbytes - start)
+        for start in reversed(range(0, mapping.nbytes, _CHUNK_BYTES)):
+            yield mapping.address + start, min(_CHUNK_BYTES, mapping.nbytes - start)

@@ -41,7 +41,7 @@ class Order(Protocol[Unit]):
         """The pass that was under way is over: what is used next does not follow from it."""
 
 
-class Round(Generic[Unit]):
+class Cyclic(Generic[Unit]):
     """Round and round; what followed a unit the last time follows it again.
 
     Args:

@@ -2,12 +2,12 @@
 
 The engine below serves its requests fairly, a block of each in turn. That is right for strangers
 and wrong here, where the unit that is needed next should have the drive to itself. So the reads of
-a fill are submitted piece by piece, those of the next one behind them, and never more at once than
+a fill are submitted chunk by chunk, those of the next one behind them, and never more at once than
 fill the queue: a unit arrives as early as it can, and the drive has the next one in its queue by
 then.
 
 Of a file that lies in the page cache (it was just downloaded, say) the drive is given less at a
-time, and the thread copies pieces from the cache instead of waiting: the two rates add up.
+time, and the thread copies chunks from the cache instead of waiting: the two rates add up.
 
 It is asked by the thread that owns the window, never by one that an interrupt can reach: its locks
 are Python's.
@@ -34,8 +34,8 @@ from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
 
-PIECE_BYTES = 32 << 20
-# The queue of a lane (128 blocks of 1 MiB) and one piece more, so that it never runs empty.
+CHUNK_BYTES = 32 << 20
+# The queue of a lane (128 blocks of 1 MiB) and one chunk more, so that it never runs empty.
 FLIGHT_BYTES = 160 << 20
 FLIGHT_OPERATIONS = 64
 # Of what the page cache holds: enough to keep the drive busy, and the rest is there to be copied.
@@ -56,7 +56,7 @@ class Fill:
 
     Args:
         reads: What is read, in order; any lengths.
-        arrived: Called by the reader's thread with each piece that has arrived, in order; for
+        arrived: Called by the reader's thread with each chunk that has arrived, in order; for
             copies on to a device.
         finished: Called once by the reader's thread when all have.
     """
@@ -67,9 +67,9 @@ class Fill:
         arrived: Callable[[Wanted], None] | None = None,
         finished: Callable[[], None] | None = None,
     ) -> None:
-        self.pieces = deque(_pieces(reads))
-        self.nbytes = sum(piece.memory.nbytes for piece in self.pieces)
-        self.left = len(self.pieces)
+        self.chunks = deque(_chunks(reads))
+        self.nbytes = sum(chunk.memory.nbytes for chunk in self.chunks)
+        self.left = len(self.chunks)
         self.arrived = arrived
         self.finished = finished
         self.error: BaseException | None = None
@@ -109,7 +109,7 @@ class Reader:
                 self._conclude(fill)
                 return
             self._queue.append(fill)
-            self._fill()  # here and now: the thread may be waiting for the end of a piece
+            self._fill()  # here and now: the thread may be waiting for the end of a chunk
             self._condition.notify()
 
     def cancel(self, fill: Fill) -> None:
@@ -118,8 +118,8 @@ class Reader:
             fill.cancelled = True
             with contextlib.suppress(ValueError):
                 self._queue.remove(fill)
-            fill.left -= len(fill.pieces)
-            fill.pieces.clear()
+            fill.left -= len(fill.chunks)
+            fill.chunks.clear()
             flying = [operation for operation, owner, _ in self._flying if owner is fill]
             for operation in flying:
                 operation.cancel()
@@ -172,7 +172,7 @@ class Reader:
         return True
 
     def _copy(self, fill: Fill, wanted: Wanted) -> BaseException | None:
-        """Bring a piece from the page cache; by a read of its own where that does not work."""
+        """Bring a chunk from the page cache; by a read of its own where that does not work."""
         try:
             opened = wanted.file.acquire(False)
             try:
@@ -185,7 +185,7 @@ class Reader:
             return failed
 
     def _land(self, fill: Fill, wanted: Wanted, error: BaseException | None) -> None:
-        """A piece is there, or never will be."""
+        """A chunk is there, or never will be."""
         if error is None and not fill.cancelled and fill.arrived is not None:
             try:
                 fill.arrived(wanted)
@@ -203,15 +203,15 @@ class Reader:
     def _fill(self) -> None:
         while self._queue:
             fill = self._queue[0]
-            nbytes = fill.pieces[0].memory.nbytes if fill.pieces else 0
+            nbytes = fill.chunks[0].memory.nbytes if fill.chunks else 0
             if self._flying and (
                 self._flying_bytes + nbytes > FLIGHT_BYTES
                 or len(self._flying) >= FLIGHT_OPERATIONS
                 or (self._flying_bytes + nbytes > CACHED_FLIGHT_BYTES and self._cached(fill))
             ):
                 return
-            if fill.pieces:
-                wanted = fill.pieces.popleft()
+            if fill.chunks:
+                wanted = fill.chunks.popleft()
                 try:
                     operation = self._handle.async_pread(wanted.memory, wanted.file, wanted.start)
                 except Exception as failed:  # a closed handle, a descriptor that cannot be had
@@ -222,39 +222,39 @@ class Reader:
                 else:
                     self._flying.append((operation, fill, wanted))
                     self._flying_bytes += nbytes
-            if not fill.pieces:
+            if not fill.chunks:
                 with contextlib.suppress(ValueError):
                     self._queue.remove(fill)
 
     def _cached(self, fill: Fill) -> bool:
-        """Whether the page cache holds the next piece of a fill."""
-        if not fill.pieces:
+        """Whether the page cache holds the next chunk of a fill."""
+        if not fill.chunks:
             return False
-        piece = fill.pieces[0]
+        chunk = fill.chunks[0]
         try:
-            opened = piece.file.acquire(False)
+            opened = chunk.file.acquire(False)
         except Exception:
             return False  # its read will say so
         try:
-            return _page_cache.holds(opened.any_fd(), piece.start, piece.memory.nbytes)
+            return _page_cache.holds(opened.any_fd(), chunk.start, chunk.memory.nbytes)
         finally:
             opened.release()
 
     def _next_cached(self) -> tuple[Fill, Wanted] | None:
-        """Take the next piece off the queue if the page cache holds it."""
+        """Take the next chunk off the queue if the page cache holds it."""
         if not self._queue or not self._cached(self._queue[0]):
             return None
         fill = self._queue[0]
-        wanted = fill.pieces.popleft()
-        if not fill.pieces:
+        wanted = fill.chunks.popleft()
+        if not fill.chunks:
             self._queue.popleft()
         return fill, wanted
 
     def _fail(self, fill: Fill, error: BaseException, wanted: Wanted) -> None:
         if fill.error is None:
             fill.error, fill.failed_at = error, wanted
-        fill.left -= len(fill.pieces)
-        fill.pieces.clear()
+        fill.left -= len(fill.chunks)
+        fill.chunks.clear()
         for operation, owner, _ in self._flying:
             if owner is fill:
                 operation.cancel()
@@ -269,11 +269,11 @@ class Reader:
         fill.done.set()
 
 
-def _pieces(reads: Sequence[Wanted]) -> list[Wanted]:
+def _chunks(reads: Sequence[Wanted]) -> list[Wanted]:
     found = []
     for read in reads:
         nbytes = read.memory.nbytes
-        for first in range(0, nbytes, PIECE_BYTES):
-            memory = read.memory[first : min(first + PIECE_BYTES, nbytes)]
+        for first in range(0, nbytes, CHUNK_BYTES):
+            memory = read.memory[first : min(first + CHUNK_BYTES, nbytes)]
             found.append(Wanted(read.file, read.start + first, memory, read.at + first))
     return found

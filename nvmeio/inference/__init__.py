@@ -1,7 +1,7 @@
 """Inference with models larger than memory: weights streamed from disk, layer by layer.
 
 Reading order for newcomers: `_checkpoint` (open files), `_weights` (how a model's tensors come from
-them), `_units` (what is streamed as one), `_layout` (where it lies), `_budget` (what stays),
+them), `_units` (what is streamed as one), `_slot_layout` (where it lies), `_budget` (what stays),
 `_sums` (checksums), `_slots` (memory), `stream` (the heart), `_hooks` (the seam to a
 model), `streaming` (`stream_model`). `packing` writes what is read
 best. docs/inference.md has the arithmetic.

@@ -20,7 +20,7 @@ class Lockstep(Generic[Value]):
 
     Each has a thread of its own, but only one runs at any moment: they take turns at every unit, in
     the order in which they were given, so that a unit is brought once for all of them. One that
-    ends early leaves the round.
+    ends early leaves the others.
 
     Args:
         works: What to run.
@@ -29,7 +29,7 @@ class Lockstep(Generic[Value]):
     def __init__(self, works: Sequence[Callable[[], Value]]) -> None:
         self._works = works
         self._condition = threading.Condition()  # of these threads: none is one that is interrupted
-        self._round: list[int] = list(range(len(works)))  # members that are not done
+        self._members: list[int] = list(range(len(works)))  # members that are not done
         self._now = 0  # the member that runs
         self._failed: BaseException | None = None
         self._stopped = False
@@ -66,7 +66,7 @@ class Lockstep(Generic[Value]):
     @property
     def shared(self) -> bool:
         """Whether others are to use the same unit before the next one."""
-        return len(self._round) > 1
+        return len(self._members) > 1
 
     def hand_on(self) -> None:
         """Let the next one run, and wait until the turn comes back; called by a member.
@@ -89,8 +89,8 @@ class Lockstep(Generic[Value]):
             raise Abandoned
 
     def _follower(self, number: int) -> int:
-        later = [member for member in self._round if member > number]
-        return later[0] if later else min(self._round, default=-1)
+        later = [member for member in self._members if member > number]
+        return later[0] if later else min(self._members, default=-1)
 
     def _member(self, number: int, values: dict[int, Value]) -> None:
         _here.lockstep, _here.number = self, number
@@ -105,7 +105,7 @@ class Lockstep(Generic[Value]):
                 self._failed = self._failed or failed
         finally:
             with self._condition:
-                self._round.remove(number)
+                self._members.remove(number)
                 self._now = self._follower(number)
                 self._condition.notify_all()
 

@@ -123,8 +123,8 @@ def _weight(name: str, tensor: torch.Tensor, found: Found, checkpoint: Checkpoin
     shape = tuple(tensor.shape)
     stored = found.parts[0].shape if found.quantised is None else found.quantised.shape
     if stored != shape:
-        piece = found.parts[0].pieces[0] if found.parts[0].pieces else None
-        where = checkpoint.path if piece is None else checkpoint.files[piece.file].path
+        extent = found.parts[0].extents[0] if found.parts[0].extents else None
+        where = checkpoint.path if extent is None else checkpoint.files[extent.file].path
         raise IntegrityError(
             f"tensor {found.sources[0]!r} in {where} has shape {stored}, the model wants "
             f"{shape} for "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._residency.reader import Reader
 from nvmeio.handle import AioHandle
-from nvmeio.inference._slots import Memory
+from nvmeio.inference._slots import SlotPools
 
 
 class StreamStats(NamedTuple):
@@ -53,7 +53,7 @@ class Resources(NamedTuple):
     handle: AioHandle
     own_handle: bool
     checkpoint: Checkpoint
-    memory: Memory
+    memory: SlotPools
     reader: Reader
 
     def close(self) -> None:

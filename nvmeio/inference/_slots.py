@@ -1,7 +1,7 @@
 """The memory that weights are in: slots leased from page-locked pools, and what lies in them.
 
 A slot is a lease of a `PinnedPool`, as long as its unit is needed. For another device than the CPU
-it has a twin of the same size there, filled piece by piece on a stream of its own as the pieces
+it has a twin of the same size there, filled chunk by chunk on a stream of its own as the chunks
 arrive, and the lease is only the way in.
 """
 
@@ -19,8 +19,8 @@ from nvmeio._residency.lent import laid_over, lease_now
 from nvmeio._residency.reader import Fill, Wanted
 from nvmeio.files import File
 from nvmeio.inference._budget import Shares
-from nvmeio.inference._layout import Read
 from nvmeio.inference._quant import dequantise
+from nvmeio.inference._slot_layout import Read
 from nvmeio.inference._sums import Arriving, Expected, verify
 from nvmeio.inference._units import Unit
 from nvmeio.inference._weights import Weight
@@ -56,7 +56,7 @@ class Slot(window.Slot[Unit]):
         return all(self.experts[expert] for expert in sum_.experts)
 
 
-class Memory:
+class SlotPools:
     """The pools of one stream.
 
     Args:
@@ -164,12 +164,12 @@ class Memory:
                 else Fill(wanted, arriving.arrived, arriving.finished)
             )
 
-        def arrived(piece: Wanted) -> None:
+        def arrived(chunk: Wanted) -> None:
             with torch.cuda.stream(self._copies):
-                target = slot.memory[piece.at : piece.at + piece.memory.nbytes]
-                target.copy_(piece.memory, non_blocking=True)
+                target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
+                target.copy_(chunk.memory, non_blocking=True)
             if arriving is not None:
-                arriving.arrived(piece)
+                arriving.arrived(chunk)
 
         def finished() -> None:
             slot.event = self._copies.record_event()

@@ -1,8 +1,8 @@
 """The checksums of a packed model, compared as its bytes arrive.
 
 `pack` writes a CRC-32 of each tensor into the index of its file, of the experts of a layer one for
-each. The pieces of a unit arrive in any order (what the page cache holds comes past the queue), so
-each piece is summed by itself, and a tensor's sums are joined when the last one is there.
+each. The chunks of a unit arrive in any order (what the page cache holds comes past the queue), so
+each chunk is summed by itself, and a tensor's sums are joined when the last one is there.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def expected_of(
     found: list[Expected] = []
     named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
     for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
-        if not part.pieces:
+        if not part.extents:
             continue
-        piece, count = part.pieces[0], len(part.sums)
+        extent, count = part.extents[0], len(part.sums)
         for share, value in enumerate(part.sums):
             nbytes = part.nbytes // count
             at = share * nbytes
@@ -66,8 +66,8 @@ def expected_of(
             found.append(
                 Expected(
                     sources[number],
-                    piece.file,
-                    piece.offset + at,
+                    extent.file,
+                    extent.offset + at,
                     start + at,
                     nbytes,
                     value,
@@ -90,10 +90,10 @@ class Arriving:
         self._files = files
         self._found: list[list[tuple[int, int, int]]] = [[] for _ in expected]
 
-    def arrived(self, piece: Wanted) -> None:
+    def arrived(self, chunk: Wanted) -> None:
         """Sum what has arrived, still warm from its way in."""
-        first, last = piece.at, piece.at + piece.memory.nbytes
-        address = piece.memory.data_ptr()
+        first, last = chunk.at, chunk.at + chunk.memory.nbytes
+        address = chunk.memory.data_ptr()
         for each, found in zip(self._expected, self._found, strict=True):
             start, end = max(each.at, first), min(each.at + each.nbytes, last)
             if start < end:

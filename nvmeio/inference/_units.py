@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nvmeio.inference._layout import Layout, lay_out
+from nvmeio.inference._slot_layout import SlotLayout, lay_out
 from nvmeio.inference._sums import Expected, expected_of
 from nvmeio.inference._weights import Weight
 
@@ -77,7 +77,7 @@ class Unit:
         self.targets: list[Target] = []
         self.weights: list[Weight] = []
         self.experts: Experts | None = None
-        self.layout = Layout(0, (), ())
+        self.layout = SlotLayout(0, (), ())
         self.sums: tuple[Expected, ...] = ()
         self.resident = False
         self.is_layer = False

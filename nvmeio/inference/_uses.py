@@ -23,7 +23,7 @@ import torch
 
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.threads import SLICE_S
-from nvmeio._residency.order import Round
+from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError, TransferError, with_context
@@ -198,7 +198,7 @@ class Uses:
         self._fixed, self._units = partition
         self._keeper = Weights(resources)
         streamed = [unit for unit in self._units if unit.modules or unit.resident]
-        self._order = Round(streamed)
+        self._order = Cyclic(streamed)
         self._window: Window[Unit, Slot] = Window(resources.reader, self._keeper, self._order)
         self._turn: Hashable = None  # who has it: a thread's number, or a lockstep
         self._queue: deque[Any] = deque()  # locks of those who wait for it

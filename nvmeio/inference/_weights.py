@@ -19,7 +19,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised
 
 
-class Piece(NamedTuple):
+class FileExtent(NamedTuple):
     """Bytes [offset, offset + nbytes) of a file, which go to byte `at` of a part."""
 
     file: int
@@ -34,14 +34,14 @@ class Part(NamedTuple):
     Attributes:
         dtype: torch's, as stored.
         shape: In elements.
-        pieces: Where its bytes are, ascending in `at`, without a hole.
+        extents: Where its bytes are, ascending in `at`, without a hole.
         sums: CRC-32s of its bytes, in shares of equal length; none where they are not known. Only
-            of a part of one piece.
+            of a part of one extent.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    extents: tuple[FileExtent, ...]
     sums: tuple[int, ...] = ()
 
     @property
@@ -87,12 +87,12 @@ class Weight(NamedTuple):
 def part_of(stored: Stored) -> Part:
     """A whole tensor of the checkpoint."""
     dtype, shape = stored.entry.for_torch()
-    piece = Piece(stored.file, stored.entry.start, stored.entry.nbytes, 0)
-    return Part(dtype, shape, (piece,) if piece.nbytes else ())
+    extent = FileExtent(stored.file, stored.entry.start, stored.entry.nbytes, 0)
+    return Part(dtype, shape, (extent,) if extent.nbytes else ())
 
 
 def stacked(lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint) -> Part:
-    """`torch.cat([torch.stack(tensors) for tensors in lists], dim=1)`, as a place for each piece.
+    """`torch.cat([torch.stack(tensors) for tensors in lists], dim=1)`, as a place for each extent.
 
     Args:
         lists: One list of tensors, or several of the same length (gate and up projections): the
@@ -115,19 +115,19 @@ def stacked(lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint
         rows += next(iter(shapes))[0]
     if len(counts) > 1:
         raise _mismatch(name, checkpoint, lists, "of each kind the same number", counts)
-    pieces: list[Piece] = []
+    extents: list[FileExtent] = []
     at = 0
     for number in range(len(lists[0])):
         for tensors in lists:
             entry = tensors[number].entry
-            pieces.append(Piece(tensors[number].file, entry.start, entry.nbytes, at))
+            extents.append(FileExtent(tensors[number].file, entry.start, entry.nbytes, at))
             at += entry.nbytes
     shape = (len(lists[0]), rows, *first.shape[1:])
-    return Part(first.dtype, shape, tuple(pieces))
+    return Part(first.dtype, shape, tuple(extents))
 
 
 def concatenated(tensors: Sequence[Stored], name: str, checkpoint: Checkpoint) -> Part:
-    """`torch.cat(tensors, dim=0)`, as a place for each piece.
+    """`torch.cat(tensors, dim=0)`, as a place for each extent.
 
     Raises:
         IntegrityError: Dtypes or shapes do not fit each other.
@@ -136,12 +136,12 @@ def concatenated(tensors: Sequence[Stored], name: str, checkpoint: Checkpoint) -
     tails = {(part.dtype, part.shape[1:]) for part in parts}
     if len(tails) > 1:
         raise _mismatch(name, checkpoint, [tensors], "of one dtype and width", tails)
-    pieces, at = [], 0
+    extents, at = [], 0
     for stored in tensors:
-        pieces.append(Piece(stored.file, stored.entry.start, stored.entry.nbytes, at))
+        extents.append(FileExtent(stored.file, stored.entry.start, stored.entry.nbytes, at))
         at += stored.entry.nbytes
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return Part(parts[0].dtype, shape, tuple(pieces))
+    return Part(parts[0].dtype, shape, tuple(extents))
 
 
 def _mismatch(

@@ -272,12 +272,12 @@ class _Packing:
     def _whole(self, part: Part, name: str) -> torch.Tensor:
         memory = buffers.empty_aligned(max(part.nbytes, 1), dtype=torch.uint8)[: part.nbytes]
         with InFlight() as flight:
-            for piece in part.pieces:
-                room = memory[piece.at : piece.at + piece.nbytes]
-                file = self._checkpoint.files[piece.file]
-                begin = partial(self._handle.async_pread, room, file, piece.offset)
+            for extent in part.extents:
+                room = memory[extent.at : extent.at + extent.nbytes]
+                file = self._checkpoint.files[extent.file]
+                begin = partial(self._handle.async_pread, room, file, extent.offset)
                 flight.start(begin, room.nbytes)
-        for index in {piece.file for piece in part.pieces}:
+        for index in {extent.file for extent in part.extents}:
             self._checkpoint.check(index, repr(name))
         self._read += part.nbytes
         return memory.view(part.dtype).view(part.shape)

@@ -42,7 +42,7 @@ from nvmeio.inference import _lockstep
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources, StreamStats
-from nvmeio.inference._slots import Memory
+from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Partition, Unit
 from nvmeio.inference._uses import Use, Uses
 
@@ -201,16 +201,16 @@ class WeightStream(Closing):
                 f"{int(unique[0])} to {int(unique[-1])}"
             )
         stride = width * part.dtype.itemsize
-        piece = part.pieces[0]
-        file = resources.checkpoint.files[piece.file]
+        extent = part.extents[0]
+        file = resources.checkpoint.files[extent.file]
         spans = [
-            Span(file, piece.offset + row * stride, stride, f"row {row} of {weight.name!r}")
+            Span(file, extent.offset + row * stride, stride, f"row {row} of {weight.name!r}")
             for row in unique.tolist()
         ]
         began = time.perf_counter()
         try:
             read = read_spans(resources.handle, spans)
-            resources.checkpoint.check(piece.file, repr(weight.name))
+            resources.checkpoint.check(extent.file, repr(weight.name))
         except TransferError as failed:
             self._spoil()
             raise with_context(failed, f"weight {weight.name!r} of {unit.name}") from failed
@@ -345,7 +345,9 @@ class WeightStream(Closing):
                 if handle is None:
                     handle = undo.enter_context(new_handle(self._path))
                 checkpoint = undo.enter_context(contextlib.closing(self._open_checkpoint(handle)))
-                memory = undo.enter_context(contextlib.closing(Memory(self._shares, self._device)))
+                memory = undo.enter_context(
+                    contextlib.closing(SlotPools(self._shares, self._device))
+                )
                 reader = Reader(handle)
                 undo.callback(reader.stop)
                 resources = Resources(handle, self._handle is None, checkpoint, memory, reader)

@@ -32,7 +32,7 @@ from nvmeio._io.owner import OwnerThread
 from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._residency.lent import LentPool, LentSlot
-from nvmeio._residency.order import Round
+from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, Wanted
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
@@ -71,7 +71,7 @@ class _Reading(Keeper[str, LentSlot[str]]):
         self._facts = {place.file.path: _facts(place.file) for place in places.values()}
         self._pool = LentPool(budget_bytes)
         self._reader = Reader(handle)
-        self.window: Window[str, LentSlot[str]] = Window(self._reader, self, Round(list(places)))
+        self.window: Window[str, LentSlot[str]] = Window(self._reader, self, Cyclic(list(places)))
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, whose memory ends with it."""

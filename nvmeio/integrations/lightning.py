@@ -35,7 +35,7 @@ _PLUGIN_MODULES = {
 }
 
 # A storage that is not in memory as a whole is copied in pieces of this size.
-_PIECE_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 class NvmeCheckpointIO:
@@ -234,8 +234,8 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         for record in layout.records:
             # At its offset in the file: what is aligned there is aligned here.
             room = memory[record.offset : record.end]
-            for offset in range(0, record.nbytes, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, record.nbytes - offset)
+            for offset in range(0, record.nbytes, _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, record.nbytes - offset)
                 room[offset : offset + size].copy_(_part(record, offset, size))
             records.append(record._replace(data=room))
         return layout._replace(records=records)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nvmeio.offload import _weights
-from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._pipeline import Move, Turn
+from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swapped import Swapped
 from nvmeio.offload._tensors import local, part, view
 
@@ -45,13 +45,13 @@ class Load:
             if subgroup.resident:
                 self._resident.append(subgroup)
                 continue
-            at_home = [p for p in subgroup.pieces if swapped.param_of(p).home is not None]
-            reads = swapped.store.weights(subgroup, at_home)
+            in_stores = [p for p in subgroup.pieces if swapped.param_of(p).param_store is not None]
+            reads = swapped.store.weights(subgroup, in_stores)
             self.turns.append(
                 Turn(
                     reads,
                     functools.partial(self._take_over, subgroup),
-                    swapped.store.verifying(at_home, []),
+                    swapped.store.verifying(in_stores, []),
                     functools.partial(self._seal, subgroup),
                 )
             )
@@ -74,7 +74,7 @@ class Load:
             stored = [piece for piece in subgroup.pieces if piece.stored]
             for piece in stored:
                 _weights.weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
-            self._swapped.write_now(slot, self._swapped.home_writes(subgroup, stored))
+            self._swapped.write_now(slot, self._swapped.param_writes(subgroup, stored))
 
     def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[Move]:
         for piece in subgroup.pieces:
@@ -101,7 +101,7 @@ class Load:
         if entry and MASTER in entry:
             given = part(local(entry[MASTER]), piece.start, piece.stop, piece.shape)
             view(slot, piece.spans[WEIGHTS]).copy_(given)
-        elif param.home is None:
+        elif param.param_store is None:
             _weights.weights_in(subgroup, piece, param, slot)
 
     def _take_state(

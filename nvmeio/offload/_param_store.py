@@ -30,11 +30,10 @@ from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._file_tensors import FilePart, file_tensor
-from nvmeio.offload._homes import Extent, set_home
-from nvmeio.offload._layout import Span
 from nvmeio.offload._pipeline import Move, move_all
 from nvmeio.offload._ranks import directory_name
 from nvmeio.offload._stages import Unit
+from nvmeio.offload._subgroups import Span
 from nvmeio.offload._swap_dir import SwapDir
 
 NAME = "weights"
@@ -47,6 +46,23 @@ _AHEAD_BYTES = 64 << 20
 
 
 Slot = LentSlot[Unit]
+_ATTRIBUTE = "_nvmeio_param_store"
+
+
+class Extent(NamedTuple):
+    """A run of a parameter's elements in a file.
+
+    Attributes:
+        file: The file.
+        file_offset: Of the first of them, in bytes.
+        start: The first element.
+        stop: Behind the last.
+    """
+
+    file: File
+    file_offset: int
+    start: int
+    stop: int
 
 
 class Gathered(NamedTuple):
@@ -64,7 +80,7 @@ class Gathered(NamedTuple):
 
 
 class ParamStore(Keeper[Unit, Slot]):
-    """The home of the parameters.
+    """Keeps parameters on the drive.
 
     Args:
         units: All of them.
@@ -188,7 +204,7 @@ class ParamStore(Keeper[Unit, Slot]):
         for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
             if not value.is_meta and value.device.type == "cpu" and value.numel():
                 tensor.copy_(value)
-            set_home(parameter, self)
+            setattr(parameter, _ATTRIBUTE, self)
         return self._gathered([slot])
 
     def gather(self, units: Sequence[Unit]) -> Gathered:
@@ -377,7 +393,7 @@ class ParamStore(Keeper[Unit, Slot]):
         self.closed = True
         for unit in self.units:
             for parameter in unit.parameters:
-                set_home(parameter, None)
+                vars(parameter).pop(_ATTRIBUTE, None)
         try:
             if hasattr(self, "_window"):
                 self._window.drop_all()
@@ -398,6 +414,12 @@ class ParamStore(Keeper[Unit, Slot]):
     def bytes_read(self) -> int:
         """Read from the drive since this was made."""
         return self._window.bytes_read
+
+
+def store_of(parameter: torch.Tensor) -> ParamStore | None:
+    """The store that keeps this parameter on the drive; None where it is in memory."""
+    found: ParamStore | None = getattr(parameter, _ATTRIBUTE, None)
+    return found
 
 
 def _over(slot: Slot) -> list[torch.Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nvmeio.offload._homes import Home, home_of
-from nvmeio.offload._layout import Piece, cut
+from nvmeio.offload._param_store import ParamStore, store_of
 from nvmeio.offload._stepping import Stepper
+from nvmeio.offload._subgroups import Piece, cut
 from nvmeio.offload._tensors import local
 
 
@@ -21,7 +21,7 @@ class SwappedParam:
         number: Position among all parameters.
         parameter: The parameter.
         group: The number of its group.
-        home: Who keeps it on the drive; None where it is in memory.
+        param_store: Keeps it on the drive; None where it is in memory.
         shape: Of this process's part.
         dtype: Of the parameter.
         device: Where it is.
@@ -31,16 +31,16 @@ class SwappedParam:
     number: int
     parameter: torch.Tensor
     group: int
-    home: Home | None
+    param_store: ParamStore | None
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     pieces: list[Piece] = field(default_factory=list)
 
     @property
-    def casts_home(self) -> bool:
-        """Whether its home gets rounded weights, which its step has in another dtype."""
-        return self.home is not None and any(p.step_dtype != self.dtype for p in self.pieces)
+    def stores_rounded(self) -> bool:
+        """Whether its store gets rounded weights, which its step has in another dtype."""
+        return self.param_store is not None and any(p.step_dtype != self.dtype for p in self.pieces)
 
     def check_unchanged(self) -> None:
         """Whether it is still what was handed over.
@@ -65,7 +65,7 @@ class SwappedParam:
 
     def _in_order(self, now: torch.Tensor) -> bool:
         """Whether its pieces are where they were: runs of elements, if there are several."""
-        return len(self.pieces) == 1 or self.home is not None or now.is_contiguous()
+        return len(self.pieces) == 1 or self.param_store is not None or now.is_contiguous()
 
 
 def new_param(
@@ -85,19 +85,25 @@ def new_param(
         TypeError: It is complex with master weights, or the optimizer cannot be probed with it.
     """
     tensor = local(parameter)
-    home = home_of(parameter)
+    param_store = store_of(parameter)
     param = SwappedParam(
-        number, parameter, group_number, home, tuple(tensor.shape), tensor.dtype, tensor.device
+        number,
+        parameter,
+        group_number,
+        param_store,
+        tuple(tensor.shape),
+        tensor.dtype,
+        tensor.device,
     )
     if tensor.layout is not torch.strided:
         raise TypeError(f"parameter {number} is {tensor.layout}: only dense parameters are swapped")
     step_dtype = master_dtype or tensor.dtype
     if master_dtype is not None and not tensor.dtype.is_floating_point:
         step_dtype = tensor.dtype
-    contiguous = home is not None or tensor.is_contiguous()
+    contiguous = param_store is not None or tensor.is_contiguous()
     staged = (
         step_dtype != tensor.dtype
-        or home is not None
+        or param_store is not None
         or not contiguous
         or tensor.device.type != "cpu"
     )
@@ -126,5 +132,5 @@ def new_param(
     else:
         param.pieces.append(whole)
     for piece in param.pieces:
-        piece.lent = home is not None and not param.casts_home
+        piece.lent = param_store is not None and not param.stores_rounded
     return param

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, pack, place
 from nvmeio.offload._params import SwappedParam
+from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup, pack, place
 
 _SPARE = 0.9  # of a buffer: what alignment takes is not known before the pieces are placed
 
@@ -155,7 +155,7 @@ def plan_of(
         weights = piece.spans[WEIGHTS].nbytes if piece.stored else 0
         writes += piece.record_nbytes
         reads += piece.record_nbytes - (0 if piece.staged else weights)
-        if params[piece.param].casts_home:
+        if params[piece.param].stores_rounded:
             writes += piece.numel * piece.grad_dtype.itemsize
     state = sum(subgroup.nbytes for subgroup in swapped)
     each = slots[0].nbytes if slots else 0

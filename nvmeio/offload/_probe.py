@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvmeio.offload._layout import Kind
+from nvmeio.offload._subgroups import Kind
 
 # These work element by element, so a step over parts of a parameter equals a step over the whole,
 # bit for bit (in fp32 and fp64). A subclass may not.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeio.offload._layout import Span, round_up
+from nvmeio.offload._subgroups import Span, round_up
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096

@@ -13,10 +13,9 @@ from nvmeio._io.handles import new_handle
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _weights
-from nvmeio.offload._homes import Extent
-from nvmeio.offload._layout import Piece, Subgroup
 from nvmeio.offload._loading import Load
 from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._param_store import Extent
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Times, Turn
 from nvmeio.offload._plan import MemoryPlan, plan_of
@@ -24,6 +23,7 @@ from nvmeio.offload._ranks import DurableSteps
 from nvmeio.offload._step import Step
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._store import Store
+from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._swapped import Buffers, Swapped
 from nvmeio.offload._tensors import view
@@ -152,9 +152,9 @@ class StateSwapper:
 
     def _relocate(self, params: Sequence[SwappedParam]) -> None:
         for param in params:
-            if param.home is not None and not param.casts_home:
+            if param.param_store is not None and not param.stores_rounded:
                 locate = functools.partial(_extents, self.store, param.pieces)
-                param.home.relocate(param.parameter, locate)
+                param.param_store.relocate(param.parameter, locate)
 
     # The step
 
@@ -230,7 +230,7 @@ class StateSwapper:
     def _roll_back(self, step: Step, factor: torch.Tensor | None) -> None:
         """The last step is complete, and who asked for it was interrupted: as if it were not."""
         try:
-            self._swapped.evict_homes()
+            self._swapped.evict_params()
             self.store.revert()
             self._restore(step.touched)
             self._tell_changed(step)
@@ -245,7 +245,7 @@ class StateSwapper:
     def _tell_changed(self, step: Step) -> None:
         """Count a change of the parameters that changed on the drive only; backward looks at it."""
         for param in step.stepped_params():
-            if param.home is not None:
+            if param.param_store is not None:
                 torch.autograd.graph.increment_version(param.parameter)
 
     # Weights
@@ -267,7 +267,7 @@ class StateSwapper:
 
         for subgroup in subgroups:
             pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
-            reads = self._swapped.home_reads(pieces, subgroup)
+            reads = self._swapped.param_reads(pieces, subgroup)
             compute = functools.partial(self._take_weights, subgroup, pieces)
             if subgroup.resident:
                 memory = self._swapped.resident[id(subgroup)]
@@ -294,7 +294,7 @@ class StateSwapper:
     def _reads_weights(self, piece: Piece) -> bool:
         """Whether the parameter can differ from the drive: one that lives there does not."""
         param = self._swapped.param_of(piece)
-        return param.home is None or param.casts_home or not self.store.generation
+        return param.param_store is None or param.stores_rounded or not self.store.generation
 
     def _restore(self, subgroups: Sequence[Subgroup]) -> None:
         """Bring the weights of the last complete step back into the parameters."""
@@ -312,7 +312,7 @@ class StateSwapper:
     ) -> list[Move]:
         for piece in pieces:
             _weights.weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
-        return self._swapped.home_writes(subgroup, pieces)
+        return self._swapped.param_writes(subgroup, pieces)
 
     def load(
         self, states: Mapping[int, dict[str, Any] | None], groups: Groups, transaction: Transaction

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nvmeio.offload import _weights
-from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Turn
 from nvmeio.offload._stepping import Stepper, Work
+from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swapped import Swapped
 from nvmeio.offload._tensors import local, part, view
 
@@ -105,7 +105,7 @@ class Step:
                 self._swapped.read_now(slot, moves)
             self.in_memory = True
             self._compute(subgroup, pieces, slot)
-            self._swapped.write_now(slot, self._swapped.home_writes(subgroup, pieces))
+            self._swapped.write_now(slot, self._swapped.param_writes(subgroup, pieces))
 
     def _has_gradient(self, param: SwappedParam) -> bool:
         gradients = self._swapped.gradients
@@ -135,7 +135,7 @@ class Step:
         self.touched.append(subgroup)
         self._compute(subgroup, pieces, slot)
         writes = self._swapped.store.writes(subgroup, pieces)
-        return writes + self._swapped.home_writes(subgroup, pieces)
+        return writes + self._swapped.param_writes(subgroup, pieces)
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         self.sums.update(self._swapped.store.sum_up(slot, pieces))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nvmeio.offload import _probe
-from nvmeio.offload._layout import WEIGHTS, Piece
+from nvmeio.offload._subgroups import WEIGHTS, Piece
 from nvmeio.offload._tensors import view
 
 

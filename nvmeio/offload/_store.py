@@ -18,11 +18,11 @@ from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _manifest, _snapshot, _sums
 from nvmeio.offload._file_tensors import FilePart
-from nvmeio.offload._homes import Extent
-from nvmeio.offload._layout import WEIGHTS, Piece, Subgroup, runs
 from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._param_store import Extent
 from nvmeio.offload._pipeline import Move
 from nvmeio.offload._ranks import DurableSteps, agreed
+from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup, runs
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._transactions import Transaction
 

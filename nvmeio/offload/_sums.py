@@ -9,7 +9,7 @@ import torch
 
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
-from nvmeio.offload._layout import WEIGHTS, Piece, Span
+from nvmeio.offload._subgroups import WEIGHTS, Piece, Span
 
 
 class Expected(NamedTuple):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from nvmeio.handle import AioHandle
-from nvmeio.offload._homes import Home
-from nvmeio.offload._layout import Piece, Subgroup
+from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, Times, Turn, move_all
 from nvmeio.offload._store import Store
-from nvmeio.offload._weights import home_moves
+from nvmeio.offload._subgroups import Piece, Subgroup
+from nvmeio.offload._weights import param_moves
 from nvmeio.offload.gradients import GradientSwapper
 from nvmeio.pool import PinnedPool
 
@@ -107,7 +107,7 @@ class Swapped:
     @property
     def with_grads(self) -> bool:
         """Whether a buffer has room for gradients: of the drive, or rounded weights to it."""
-        return self.gradients is not None or any(param.casts_home for param in self.params)
+        return self.gradients is not None or any(param.stores_rounded for param in self.params)
 
     def make_buffers(self) -> None:
         """Have buffers for the largest subgroup."""
@@ -119,10 +119,10 @@ class Swapped:
         """The parameter that a piece is of."""
         return self.params[piece.param]
 
-    def evict_homes(self) -> None:
+    def evict_params(self) -> None:
         """What is in memory of parameters that live on the drive is of the past."""
-        for home, _ in self._homes():
-            home.evict()
+        for store, _ in self._param_stores():
+            store.evict()
 
     def make_way(self) -> None:
         """What is in memory of parameters that live on the drive is about to be of the past.
@@ -130,23 +130,25 @@ class Swapped:
         Raises:
             RuntimeError: A block of `SwappedModule.gather` would write them back.
         """
-        for home, parameters in self._homes():
-            home.make_way(parameters)
+        for store, parameters in self._param_stores():
+            store.make_way(parameters)
 
-    def _homes(self) -> list[tuple[Home, list[torch.Tensor]]]:
-        found: dict[int, tuple[Home, list[torch.Tensor]]] = {}
+    def _param_stores(self) -> list[tuple[ParamStore, list[torch.Tensor]]]:
+        found: dict[int, tuple[ParamStore, list[torch.Tensor]]] = {}
         for param in self.params:
-            if param.home is not None:
-                found.setdefault(id(param.home), (param.home, []))[1].append(param.parameter)
+            if param.param_store is not None:
+                found.setdefault(id(param.param_store), (param.param_store, []))[1].append(
+                    param.parameter
+                )
         return list(found.values())
 
-    def home_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
+    def param_reads(self, pieces: Iterable[Piece], subgroup: Subgroup) -> list[Move]:
         """The moves that bring the weights of parameters that live on the drive."""
-        return [m for p in pieces for m in home_moves(subgroup, p, self.param_of(p))]
+        return [m for p in pieces for m in param_moves(subgroup, p, self.param_of(p))]
 
-    def home_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[Move]:
+    def param_writes(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> list[Move]:
         """The moves that take rounded weights to parameters that live on the drive."""
-        return self.home_reads((p for p in pieces if self.param_of(p).casts_home), subgroup)
+        return self.param_reads((p for p in pieces if self.param_of(p).stores_rounded), subgroup)
 
     def read_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
         """Outside of the pipeline; awaited."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvmeio.offload._layout import Span
+from nvmeio.offload._subgroups import Span
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -19,9 +19,9 @@ from nvmeio._io.rank_store import several
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._grad_sentinel import GradSentinel
-from nvmeio.offload._layout import Piece, Subgroup, runs
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, failure_of, started
+from nvmeio.offload._subgroups import Piece, Subgroup, runs
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._tensors import is_sharded, local, part, view
 from nvmeio.offload._transactions import Transaction, Transactions

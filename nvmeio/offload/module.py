@@ -12,8 +12,7 @@ import torch
 from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks
-from nvmeio.offload._homes import home_of
-from nvmeio.offload._param_store import ParamStore, is_absent
+from nvmeio.offload._param_store import ParamStore, is_absent, store_of
 from nvmeio.offload._saved import attach
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
 from nvmeio.offload._tensors import is_sharded
@@ -251,7 +250,7 @@ def _check_module(module: torch.nn.Module) -> None:
             raise ValueError(
                 f"{name} is on {parameter.device}: parameters are swapped from the CPU"
             )
-        if home_of(parameter) is not None:
+        if store_of(parameter) is not None:
             raise ValueError(f"{name} is swapped already, by another SwappedModule")
         if is_absent(parameter):
             raise ValueError(

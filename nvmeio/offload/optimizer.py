@@ -206,7 +206,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             for number in range(len(self.param_groups)):
                 self._take_group(number)
             subgroups = self._subgroups(self._params)
-            bound = {o.number for o in self._params if o.home is not None and not o.casts_home}
+            bound = {
+                o.number for o in self._params if o.param_store is not None and not o.stores_rounded
+            }
             _plan.hold(subgroups, self._ratio, bound)
             manifest = swapper.open(self._params, subgroups, resume, self.param_groups, transaction)
             transaction.check()
@@ -261,7 +263,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         return subgroups
 
     def _needs_grads(self, params: Sequence[SwappedParam]) -> bool:
-        return self._on_disk or any(param.casts_home for param in params)
+        return self._on_disk or any(param.stores_rounded for param in params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; its state follows the others' in the files.

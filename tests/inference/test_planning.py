@@ -13,13 +13,13 @@ from torch import nn
 
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.inference._budget import share_out
-from nvmeio.inference._layout import Layout, Read, lay_out
-from nvmeio.inference._slots import Memory
+from nvmeio.inference._slot_layout import Read, SlotLayout, lay_out
+from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Unit, find_layers
-from nvmeio.inference._weights import Part, Piece, Weight
+from nvmeio.inference._weights import FileExtent, Part, Weight
 
 
-def filled(layout: Layout, reads: tuple[Read, ...], files: list[bytes]) -> bytearray:
+def filled(layout: SlotLayout, reads: tuple[Read, ...], files: list[bytes]) -> bytearray:
     """What the reads leave in a slot."""
     slot = bytearray(layout.nbytes)
     for read in reads:
@@ -31,9 +31,9 @@ def filled(layout: Layout, reads: tuple[Read, ...], files: list[bytes]) -> bytea
 
 def wanted(part: Part, files: list[bytes]) -> bytes:
     found = bytearray(part.nbytes)
-    for piece in part.pieces:
-        data = files[piece.file][piece.offset : piece.offset + piece.nbytes]
-        found[piece.at : piece.at + piece.nbytes] = data
+    for extent in part.extents:
+        data = files[extent.file][extent.offset : extent.offset + extent.nbytes]
+        found[extent.at : extent.at + extent.nbytes] = data
     return bytes(found)
 
 
@@ -50,13 +50,13 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[Part], list[bool], i
         expert = draw(st.booleans())
         split = draw(st.integers(1, 3)) if not expert else draw(st.sampled_from([1, count]))
         each = 4 * draw(st.integers(1, 1500)) * (count if expert and split == 1 else 1)
-        pieces, at = [], 0
+        extents, at = [], 0
         for _ in range(split):
             offset = draw(st.integers(0, (len(files[file]) - each) // 4)) * 4
-            pieces.append(Piece(file, offset, each, at))
+            extents.append(FileExtent(file, offset, each, at))
             at += each
         shape = (count, at // 4 // count) if expert else (at // 4,)
-        parts.append(Part(torch.float32, shape, tuple(pieces)))
+        parts.append(Part(torch.float32, shape, tuple(extents)))
         marks.append(expert)
     return files, parts, marks, count
 
@@ -99,7 +99,9 @@ def test_an_expert_is_read_without_the_others(
 
 
 def test_neighbours_in_a_file_are_one_read() -> None:
-    parts = [Part(torch.float32, (1024,), (Piece(0, 100 + n * 4096, 4096, 0),)) for n in range(5)]
+    parts = [
+        Part(torch.float32, (1024,), (FileExtent(0, 100 + n * 4096, 4096, 0),)) for n in range(5)
+    ]
     layout = lay_out(parts, [1 << 20])
     assert layout.reads == (Read(0, 0, 24576, 0),)
 
@@ -110,7 +112,7 @@ def units(sizes: list[int]) -> list[Unit]:
         unit = Unit(f"layers.{number}")
         unit.is_layer = True
         unit.modules = [nn.Identity()]
-        part = Part(torch.uint8, (nbytes,), (Piece(0, 0, nbytes, 0),))
+        part = Part(torch.uint8, (nbytes,), (FileExtent(0, 0, nbytes, 0),))
         unit.weights = [Weight("w", torch.uint8, (nbytes,), (part,), None, ("w",))]
         unit.plan([1 << 30], own_alignment=False)
         found.append(unit)
@@ -141,7 +143,7 @@ def test_what_stays_finds_its_place_again() -> None:
     first, second, settled, last = layers = units([4 << 12, 6 << 12, 1 << 12, 5 << 12])
     shares = share_out(Unit("fixed"), layers, 1 << 20, None)
     assert all(unit.resident for unit in layers)
-    memory = Memory(shares, torch.device("cpu"))
+    memory = SlotPools(shares, torch.device("cpu"))
     slots = {unit: memory.take(unit, stays=True) for unit in layers}
     for unit in (first, second, last):
         memory.give_back(slots[unit])
@@ -184,7 +186,7 @@ def test_layers_are_found() -> None:
 
 
 def test_two_files_are_two_reads() -> None:
-    parts = [Part(torch.uint8, (10,), (Piece(file, 0, 10, 0),)) for file in (0, 1)]
+    parts = [Part(torch.uint8, (10,), (FileExtent(file, 0, 10, 0),)) for file in (0, 1)]
     assert [read.file for read in lay_out(parts, [10, 10]).reads] == [0, 1]
     with pytest.raises(IndexError):
         lay_out(parts, [10])

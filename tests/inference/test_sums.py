@@ -83,7 +83,7 @@ def test_the_index_has_the_sums_of_what_was_written(
 def test_a_flipped_bit_is_found_in_every_tensor(
     bits: int | None, budget: int, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "PIECE_BYTES", 8192)  # a tensor of several pieces
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 8192)  # a tensor of several pieces
     directory = packed(lambda: llama(layers=2), tmp_path, quant_bits=bits)
     file = directory / "model.safetensors"
     for tensor, entry in read_header(file).tensors.items():

@@ -443,7 +443,7 @@ def test_new_memory_is_touched_beside_the_reads(
     spans = some_spans(path, data, 11)
     handle = new_handle("threads")
     monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
-    monkeypatch.setattr(prefault, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(prefault, "_CHUNK_BYTES", 64 << 10)
     assert_holds(spans, read(handle, spans), data)  # by the real one
     monkeypatch.setattr(prefault, "_madvise", madvise)
     with Prefault([_memory.Mapping(1 << 20), _memory.Mapping(96 << 10)]):

@@ -19,9 +19,9 @@ from nvmeio import AioHandle, TransferError
 from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import _manifest, _ranks
-from nvmeio.offload._layout import Piece, Subgroup, pack, place
 from nvmeio.offload._ranks import DurableSteps
 from nvmeio.offload._store import NAMES, Store
+from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_dir import SwapDir
 
 if not dist.is_available():

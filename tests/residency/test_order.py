@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from itertools import islice
 
-from nvmeio._residency.order import Round, ThereAndBack
+from nvmeio._residency.order import Cyclic, ThereAndBack
 
 
 def test_round_guesses_the_order_given_and_comes_round() -> None:
-    order = Round("abcd")
+    order = Cyclic("abcd")
     assert list(order.upcoming()) == []
     order.note("c")
     assert list(order.upcoming()) == ["d", "a", "b"]
 
 
 def test_round_learns_what_followed() -> None:
-    order = Round("abcd")
+    order = Cyclic("abcd")
     for unit in "acb":
         order.note(unit)
     order.note("a")
@@ -23,7 +23,7 @@ def test_round_learns_what_followed() -> None:
 
 
 def test_round_forgets_where_a_pass_ended() -> None:
-    order = Round("abc")
+    order = Cyclic("abc")
     order.note("a")
     order.forget()
     order.note("c")

@@ -28,7 +28,7 @@ LIMIT_S = 20
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
     """A file in the page cache, of which the drive gets one piece at a time."""
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(reader_module, "CHUNK_BYTES", PIECE)
     monkeypatch.setattr(reader_module, "CACHED_FLIGHT_BYTES", 0)
     path = tmp_path / "weights"
     path.write_bytes(BYTES)
@@ -176,7 +176,7 @@ def test_a_cancelled_job_is_done_only_when_its_copy_is(
     assert memory.numpy().tobytes() == BYTES
 
 
-def test_pieces_that_were_copied_are_announced_too(
+def test_chunks_that_were_copied_are_announced_too(
     reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)

@@ -4,8 +4,8 @@ A file's pages are read into the slot's pages: a tensor lies at the same offset 
 page as within its file page, so that direct I/O needs no bounce, and at the alignment at which a
 memory-mapped file would have it. (Matrix kernels give other last bits at other alignments of 16
 bytes: the same alignment is part of "the same logits, bit for bit".) Neighbours in a file are one
-read. What is put together from several pieces has an address of its own, aligned as torch's
-allocator aligns, and its pieces are bounced.
+read. What is put together from several extents has an address of its own, aligned as torch's
+allocator aligns, and its extents are bounced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from nvmeio._io.span_plan import HOLE_BYTES
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.inference._weights import Part, Piece
+from nvmeio.inference._weights import FileExtent, Part
 
 
 class Read(NamedTuple):
@@ -27,7 +27,7 @@ class Read(NamedTuple):
     at: int
 
 
-class Layout(NamedTuple):
+class SlotLayout(NamedTuple):
     """The slot of one unit.
 
     Attributes:
@@ -51,7 +51,7 @@ def lay_out(
     experts: Sequence[bool] = (),
     count: int = 0,
     own_alignment: bool = False,
-) -> Layout:
+) -> SlotLayout:
     """Plan a slot.
 
     Args:
@@ -73,39 +73,44 @@ def lay_out(
     plain = [
         index
         for index, part in enumerate(parts)
-        if len(part.pieces) == 1 and not marks[index] and _may_stay(part, own_alignment)
+        if len(part.extents) == 1 and not marks[index] and _may_stay(part, own_alignment)
     ]
-    plain.sort(key=lambda index: parts[index].pieces[0][:2])
+    plain.sort(key=lambda index: parts[index].extents[0][:2])
     for index in plain:
-        piece = parts[index].pieces[0]
-        first, last = _floor(piece.offset), _read_to(piece.offset + piece.nbytes, sizes[piece.file])
+        extent = parts[index].extents[0]
+        first, last = (
+            _floor(extent.offset),
+            _read_to(extent.offset + extent.nbytes, sizes[extent.file]),
+        )
         run = reads[-1] if reads else None
-        if run is not None and run.file == piece.file and first - run.end <= HOLE_BYTES:
+        if run is not None and run.file == extent.file and first - run.end <= HOLE_BYTES:
             reads[-1] = run = run._replace(end=max(run.end, last))
         else:
-            run = Read(piece.file, first, last, end)
+            run = Read(extent.file, first, last, end)
             reads.append(run)
-        starts[index] = run.at + piece.offset - run.start
+        starts[index] = run.at + extent.offset - run.start
         end = _ceil(run.at + run.end - run.start)
     by_expert: list[list[Read]] = [[] for _ in range(count)]
     together: list[Read] = []
     for index, part in enumerate(parts):
-        if index in plain or not part.pieces:
+        if index in plain or not part.extents:
             continue
-        whole = len(part.pieces) == 1 and _may_stay(part, own_alignment)
-        shift = part.pieces[0].offset % PAGE_BYTES if whole else 0
+        whole = len(part.extents) == 1 and _may_stay(part, own_alignment)
+        shift = part.extents[0].offset % PAGE_BYTES if whole else 0
         starts[index] = end + shift
-        moved = [_read(piece, starts[index], sizes, whole) for piece in _joined(part.pieces)]
+        moved = [_read(extent, starts[index], sizes, whole) for extent in _joined(part.extents)]
         if marks[index]:
             together += moved
             share = part.nbytes // count
             for number in range(count):
-                pieces = _joined(_cut(part.pieces, number * share, (number + 1) * share))
-                by_expert[number] += [_read(piece, starts[index], sizes, whole) for piece in pieces]
+                extents = _joined(_cut(part.extents, number * share, (number + 1) * share))
+                by_expert[number] += [
+                    _read(extent, starts[index], sizes, whole) for extent in extents
+                ]
         else:
             reads += moved
         end = _ceil(starts[index] + part.nbytes)
-    return Layout(
+    return SlotLayout(
         max(end, PAGE_BYTES),
         tuple(starts),
         tuple(reads),
@@ -116,45 +121,45 @@ def lay_out(
 
 def _may_stay(part: Part, own_alignment: bool) -> bool:
     least = 16 if own_alignment else part.dtype.itemsize
-    return part.pieces[0].offset % least == 0
+    return part.extents[0].offset % least == 0
 
 
-def _read(piece: Piece, start: int, sizes: Sequence[int], agrees: bool) -> Read:
-    at = start + piece.at
+def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) -> Read:
+    at = start + extent.at
     if not agrees:
-        return Read(piece.file, piece.offset, piece.offset + piece.nbytes, at)
+        return Read(extent.file, extent.offset, extent.offset + extent.nbytes, at)
     # In whole pages, which is no more work for the drive. What lies beside in memory is then what
     # lies beside in the file: the same bytes again, or room that nobody uses.
-    first = _floor(piece.offset)
-    last = _read_to(piece.offset + piece.nbytes, sizes[piece.file])
-    return Read(piece.file, first, last, at - (piece.offset - first))
+    first = _floor(extent.offset)
+    last = _read_to(extent.offset + extent.nbytes, sizes[extent.file])
+    return Read(extent.file, first, last, at - (extent.offset - first))
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _joined(extents: Sequence[FileExtent]) -> list[FileExtent]:
     """Pieces that follow each other in file and memory as one."""
-    found: list[Piece] = []
-    for piece in pieces:
+    found: list[FileExtent] = []
+    for extent in extents:
         last = found[-1] if found else None
         if (
             last is not None
-            and last.file == piece.file
-            and last.offset + last.nbytes == piece.offset
-            and last.at + last.nbytes == piece.at
+            and last.file == extent.file
+            and last.offset + last.nbytes == extent.offset
+            and last.at + last.nbytes == extent.at
         ):
-            found[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
+            found[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
         else:
-            found.append(piece)
+            found.append(extent)
     return found
 
 
-def _cut(pieces: Sequence[Piece], first: int, last: int) -> list[Piece]:
-    """What of the pieces lies in [first, last) of their part."""
+def _cut(extents: Sequence[FileExtent], first: int, last: int) -> list[FileExtent]:
+    """What of the extents lies in [first, last) of their part."""
     found = []
-    for piece in pieces:
-        start, end = max(piece.at, first), min(piece.at + piece.nbytes, last)
+    for extent in extents:
+        start, end = max(extent.at, first), min(extent.at + extent.nbytes, last)
         if start < end:
-            offset = piece.offset + start - piece.at
-            found.append(Piece(piece.file, offset, end - start, start))
+            offset = extent.offset + start - extent.at
+            found.append(FileExtent(extent.file, offset, end - start, start))
     return found
 
 
