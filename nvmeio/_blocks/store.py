@@ -34,6 +34,7 @@ from nvmeio._blocks.slots import Place
 from nvmeio._blocks.table import DIGEST_BYTES
 from nvmeio._blocks.transfers import Transfers
 from nvmeio._closing import Closing
+from nvmeio._io.ending import Ending, leave
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._storage import crc32
@@ -111,18 +112,33 @@ class BlockStore(Closing):
         self.block_bytes = block_bytes
         self.path = Path(directory) / _DIRECTORY / f"{name}.blocks"
         self._writer = writer
-        self._own_handle = handle is None
-        with contextlib.ExitStack() as undo:
-            self._catalog = Catalog(self.path, block_bytes, self.slot_bytes, slots, writer)
-            undo.callback(self._catalog.close)
-            self._file = undo.enter_context(files.open(self.path, "r+" if writer else "r"))
-            self._handle = new_handle(self.path) if handle is None else handle
-            undo.pop_all()
         self._loaded = 0
         self._closed_message = f"the block store {self.path} is closed"
         self._loads = OwnerThread("nvmeio-blocks-loads", self._closed_message)
         self._stores = OwnerThread("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
+        try:
+            self._ending = self._stores.call(self._open, slots, handle)
+        except KeyboardInterrupt:
+            leave(self._stores)
+            _finish(self._stores)  # who tries again must not find it in use
+            raise
+
+    def _open(self, slots: int, handle: AioHandle | None) -> Ending:
+        """In the stores' thread."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._stores.close)
+            undo.callback(self._loads.close)
+            self._catalog = Catalog(
+                self.path, self.block_bytes, self.slot_bytes, slots, self._writer
+            )
+            undo.callback(self._catalog.close)
+            self._file = undo.enter_context(files.open(self.path, "r+" if self._writer else "r"))
+            if handle is None:
+                handle = undo.enter_context(new_handle(self.path))
+            self._handle = handle
+            undo.callback(_finish, self._loads)
+            return Ending(self._stores, undo.pop_all().close)
 
     # Asking
 
@@ -344,18 +360,9 @@ class BlockStore(Closing):
         Idempotent; one that was interrupted is gone on with by the next call.
         """
         self._closed = True
-        with contextlib.suppress(ClosedError):
-            self._loads.call(_nothing)
+        _finish(self._loads)
         self._loads.close()
-        with contextlib.suppress(ClosedError):
-            self._stores.call(self._close_files)
-        self._stores.close()
-        if self._own_handle:
-            self._handle.close()
-
-    def _close_files(self) -> None:
-        self._file.close()
-        self._catalog.close()
+        self._ending.close()
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
@@ -370,6 +377,12 @@ def _note(failed: dict[int, BaseException], number: int, error: BaseException | 
 def _digest(key: Key) -> bytes:
     data = key.encode() if isinstance(key, str) else key
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _finish(owner: OwnerThread) -> None:
+    """Wait until all is done that it was asked before."""
+    with contextlib.suppress(ClosedError):
+        owner.call(_nothing)
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._io.threads import SLICE_S, Job
+from nvmeio._io.threads import SLICE_S, Job, being_interrupted
 
 Value = TypeVar("Value")
 
@@ -79,6 +79,7 @@ def run_with_caller(
     here = _Here()  # until this frame goes
     desk = _Desk(parts, weakref.ref(here))
     job = Job(lambda: work(desk.ask), ended=lambda: parts.put(None))
+    second = being_interrupted()
     try:
         job.start()
         while True:
@@ -95,7 +96,8 @@ def run_with_caller(
         if not job.withdraw():
             if cancel is not None:
                 cancel()
-            job.wait()
+            if not second:
+                job.wait()
         raise interrupt from (None if job.error is interrupt else job.error)
     return job.result()
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from nvmeio._io.owner import OwnerThread
+from nvmeio._io.threads import being_interrupted
 from nvmeio.errors import ClosedError
 
 _DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends all the same
@@ -42,19 +43,32 @@ class Ending:
     def close(self) -> None:
         """End it now, and wait; raises what the end raised. Idempotent.
 
-        An interrupt is raised when it has ended, a second one at once; then it goes on, and who
-        calls this again waits for it.
+        An interrupt is raised when it has ended, a second one at once (and so is the first where
+        one is on its way already); then it goes on, and who calls this again waits for it.
         """
         if os.getpid() != self._pid:
             return  # in a forked child everything is the parent's
         self._closing.asked = True
+        second = being_interrupted()
         try:
             with contextlib.suppress(ClosedError):
                 self._owner.call(self._closing.run)
         except BaseException:
-            with contextlib.suppress(ClosedError):
-                self._owner.call(int)
+            if not second:
+                with contextlib.suppress(ClosedError):
+                    self._owner.call(int)
             raise
+
+    def begin(self) -> None:
+        """End it soon; waits for nothing."""
+        if os.getpid() == self._pid:
+            self._closing.asked = True
+            self._owner.post(self._closing.run)
+
+    @property
+    def asked(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._closing.asked
 
     def __del__(self) -> None:
         if os.getpid() != self._pid or self._closing.done or self._owner.is_here:

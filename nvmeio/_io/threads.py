@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -246,6 +247,14 @@ class Job(Generic[Value]):
             ended()
 
 
+def being_interrupted() -> bool:
+    """Whether an interrupt is on its way out of here: what waits now is part of tidying up.
+
+    So one that comes meanwhile is the second, and is not kept waiting.
+    """
+    return isinstance(sys.exc_info()[1], KeyboardInterrupt)
+
+
 def run_interruptible(
     work: Callable[[], Value], cancel: Callable[[], object] | None = None
 ) -> Value:
@@ -262,6 +271,7 @@ def run_interruptible(
     if not main and asyncio._get_running_loop() is None:
         return work()
     job = Job(work)
+    second = being_interrupted()
     try:
         job.start()
         job.wait()
@@ -269,7 +279,8 @@ def run_interruptible(
         if not job.withdraw():
             if cancel is not None:
                 cancel()
-            job.wait()
+            if not second:
+                job.wait()
         raise interrupt from job.error
     return job.result()
 

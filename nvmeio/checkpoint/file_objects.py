@@ -22,8 +22,10 @@ import torch
 from nvmeio import buffers
 from nvmeio._closing import Closing, Discarding
 from nvmeio._formats import torch_zip
+from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import InFlight
+from nvmeio._io.owner import OwnerThread
 from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
@@ -45,9 +47,16 @@ class Stream:
         handle: Does the writing; stays open.
         file: Where it goes, from the first byte on; stays open.
         staging: A CPU byte tensor.
+        run: Has each half written; in another thread than the main one, or one at a time.
     """
 
-    def __init__(self, handle: AioHandle, file: File, staging: torch.Tensor) -> None:
+    def __init__(
+        self,
+        handle: AioHandle,
+        file: File,
+        staging: torch.Tensor,
+        run: Callable[[Callable[[], None]], None] = run_interruptible,
+    ) -> None:
         # Whole pages, so that every drain but the last begins and ends where direct I/O can.
         half = max(staging.numel() // 2 // PAGE_BYTES * PAGE_BYTES, 1)
         self._stagings = Stagings.of([staging[:half], staging[half : 2 * half]])
@@ -58,6 +67,7 @@ class Stream:
         self._offset = 0
         self._handle = handle
         self._file = file
+        self._run = run
 
     def write(self, data: Any) -> int:
         """Takes any bytes; returns how many.
@@ -74,7 +84,7 @@ class Stream:
             self._filled += step
             done += step
             if self._filled == len(view):
-                run_interruptible(self._drain)
+                self._run(self._drain)
         return done
 
     def flush(self) -> None:
@@ -148,20 +158,16 @@ class FastFileWriter(Discarding):
         self._failed: BaseException | None = None
         self._kept: BaseException | None = None  # what nobody has been told yet
         self._inside = False  # a call; one that an interrupt has ended leaves it so
-        self._own = handle is None
-        # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it.
-        run_interruptible(lambda: self._open(path, handle))
-
-    def _open(self, path: str | os.PathLike[str], handle: AioHandle | None) -> None:
-        replacement = Replacement(path)
+        # A thread of its own opens, writes, commits and gives up, one after the other: an interrupt
+        # ends the waiting, and what comes after it waits behind what was begun.
+        self._owner = OwnerThread("nvmeio-writer")
         try:
-            self._handle = new_handle(path) if handle is None else handle
-            staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
-            self._stream = Stream(self._handle, replacement.file, staging)
-        except BaseException:
-            replacement.discard()
+            self._parts, self._ending = self._owner.call(_open_parts, self._owner, path, handle)
+        except KeyboardInterrupt:
+            with contextlib.suppress(ClosedError):
+                self._owner.call(int)  # what was opened is closed by now
             raise
-        self._replacement = replacement
+        self._stream, self._replacement = self._parts.stream, self._parts.replacement
 
     def write(self, data: Any) -> int:
         """Take any bytes; returns how many.
@@ -180,7 +186,7 @@ class FastFileWriter(Discarding):
             written = self._stream.write(data)
         except BaseException as failed:
             self._failed = self._kept = failed
-            run_interruptible(self._give_up)
+            self._ending.close()
             self._inside = False
             return self._after_failure(data)
         self._inside = False
@@ -193,7 +199,7 @@ class FastFileWriter(Discarding):
             ClosedError: It was; what was written is given up.
         """
         if self._inside:
-            run_interruptible(self._give_up)
+            self._ending.close()
             raise ClosedError(
                 f"writing {self._replacement.path} was interrupted: it is as it was before; open "
                 "another writer"
@@ -223,7 +229,7 @@ class FastFileWriter(Discarding):
         if self._replacement.closed:
             return
         if self._archive.broken_off(self._stream.position):
-            self._give_up()
+            self._ending.close()
         elif self._archive.complete(self._stream.position):
             self._commit()
 
@@ -250,48 +256,28 @@ class FastFileWriter(Discarding):
 
     def discard(self) -> None:
         """Give up what was written; `path` stays as it was. Nothing once it is committed."""
-        if not self._replacement.closed:
-            run_interruptible(self._give_up)
+        if self._ending.asked:
+            self._ending.begin()  # where an interrupt came it goes on, and nobody waits again
+        else:
+            self._ending.close()
 
     def _commit(self) -> None:
         self._enter()
-        run_interruptible(self._finish)
+        try:
+            self._owner.call(self._parts.finish)
+        finally:
+            self._ending.close()
         self._inside = False
 
-    def _finish(self) -> None:
-        try:
-            self._stream.finish()
-            self._replacement.commit()
-        except BaseException:
-            self._give_up()
-            raise
-        self._release()
-
-    def _give_up(self) -> None:
-        try:
-            self._stream.abandon()
-        finally:
-            self._replacement.discard()
-            self._release()
-
-    def _release(self) -> None:
-        # torch keeps a file object for good whose `write` an interrupt has ended.
-        self._stream.release()
-        if self._own:
-            self._handle.close()
-
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        if not hasattr(self, "_replacement") or self._replacement.closed:
-            return
-        try:
+        # `Ending` gives it up.
+        if hasattr(self, "_replacement") and not (self._ending.asked or self._replacement.closed):
             warn(
                 f"{self!r} was dropped, not closed: the file is as it was before",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
             )
-        finally:  # warnings may be errors
-            self._give_up()
 
     @property
     def closed(self) -> bool:
@@ -301,6 +287,51 @@ class FastFileWriter(Discarding):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._stream.position} bytes so far"
         return f"<nvmeio.FastFileWriter {self._replacement.path!r} {state}>"
+
+
+class _Parts:
+    """What a writer has open, changed by its thread alone; see `Stream.write` for the rest."""
+
+    def __init__(
+        self,
+        replacement: Replacement,
+        handle: AioHandle,
+        own: bool,
+        run: Callable[[Callable[[], None]], None],
+    ) -> None:
+        staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
+        self.replacement = replacement
+        self.stream = Stream(handle, replacement.file, staging, run)
+        self._handle = handle
+        self._own = own
+
+    def finish(self) -> None:
+        self.stream.finish()
+        self.replacement.commit()
+
+    def end(self) -> None:
+        """Give back everything; what is not committed is given up."""
+        try:
+            self.stream.abandon()
+        finally:
+            self.replacement.discard()
+            # torch keeps a file object for good whose `write` an interrupt has ended.
+            self.stream.release()
+            if self._own:
+                self._handle.close()
+
+
+def _open_parts(
+    owner: OwnerThread, path: str | os.PathLike[str], handle: AioHandle | None
+) -> tuple[_Parts, Ending]:
+    with contextlib.ExitStack() as undo:
+        undo.callback(owner.close)
+        replacement = undo.enter_context(Replacement(path))
+        own = handle is None
+        used = undo.enter_context(new_handle(path)) if handle is None else handle
+        parts = _Parts(replacement, used, own, owner.call)
+        undo.pop_all()
+    return parts, Ending(owner, parts.end)
 
 
 class _ArchiveWatch:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._io.ending import Ending
+from nvmeio._io.ending import Ending, leave
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
@@ -110,6 +110,7 @@ class ParamStore(Keeper[Unit, Slot]):
         try:
             return self._owner.call(self._open, swap_dir, handle)
         except KeyboardInterrupt:
+            leave(self._owner)
             with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
                 self._owner.call(bool)
             raise

@@ -392,4 +392,5 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-optimizer-async-step": AsyncStep,
     "swapped-optimizer-snapshot": Snapshot,
     "swapped-optimizer-resume": Resume,
+    "swapped-modules": Modules,
 }

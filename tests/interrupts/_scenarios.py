@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interrupts import _checkpoints, _inference, _offload, _operations
+from interrupts import _checkpoints, _inference, _offload, _operations, _stores
 from interrupts._trials import Scenario
 
 SCENARIOS: dict[str, type[Scenario]] = {
@@ -10,4 +10,5 @@ SCENARIOS: dict[str, type[Scenario]] = {
     **_checkpoints.SCENARIOS,
     **_inference.SCENARIOS,
     **_offload.SCENARIOS,
+    **_stores.SCENARIOS,
 }

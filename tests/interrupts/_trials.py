@@ -87,6 +87,13 @@ class Scenario:
                     raise
                 time.sleep(0.01)
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Of what goes on after a second Ctrl-C."""
+        patience = time.monotonic() + 20.0
+        while not condition():
+            assert time.monotonic() < patience, list(self.folder.rglob("*"))
+            time.sleep(0.01)
+
     def is_interruption(self, error: BaseException, wanted: type[BaseException]) -> bool:
         """Whether this is how the call ends that was disturbed by `wanted`."""
         return isinstance(error, wanted)
