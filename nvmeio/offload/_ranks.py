@@ -93,6 +93,8 @@ class DurableSteps:
             done = self._store.add(f"durable/{generation}", 0)
             if done >= joined or done + self._left_before(generation) >= joined:
                 break
+            if self._past() >= generation:  # for one that joined when the others were further
+                break
             if self._store.check(["lost"]):
                 raise self._lost(json.loads(self._store.get("lost")))
             if time.monotonic() > until:
@@ -105,8 +107,13 @@ class DurableSteps:
                     "up the one before: they died, hang, or took fewer steps; durable=False has "
                     "no rank wait for another",
                 )
-        if self._store.rank == 0:
+        if self._store.rank == 0 and generation > 2:
+            self._store.set("past", str(generation - 2).encode())
             self._store.delete(f"durable/{generation - 2}")
+
+    def _past(self) -> int:
+        """The last generation that nobody counts any more: all that had joined by then had it."""
+        return int(self._store.get("past")) if self._store.check(["past"]) else 0
 
     def _left_before(self, generation: int) -> int:
         """How many ranks took their leave without having made a generation durable."""

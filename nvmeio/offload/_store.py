@@ -99,6 +99,7 @@ class Store:
         Raises:
             TransferError: There is no space; the files that were open still are.
         """
+        self._join()
         opened: list[File] = []
         try:
             for name in NAMES:
@@ -301,12 +302,14 @@ class Store:
         """Whether several ranks count the same generations."""
         return self._ranks is not None
 
+    def _join(self) -> None:
+        if self._ranks is not None:
+            self._ranks.join()
+
     def _start_syncing(self, manifest: Manifest) -> None:
         """Make a generation durable, beside what comes next."""
         if not self._durable:
             return
-        if self._ranks is not None:
-            self._ranks.join()
         thread = Thread(self._sync, "nvmeio-offload-sync", (manifest,))
         try:
             thread.start()
@@ -413,6 +416,7 @@ class Store:
                 ranks have no generation in common.
         """
         path = self._directory.path
+        self._join()  # before any of them can make a step: `agreed` waits for all
         manifest, later = agreed(path)
         if manifest is None:
             return None

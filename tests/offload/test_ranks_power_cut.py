@@ -135,6 +135,7 @@ def test_all_ranks_go_on_from_the_newest_step_that_all_had_durable(
 
     def train(rank: Rank) -> None:
         rank.store.open()
+        barrier.wait(60)  # resume=True: all ranks tell each other what they have
         for generation in range(1, STEPS + 1):
             if backward_waits:
                 barrier.wait(60)  # an all-reduce of gradients
@@ -232,6 +233,46 @@ def test_ranks_without_such_an_optimizer_are_not_waited_for() -> None:
     first.join()
     first.tell(1)
     first.wait(1)
+
+
+def test_a_rank_that_joins_late_does_not_wait_for_what_nobody_counts_any_more() -> None:
+    """Its first step waited for 300 s, and failed: rank 0 had struck the counts off by then."""
+    first, second = steps_of(dist.HashStore(), 2, timeout_s=0.05)
+    first.join()
+    for generation in range(1, 8):
+        first.tell(generation)
+        first.wait(generation)
+    second.join()
+    for generation in range(1, 6):
+        second.tell(generation)
+        second.wait(generation)
+    with pytest.raises(TransferError, match="1 of 2 ranks have not made generation 8 durable"):
+        first.tell(8)
+        first.wait(8)
+
+
+def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank was counted from its own first step on only: a quicker one was eight steps ahead."""
+    first, second = steps_of(dist.HashStore(), 2, timeout_s=0.05)
+    joined = []
+
+    def agreed(directory: str) -> tuple[None, list[Any]]:
+        joined.append(len(joined) + 1 == first._store.add("joined", 0))
+        return None, []  # when all have come so far
+
+    monkeypatch.setattr("nvmeio.offload._store.agreed", agreed)
+    ranks = [Rank(number, tmp_path, steps) for number, steps in enumerate((first, second))]
+    for rank in ranks:
+        assert rank.store.resume() is None
+    assert joined == [True, True]
+    ranks[0].store.open()
+    ranks[0].step(1)
+    with pytest.raises(TransferError, match="1 of 2 ranks have not made generation 1 durable"):
+        ranks[0].step(2)
+    for rank in ranks:
+        rank.close()
 
 
 def test_state_of_a_killed_process_is_made_durable_when_it_is_resumed(
