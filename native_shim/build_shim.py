@@ -10,7 +10,18 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 # distutils wants sources relative to the project's root, where setup.py runs.
-FILES = ("kaio", "file_facts", "copy", "hold", "own_fds", "request", "lane", "engine")
+FILES = (
+    "kaio",
+    "file_facts",
+    "copy",
+    "hold",
+    "own_fds",
+    "request",
+    "rows",
+    "rows_request",
+    "lane",
+    "engine",
+)
 SOURCES = [f"native_shim/{name}.c" for name in FILES]
 
 ffibuilder = FFI()

@@ -32,6 +32,9 @@ typedef struct {
   uint64_t errors;
   uint64_t cancelled;
   uint64_t in_flight;
+  uint64_t rows;
+  uint64_t row_blocks;
+  uint64_t row_bytes_saved;
 } nv_counters;
 
 typedef struct {
@@ -65,6 +68,12 @@ nv_request *nv_prepare(nv_engine *, nv_cq *, uint64_t token, int opcode, int dir
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
                        uint32_t memory_alignment, int bounce, int preallocate, int foreign);
+/* A gather (opcode 0) or scatter (1): `count` rows of `row_bytes`, at the int64_t that `offsets` points at,
+ * which are read until the request is done. */
+nv_request *nv_prepare_rows(nv_engine *, nv_cq *, uint64_t token, int opcode, int direct_fd,
+                            int buffered_fd, uint64_t address, uint64_t count, uint64_t row_bytes,
+                            uint64_t offsets, uint32_t offset_alignment, uint32_t memory_alignment,
+                            int foreign);
 void nv_start(nv_request *);
 int nv_is_started(nv_request *);
 void nv_cancel(nv_request *);
@@ -73,7 +82,46 @@ int nv_wait(nv_request *, double timeout_s);
 void nv_move(nv_request *, nv_cq *);
 int64_t nv_moved(nv_request *); /* once done: bytes, or -errno */
 const nv_result *nv_request_result(nv_request *);
+typedef struct nv_rows nv_rows;
+nv_rows *nv_request_rows(nv_request *);
 void nv_request_free(nv_request *);
+
+/* The rows of a gather or scatter: what rows.c does for lanes, for an engine in Python. */
+typedef struct {
+  uint64_t offset;
+  uint64_t nbytes;
+  uint64_t address; /* the caller's memory, or 0: rows lie in a block of the engine's */
+  uint64_t first;   /* the rows in it, as they are sorted */
+  uint64_t count;
+} nv_block;
+typedef struct {
+  int32_t error;       /* errno, or 0 */
+  uint64_t failed_row; /* the first that is not whole because of it; the number of rows: none */
+  uint64_t failed_offset;
+  uint64_t whole;
+  uint64_t blocks;
+  uint64_t saved_bytes; /* not read again for rows that share units of the file */
+} nv_rows_result;
+
+nv_rows *nv_rows_new(int opcode, uint64_t address, uint64_t count, uint64_t row_bytes,
+                     uint64_t offsets, uint64_t block_size, uint32_t offset_alignment,
+                     uint32_t memory_alignment, int direct, int foreign, uint32_t shares);
+void nv_rows_free(nv_rows *);
+void nv_rows_stop(nv_rows *);
+int nv_rows_plan(nv_rows *); /* 0 or -errno */
+int nv_rows_preallocate(nv_rows *, int fd);
+int nv_rows_next(nv_rows *, uint32_t share, nv_block *);
+int nv_rows_more(nv_rows *, uint32_t share);
+uint64_t nv_rows_wanted(nv_rows *, const nv_block *);
+int nv_rows_collect(nv_rows *, const nv_block *, char *into); /* 0 or -errno */
+uint64_t nv_rows_landed(nv_rows *, uint32_t share, const nv_block *, char *memory, uint64_t done,
+                        int error);
+int nv_rows_has_edges(nv_rows *);
+uint64_t nv_rows_write_edges(nv_rows *, int fd);
+const nv_rows_result *nv_rows_conclude(nv_rows *, int error);
+const nv_rows_result *nv_rows_outcome(const nv_rows *);
+void nv_rows_overlap(nv_rows *, uint64_t *one, uint64_t *other);
+void nv_rows_mask(nv_rows *, uint8_t *whole);
 
 /* A byte that is 0 while it is held, and 1 again afterwards. One that was 0 before is not held. */
 typedef struct nv_held nv_held;

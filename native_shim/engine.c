@@ -69,6 +69,9 @@ void nv_engine_counters(nv_engine *engine, nv_counters *out) {
   out->errors = common->errors;
   out->cancelled = common->cancelled;
   out->in_flight = common->in_flight;
+  out->rows = common->rows;
+  out->row_blocks = common->row_blocks;
+  out->row_bytes_saved = common->row_bytes_saved;
 }
 
 /* --- submission -------------------------------------------------------------------------- */
@@ -91,11 +94,8 @@ nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode,
   uint64_t step = 0;
   int sync = opcode == NV_FSYNC || opcode == NV_FDATASYNC;
   uint32_t nparts = sync ? 1 : share(&engine->options, span_end - span_start, &step);
-  nv_request *request = calloc(1, sizeof *request + nparts * sizeof(nv_part));
+  nv_request *request = nv_request_new(&engine->common, cq, token, nparts);
   if (!request) return NULL;
-  request->common = &engine->common;
-  request->token = token;
-  request->cq = cq;
   request->opcode = opcode;
   request->direct_fd = direct_fd;
   request->buffered_fd = buffered_fd;
@@ -109,21 +109,14 @@ nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode,
   request->span_end = span_end;
   request->offset_alignment = offset_alignment;
   request->memory_alignment = memory_alignment;
-  request->nparts = nparts;
-  atomic_init(&request->parts_left, nparts);
   uint64_t start = span_start;
   for (uint32_t i = 0; i < nparts; i++) {
     nv_part *part = &request->parts[i];
-    part->request = request;
     part->next = start;
     part->end = (sync || span_end - start <= step) ? span_end : start + step;
     start = part->end;
   }
   if (sync) request->parts[0].end = span_start + 1; /* one block of no bytes */
-  request->parts[0].starts = 1;
-
-  atomic_fetch_add(&engine->common.refs, 1);
-  atomic_fetch_add(&cq->refs, 1);
   return request;
 }
 
@@ -132,6 +125,7 @@ void nv_start(nv_request *request) {
   if (nv_forked(&engine->common)) return;
   if (atomic_exchange(&request->started, 1)) return;
   atomic_fetch_add(&engine->common.in_flight, 1);
-  uint32_t lane = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
-  nv_lane_push(&engine->lanes[lane], &request->parts[0]);
+  uint32_t index = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
+  nv_lane *lane = &engine->lanes[index];
+  if (!request->rows || !nv_rows_plan_aside(request, lane)) nv_lane_push(lane, &request->parts[0]);
 }

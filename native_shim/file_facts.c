@@ -43,3 +43,12 @@ int nv_file_facts(int fd, nv_facts *facts) {
   facts->offset_alignment = x.dio_offset_align;
   return 0;
 }
+
+/* Blocks for [from, end); whether there are. */
+int nv_allocate(int fd, uint64_t from, uint64_t end) {
+  int r;
+  do {
+    r = fallocate(fd, 0, (off_t)from, (off_t)(end - from));
+  } while (r < 0 && errno == EINTR);
+  return r == 0;
+}

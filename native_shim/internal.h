@@ -36,6 +36,8 @@ typedef struct nv_part {
   uint64_t next, end;
   uint32_t inflight; /* blocks issued and not yet completed */
   int starts;        /* the first part: its lane starts the request */
+  nv_block block;    /* of rows: the next one, if it is known; then `next` and `end` are 0 and 1 */
+  int has_block;
 } nv_part;
 
 /* What the requests and completion queues of one engine share; its first member. */
@@ -47,7 +49,7 @@ typedef struct nv_common {
   pthread_cond_t done_cond;
   uint32_t waiters;
   atomic_ullong bytes_read, bytes_written, operations, direct_bytes, bounced_bytes,
-      buffered_bytes, errors, cancelled, in_flight;
+      buffered_bytes, errors, cancelled, in_flight, rows, row_blocks, row_bytes_saved;
 } nv_common;
 
 struct nv_request {
@@ -68,6 +70,8 @@ struct nv_request {
   char *address;
   uint64_t nbytes, file_offset, span_start, span_end;
   uint32_t offset_alignment, memory_alignment;
+  nv_rows *rows; /* NULL: one span */
+  int planned;   /* the rows are sorted, or it is known why not */
 
   /* written by several lanes */
   atomic_int stop; /* issue no further block: cancelled or failed */
@@ -103,6 +107,7 @@ typedef struct {
   uint32_t nbytes;
   uint32_t done;   /* of nbytes, by earlier short transfers */
   int32_t bounce;  /* index of the bounce block, or -1 */
+  nv_block block;  /* of rows */
 } nv_slot;
 
 typedef struct {
@@ -140,6 +145,7 @@ struct nv_engine {
 };
 
 /* request.c */
+nv_request *nv_request_new(nv_common *, nv_cq *, uint64_t token, uint32_t nparts);
 int nv_forked(const nv_common *);
 void nv_common_init(nv_common *, void (*last_out)(nv_common *));
 void nv_common_unref(nv_common *);
@@ -149,5 +155,15 @@ int nv_lane_init(nv_lane *, nv_engine *, uint32_t index);
 void nv_lane_destroy(nv_lane *);
 void nv_lane_push(nv_lane *, nv_part *);
 void nv_lanes_wake(nv_engine *);
+void nv_finish(nv_request *);
+/* file_facts.c */
+int nv_allocate(int fd, uint64_t from, uint64_t end);
+/* rows.c */
+uint64_t nv_rows_count(const nv_rows *);
+/* rows_request.c */
+int nv_rows_plan_aside(nv_request *, nv_lane *);
+void nv_rows_begin(nv_request *);
+int nv_rows_is_theirs(const nv_request *, int error);
+void nv_rows_end(nv_request *);
 
 #endif

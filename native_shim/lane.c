@@ -156,11 +156,7 @@ static void preallocate(nv_request *request) {
   if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || (uint64_t)st.st_size >= end) return;
   uint64_t from = (uint64_t)st.st_size > request->file_offset ? (uint64_t)st.st_size
                                                                : request->file_offset;
-  int r;
-  do {
-    r = fallocate(fd, 0, (off_t)from, (off_t)(end - from));
-  } while (r < 0 && errno == EINTR);
-  request->result.preallocated = r == 0;
+  request->result.preallocated = nv_allocate(fd, from, end);
 }
 
 /* A write's bytes before and behind its direct span, through the page cache. */
@@ -179,22 +175,33 @@ static void write_buffered(nv_request *request, uint64_t from, uint64_t to) {
   }
 }
 
-static void finish_part(nv_lane *lane, nv_part *part) {
+/* By whichever thread was the last to do something for it. */
+void nv_finish(nv_request *request) {
+  nv_engine *engine = (nv_engine *)request->common;
+  if (nv_complete(request) && engine->stopping) nv_lanes_wake(engine);
+}
+
+static void finish_part(nv_part *part) {
   nv_request *request = part->request;
   if (atomic_fetch_sub(&request->parts_left, 1) != 1) return;
+  if (request->rows) {
+    nv_rows_end(request);
+    return;
+  }
   if (request->opcode == NV_WRITE) {
     /* Behind the direct blocks, not before: a dirty page beside their span would make the
      * kernel write it back first. */
     write_buffered(request, request->file_offset, request->span_start);
     write_buffered(request, request->span_end, user_end(request));
   }
-  if (nv_complete(request) && lane->engine->stopping) nv_lanes_wake(lane->engine);
+  nv_finish(request);
 }
 
 static void start_part(nv_lane *lane, nv_part *part) {
   nv_request *request = part->request;
   if (part->starts) {
     part->starts = 0;
+    if (request->rows) nv_rows_begin(request);
     if (request->preallocate && !request->stop) preallocate(request);
     uint32_t lanes = lane->engine->options.lanes;
     for (uint32_t i = 1; i < request->nparts; i++)
@@ -203,7 +210,7 @@ static void start_part(nv_lane *lane, nv_part *part) {
   if (part->next < part->end && !request->stop)
     ring_insert(lane, part);
   else
-    finish_part(lane, part);
+    finish_part(part);
 }
 
 /* --- bounce blocks ----------------------------------------------------------------------- */
@@ -269,17 +276,41 @@ static void enqueue(nv_lane *lane, nv_slot *slot) {
   lane->pending[lane->npending++] = cb;
 }
 
+/* Whether a block of a span cannot go between the drive and the caller's memory. */
+static int must_bounce(const nv_request *request, uint64_t offset, uint64_t nbytes, char *memory) {
+  return request->opcode <= NV_WRITE && request->direct_fd >= 0 &&
+         (request->bounce || offset < request->file_offset || offset + nbytes > user_end(request) ||
+          (uintptr_t)memory % request->memory_alignment);
+}
+
+/* What of the part's rows comes next; 0 if nothing does. */
+static int next_of_rows(nv_part *part) {
+  nv_request *request = part->request;
+  uint32_t index = (uint32_t)(part - request->parts);
+  if (!part->has_block) part->has_block = nv_rows_next(request->rows, index, &part->block);
+  part->next = !part->has_block && !nv_rows_more(request->rows, index);
+  return part->has_block;
+}
+
+static int fill_block(nv_part *part, char *block, char *memory, uint64_t nbytes) {
+  nv_request *request = part->request;
+  if (!request->rows) return copy(request, block, memory, nbytes);
+  int failure = -nv_rows_collect(request->rows, &part->block, block);
+  if (failure) fail(request, failure);
+  return !failure;
+}
+
 /* Issues the next block of a part. 0: it must wait for a bounce block. */
 static int issue(nv_lane *lane, nv_part *part) {
   nv_request *request = part->request;
-  uint64_t nbytes = lane->engine->options.block_size;
-  if (nbytes > part->end - part->next) nbytes = part->end - part->next;
-  char *memory = request->address + (int64_t)(part->next - request->file_offset);
+  if (request->rows && !next_of_rows(part)) return 1;
+  uint64_t offset = request->rows ? part->block.offset : part->next;
+  uint64_t nbytes = request->rows ? part->block.nbytes : part->end - part->next;
+  if (nbytes > lane->engine->options.block_size) nbytes = lane->engine->options.block_size;
+  char *memory = request->rows ? (char *)(uintptr_t)part->block.address
+                               : request->address + (int64_t)(offset - request->file_offset);
   int32_t bounce = -1;
-  if (request->opcode <= NV_WRITE && request->direct_fd >= 0 &&
-      (request->bounce || part->next < request->file_offset ||
-       part->next + nbytes > user_end(request) ||
-       (uintptr_t)memory % request->memory_alignment)) {
+  if (request->rows ? !memory : must_bounce(request, offset, nbytes, memory)) {
     if (!lane->bounce_base && !open_bounce(lane)) {
       fail(request, ENOMEM);
       return 1;
@@ -287,7 +318,7 @@ static int issue(nv_lane *lane, nv_part *part) {
     if (!lane->nfree_bounce) return 0;
     bounce = (int32_t)lane->free_bounce[--lane->nfree_bounce];
     char *block = lane->bounce_base + (uint64_t)bounce * lane->engine->options.block_size;
-    if (request->opcode == NV_WRITE && !copy(request, block, memory, nbytes)) {
+    if (request->opcode == NV_WRITE && !fill_block(part, block, memory, nbytes)) {
       lane->free_bounce[lane->nfree_bounce++] = (uint32_t)bounce;
       return 1;
     }
@@ -295,12 +326,18 @@ static int issue(nv_lane *lane, nv_part *part) {
   }
   nv_slot *slot = &lane->slots[lane->free_slots[--lane->nfree]];
   slot->part = part;
-  slot->offset = part->next;
+  slot->offset = offset;
   slot->nbytes = (uint32_t)nbytes;
   slot->memory = memory;
   slot->done = 0;
   slot->bounce = bounce;
-  part->next += nbytes;
+  slot->block = part->block;
+  if (request->rows) {
+    part->has_block = 0;
+    part->next = !nv_rows_more(request->rows, (uint32_t)(part - request->parts));
+  } else {
+    part->next += nbytes;
+  }
   part->inflight++;
   enqueue(lane, slot);
   return 1;
@@ -330,22 +367,28 @@ static void fill(nv_lane *lane) {
     }
     part->next = part->end;
     ring_remove(lane, part);
-    if (!part->inflight) finish_part(lane, part);
+    if (!part->inflight) finish_part(part);
   }
 }
 
-/* The bytes [slot->offset, + slot->done) have been moved. */
-static void account(nv_lane *lane, nv_slot *slot) {
+/* The bytes [slot->offset, + slot->done) have been moved; of rows, `failure` is why not the others. */
+static void account(nv_slot *slot, int failure) {
   nv_request *request = slot->part->request;
   if (request->opcode > NV_WRITE) return;
-  uint64_t from, to, moved = slot->offset + slot->done;
-  user_share(slot, &from, &to);
-  if (to > moved) to = moved;
-  if (to <= from) return;
-  uint64_t useful = to - from;
-  if (slot->bounce >= 0 && request->opcode == NV_READ) {
-    if (request->cancelled) return; /* the caller's memory is left alone */
-    if (!copy(request, slot->memory + (from - slot->offset),
+  if (request->cancelled && slot->bounce >= 0 && request->opcode == NV_READ)
+    return; /* the caller's memory is left alone */
+  uint64_t useful;
+  if (request->rows) {
+    useful = nv_rows_landed(request->rows, (uint32_t)(slot->part - request->parts), &slot->block,
+                            slot->bounce >= 0 ? slot->memory : NULL, slot->done, failure);
+  } else {
+    uint64_t from, to, moved = slot->offset + slot->done;
+    user_share(slot, &from, &to);
+    if (to > moved) to = moved;
+    if (to <= from) return;
+    useful = to - from;
+    if (slot->bounce >= 0 && request->opcode == NV_READ &&
+        !copy(request, slot->memory + (from - slot->offset),
               request->address + (from - request->file_offset), useful))
       return;
   }
@@ -369,11 +412,13 @@ static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
     }
     res = -ECANCELED; /* not tried again; if another error was the reason, that one stands */
   }
-  if (res < 0) {
-    fail(request, (int)-res);
-  } else if (request->opcode <= NV_WRITE) {
+  int failure = res < 0 ? (int)-res : 0;
+  if (!failure && request->opcode <= NV_WRITE) {
     uint64_t from, to;
-    user_share(slot, &from, &to);
+    if (request->rows)
+      to = nv_rows_wanted(request->rows, &slot->block);
+    else
+      user_share(slot, &from, &to);
     int short_of_user = slot->offset + slot->done + (uint64_t)res < to;
     if (short_of_user) {
       /* Go on from an aligned position. Each turn advances by at least one alignment unit,
@@ -387,18 +432,21 @@ static void complete_block(nv_lane *lane, nv_slot *slot, int64_t res) {
         return;
       }
       if (request->opcode == NV_WRITE && !request->stop)
-        fail(request, EIO);
+        failure = EIO;
+      else if (!whole && request->rows)
+        failure = ENODATA; /* of these rows; what is behind them will tell itself */
       else if (!whole)
         part->end = part->next; /* end of file: nothing lies behind */
     }
     slot->done += (uint32_t)res;
   }
-  account(lane, slot);
+  if (failure && !nv_rows_is_theirs(request, failure)) fail(request, failure);
+  account(slot, failure);
   if (slot->bounce >= 0) lane->free_bounce[lane->nfree_bounce++] = (uint32_t)slot->bounce;
   lane->free_slots[lane->nfree++] = (uint32_t)(slot - lane->slots);
   part->inflight--;
   /* A part that still has blocks to issue is in the ring; fill() finishes it there. */
-  if (!part->inflight && part->next >= part->end && part->following == NULL) finish_part(lane, part);
+  if (!part->inflight && part->next >= part->end && part->following == NULL) finish_part(part);
 }
 
 /* --- the kernel's queue ------------------------------------------------------------------ */

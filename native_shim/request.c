@@ -215,8 +215,24 @@ void nv_cq_free(nv_cq *cq) {
 
 /* --- requests ---------------------------------------------------------------------------- */
 
+nv_request *nv_request_new(nv_common *common, nv_cq *cq, uint64_t token, uint32_t nparts) {
+  nv_request *request = calloc(1, sizeof *request + nparts * sizeof(nv_part));
+  if (!request) return NULL;
+  request->common = common;
+  request->token = token;
+  request->cq = cq;
+  request->nparts = nparts;
+  atomic_init(&request->parts_left, nparts);
+  for (uint32_t i = 0; i < nparts; i++) request->parts[i].request = request;
+  request->parts[0].starts = 1;
+  atomic_fetch_add(&common->refs, 1);
+  atomic_fetch_add(&cq->refs, 1);
+  return request;
+}
+
 static void request_release(nv_request *request) {
   nv_common *common = request->common;
+  nv_rows_free(request->rows);
   free(request);
   nv_common_unref(common);
 }
@@ -275,6 +291,7 @@ void nv_cancel(nv_request *request) {
   if (nv_forked(request->common)) return;
   atomic_store(&request->cancelled, 1);
   atomic_store(&request->stop, 1);
+  if (request->rows) nv_rows_stop(request->rows);
 }
 
 int nv_is_started(nv_request *request) { return request->started; }
@@ -325,6 +342,8 @@ int64_t nv_moved(nv_request *request) {
   const nv_result *result = &request->result;
   return result->error ? -(int64_t)result->error : (int64_t)result->transferred;
 }
+
+nv_rows *nv_request_rows(nv_request *request) { return request->rows; }
 
 const nv_result *nv_request_result(nv_request *request) { return &request->result; }
 

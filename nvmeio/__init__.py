@@ -21,6 +21,7 @@ from nvmeio.errors import ClosedError as ClosedError
 from nvmeio.errors import CuFileError as CuFileError
 from nvmeio.errors import IntegrityError as IntegrityError
 from nvmeio.errors import NvmeioError as NvmeioError
+from nvmeio.errors import RowsError as RowsError
 from nvmeio.errors import ShortTransferError as ShortTransferError
 from nvmeio.errors import TransferError as TransferError
 from nvmeio.files import File as File
@@ -82,6 +83,7 @@ __all__ = [
     "NvmeioError",
     "Operation",
     "PinnedPool",
+    "RowsError",
     "ShortTransferError",
     "SwappedModule",
     "SwappedOptimizer",

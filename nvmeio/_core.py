@@ -35,7 +35,9 @@ from nvmeio._io.threads import run_interruptible
 from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._plan import Plan
 from nvmeio._record import Record
+from nvmeio._rows import RowPlaces
 from nvmeio._tensor import Memory, touch
+from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
@@ -90,25 +92,29 @@ class Core:
         file: str | os.PathLike[str] | int | File,
         file_offset: int,
         check: Callable[[], None] | None = None,
+        places: RowPlaces | None = None,
     ) -> Record:
         """Start a read or write; failures of the open are the record's, not the call's.
 
-        `check` runs after success, off the event loop; what it raises is the record's error.
+        `check` runs after success, off the event loop; what it raises is the record's error. With
+        `places` it is a gather or scatter.
         """
         opened: Descriptors | None = None
+        planner = self._planner if places is None else _transfer.plan_rows
         try:
             opened = files.acquire(file, opcode is Opcode.WRITE)
-            planned, transfer = self._planner(opcode, memory, opened, file_offset)
+            planned, transfer = planner(opcode, memory, opened, file_offset)
         except BaseException as failed:
             if opened is not None:
                 opened.release()
+            if places is not None:
+                places.end()
             if isinstance(failed, TransferError):
                 return self._failed_at_once(opcode, memory, failed, file_offset)
             memory.end()
             raise
-        record = Record(
-            next(self._tokens), opcode, memory, opened.path, file_offset, memory.nbytes, check
-        )
+        token, nbytes = next(self._tokens), memory.nbytes
+        record = Record(token, opcode, memory, opened.path, file_offset, nbytes, check, places)
         return self._submit(record, opened, planned, transfer)
 
     def start_sync(self, opcode: Opcode, opened: Descriptors) -> Record:
@@ -124,7 +130,7 @@ class Core:
         token = record.token
         try:
             record.home = cq = self._completions.here()
-            record.request = request = self.engine.prepare(cq, token, transfer)
+            record.request = request = base.prepare(self.engine, cq, token, transfer, record.rows)
             with self._lock:
                 self.check_open()
                 self._live[token] = record
@@ -294,7 +300,7 @@ class Core:
             # A token of its own: who has the old one still is to take that off the queue only.
             token, cq = next(self._tokens), record.home
             assert cq is not None
-            record.request = self.engine.prepare(cq, token, transfer)
+            record.request = base.prepare(self.engine, cq, token, transfer, record.rows)
             self._live[token] = self._live.pop(record.token)
             record.token, record.claimed = token, 0
             record.request.start()
@@ -457,13 +463,7 @@ class Core:
     def live_writes(self, inode: tuple[int, int]) -> list[Record]:
         """The writes to a file that have been started up to now, and are not over."""
         with self._lock:
-            return [
-                record
-                for record in self._live.values()
-                if record.opcode is Opcode.WRITE
-                and (opened := record.opened) is not None
-                and opened.inode == inode
-            ]
+            return [record for record in self._live.values() if record.writes_to(inode)]
 
     async def settle_live(self) -> None:
         """`wait_for_live`, awaited."""

@@ -178,6 +178,9 @@ def _user_of(storage: int) -> Record | None:
             memory = record.memory
             if memory is not None and memory.keep._cdata == storage:
                 return record
+            places = record.places
+            if places is not None and places.keep._cdata == storage:
+                return record
     return None
 
 

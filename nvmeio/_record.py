@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvmeio._plan import Plan
+from nvmeio._rows import RowPlaces
 from nvmeio._tensor import Memory
 from nvmeio.engines.base import CompletionQueue, EngineError, Opcode, Outcome, Request
 from nvmeio.errors import ShortTransferError, TransferError
@@ -25,6 +26,7 @@ NAMES = {
     Opcode.FSYNC: "fsync",
     Opcode.FDATASYNC: "fsync",
 }
+ROWS_NAMES = {Opcode.READ: "gather", Opcode.WRITE: "scatter"}
 _NOTHING = Outcome(0, 0, 0, 0, 0)
 
 
@@ -39,6 +41,7 @@ class Record:
         file_offset: Where in the file it begins, in bytes.
         nbytes: How many bytes it moves.
         check: Runs after success, off the event loop.
+        places: Of a gather or scatter: where its rows lie.
     """
 
     __slots__ = (
@@ -54,8 +57,10 @@ class Record:
         "opcode",
         "opened",
         "path",
+        "places",
         "plan",
         "request",
+        "rows",
         "state",
         "token",
         "waiters",
@@ -70,6 +75,7 @@ class Record:
         file_offset: int,
         nbytes: int,
         check: Callable[[], None] | None = None,
+        places: RowPlaces | None = None,
     ) -> None:
         self.token = token
         self.opcode = opcode
@@ -78,6 +84,8 @@ class Record:
         self.file_offset = file_offset
         self.nbytes = nbytes
         self.check = check
+        self.places = places
+        self.rows = None if places is None else places.rows
         self.opened: Descriptors | None = None
         self.plan: Plan | None = None
         self.request: Request | None = None
@@ -92,7 +100,19 @@ class Record:
 
     def __repr__(self) -> str:
         span = f" [{self.file_offset}, {self.file_offset + self.nbytes})" if self.nbytes else ""
-        return f"<{NAMES[self.opcode]} {self.path}{span} {self.state}>"
+        if self.rows is not None:
+            span = f" {self.rows.number} rows of {self.rows.row_bytes} bytes"
+        return f"<{self.name} {self.path}{span} {self.state}>"
+
+    @property
+    def name(self) -> str:
+        """What the operation is called."""
+        return (NAMES if self.rows is None else ROWS_NAMES)[self.opcode]
+
+    def writes_to(self, inode: tuple[int, int]) -> bool:
+        """Whether it writes to this file."""
+        opened = self.opened
+        return self.opcode is Opcode.WRITE and opened is not None and opened.inode == inode
 
     def outcome(self) -> Outcome:
         """What the engine tells of it, once the kernel is done."""
@@ -145,10 +165,12 @@ class Record:
 
     def let_go(self) -> TransferError | None:
         """Give memory and file back; the error of closing the file, if there is one."""
-        memory, opened = self.memory, self.opened
+        memory, places, opened = self.memory, self.places, self.opened
         if memory is not None:
             memory.end()
-        self.memory = self.opened = self.plan = self.check = None
+        if places is not None:
+            places.end()
+        self.memory = self.places = self.opened = self.plan = self.check = None
         if opened is not None:
             try:
                 opened.release()
@@ -159,7 +181,7 @@ class Record:
 
     def _about(self, transferred: int) -> dict[str, Any]:
         return {
-            "operation": NAMES[self.opcode],
+            "operation": self.name,
             "path": self.path,
             "file_offset": self.file_offset,
             "nbytes": self.nbytes,

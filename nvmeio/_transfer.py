@@ -63,6 +63,33 @@ def plan_device(
     return planned._replace(direct=False), DeviceTransfer.make(transfer, memory, opened)
 
 
+def plan_rows(
+    opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
+) -> tuple[Plan, Transfer]:
+    """A gather or scatter; the engine finds out which bytes of which row go direct.
+
+    Raises:
+        TransferError: The file's second descriptor is needed and cannot be opened.
+    """
+    direct = opened.direct_fd >= 0 and opened.alignment.offset > 0
+    buffered = opcode is Opcode.WRITE or not direct
+    return Plan(file_offset, file_offset, direct, buffered), Transfer(
+        opcode,
+        opened.direct_fd if direct else -1,
+        opened.buffered_fd() if buffered else -1,
+        memory.address,
+        memory.nbytes,
+        file_offset,
+        file_offset,
+        file_offset,
+        opened.alignment.offset or 1,
+        opened.alignment.memory or 1,
+        False,
+        False,
+        memory.foreign,
+    )
+
+
 def plan_buffered(
     opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
 ) -> tuple[Plan, Transfer]:

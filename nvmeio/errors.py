@@ -5,6 +5,7 @@ NvmeioError
 ├ AlignmentError(ValueError)             address, file_offset, nbytes, required
 ├ TransferError(OSError)                 errno, operation, path, file_offset, nbytes, transferred
 │  ├ ShortTransferError                  requested, transferred
+│  ├ RowsError                           row, rows, whole, mask()
 │  └ CuFileError                         cufile_status, cuda_status
 ├ BackendUnavailableError(RuntimeError)  attempts = [(name, reason), …], remedy
 └ IntegrityError                         expected, found
@@ -15,7 +16,10 @@ from __future__ import annotations
 import errno as _errno
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
 
 # How to fix what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
@@ -172,6 +176,67 @@ class ShortTransferError(TransferError):
     def requested(self) -> int:
         """Bytes asked for."""
         return self.nbytes
+
+
+class RowsError(TransferError):
+    """Some rows of a gather or scatter could not be moved; the others were.
+
+    Attributes:
+        row: The first that failed, by its number.
+        errno: Why that one did; ENODATA where the file ends before the row does.
+        file_offset: Where in the file it was to be.
+        nbytes: The length of a row in bytes.
+        rows: How many rows there are.
+        whole: How many of them are whole: read into their place, or written. Rows that were read in
+            one block fail together.
+        transferred: Bytes of rows that got through.
+    """
+
+    row: int
+    rows: int
+    whole: int
+    _whole_rows: bytes
+    _FIELDS = (*TransferError._FIELDS, "row", "rows", "whole", "_whole_rows")
+
+    def __new__(
+        cls,
+        errno: int,
+        *,
+        row: int,
+        rows: int,
+        whole: int,
+        _whole_rows: bytes,
+        operation: str,
+        path: str,
+        file_offset: int = 0,
+        detail: str = "",
+        **_: Any,
+    ) -> RowsError:
+        """As `TransferError`; `_whole_rows` has a byte for each row, which is 1 if it is whole."""
+        why = detail or os.strerror(errno)
+        if errno == _errno.ENODATA:
+            why = detail or "the file ends before the row does"
+        elif errno in _REMEDIES and not detail:
+            why += f" ({_REMEDIES[errno]})"
+        text = f"{why}; row {row} at byte {file_offset}, {whole} of {rows} rows are whole"
+        made = super().__new__(cls, errno, operation=operation, path=path, detail=text)
+        assert isinstance(made, RowsError)
+        return made
+
+    def __init__(
+        self, errno: int, *, row: int, rows: int, whole: int, _whole_rows: bytes, **about: Any
+    ) -> None:
+        super().__init__(errno, **about)
+        self.row = row
+        self.rows = rows
+        self.whole = whole
+        self._whole_rows = _whole_rows
+
+    def mask(self) -> torch.Tensor:
+        """Which rows are whole: a tensor of `rows` bools."""
+        import torch  # this module is loaded before anything else
+
+        return torch.frombuffer(bytearray(self._whole_rows), dtype=torch.bool)
 
 
 class CuFileError(TransferError):

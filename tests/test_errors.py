@@ -252,3 +252,26 @@ def test_backend_unavailable_error_lists_every_attempt() -> None:
 def test_integrity_error() -> None:
     error = IntegrityError("bytes differ", expected=b"a", found=b"b")
     assert (str(error), error.expected, error.found) == ("bytes differ", b"a", b"b")
+
+
+def test_rows_that_failed() -> None:
+    error = nvmeio.RowsError(
+        errno.EIO,
+        row=2,
+        rows=3,
+        whole=2,
+        _whole_rows=b"\1\1\0",
+        operation="gather",
+        path="/x/y",
+        file_offset=800,
+        nbytes=100,
+        transferred=200,
+    )
+    again = [pickle.loads(pickle.dumps(error)), copy.copy(error), errors.with_context(error, "a")]
+    for each in (error, *again):
+        assert isinstance(each, nvmeio.RowsError)
+        assert (each.errno, each.row, each.rows, each.whole) == (errno.EIO, 2, 3, 2)
+        assert (each.file_offset, each.nbytes, each.transferred) == (800, 100, 200)
+        assert each.mask().tolist() == [True, True, False]
+        assert "row 2 at byte 800, 2 of 3 rows are whole; gather /x/y" in str(each)
+    assert "smartctl" in str(error)

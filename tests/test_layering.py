@@ -39,6 +39,7 @@ LAYERS = {
     "_device": 2,
     "_tensor": 2,
     "files": 2,
+    "_rows": 3,
     "_transfer": 3,
     "engines": 3,
     "_completions": 4,

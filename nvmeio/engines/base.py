@@ -8,9 +8,9 @@ out the tokens of finished transfers behind a pollable descriptor.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from nvmeio.errors import TransferError
+from nvmeio.errors import BackendUnavailableError, TransferError
 
 
 class Opcode(IntEnum):
@@ -59,11 +59,27 @@ class Transfer(NamedTuple):
     only the kernel may touch it."""
 
 
+class Rows(NamedTuple):
+    """Where the rows of a gather or scatter lie, beside the `Transfer` that tells of their memory.
+
+    The offsets are the caller's to keep alive, like the memory.
+    """
+
+    number: int
+    """1 or more, and less than 2**32."""
+    row_bytes: int
+    """1 or more."""
+    offsets: int
+    """Address of `number` integers of 64 bits: where in the file each row begins."""
+
+
 class Counters(NamedTuple):
     """What an engine has done since it was started; bytes are the caller's, not padding.
 
     `direct_bytes` went between the drive and the tensor, `bounced_bytes` through an aligned block
-    of the engine, `buffered_bytes` through the page cache.
+    of the engine, `buffered_bytes` through the page cache. Of gathers and scatters: `rows` that
+    were moved whole, the `row_blocks` that this took, and the bytes that were not read once more
+    because rows lie in the same units of the file (`row_bytes_saved`).
     """
 
     bytes_read: int = 0
@@ -75,6 +91,9 @@ class Counters(NamedTuple):
     errors: int = 0
     cancelled: int = 0
     in_flight: int = 0
+    rows: int = 0
+    row_blocks: int = 0
+    row_bytes_saved: int = 0
 
     def since(self, earlier: Counters) -> Counters:
         """What was counted after `earlier` was read; `in_flight` stays as it is now."""
@@ -194,3 +213,31 @@ class Engine(Protocol):
 
     def join(self) -> None:
         """Wait until `stop` has taken effect."""
+
+
+@runtime_checkable
+class RowsEngine(Engine, Protocol):
+    """An engine that moves many rows at once as well."""
+
+    def prepare_rows(
+        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
+    ) -> Request:
+        """As `prepare`, for rows: `transfer` tells of memory and file, its span says nothing."""
+
+
+def prepare(
+    engine: Engine, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows | None
+) -> Request:
+    """A transfer, or one of rows, that is ready to start.
+
+    Raises:
+        BackendUnavailableError: The engine moves no rows.
+    """
+    if rows is None:
+        return engine.prepare(cq, token, transfer)
+    if not isinstance(engine, RowsEngine):
+        raise BackendUnavailableError(
+            f"the engine {engine.name!r} moves no rows",
+            remedy="give it a prepare_rows (nvmeio.engines.base.RowsEngine), or use 'libaio'",
+        )
+    return engine.prepare_rows(cq, token, transfer, rows)

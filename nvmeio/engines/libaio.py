@@ -9,7 +9,16 @@ from typing import Any
 
 from nvmeio._io.threads import Thread
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
-from nvmeio.engines.base import CompletionQueue, Counters, Options, Outcome, Request, Transfer
+from nvmeio.engines._rows import with_cause
+from nvmeio.engines.base import (
+    CompletionQueue,
+    Counters,
+    Options,
+    Outcome,
+    Request,
+    Rows,
+    Transfer,
+)
 from nvmeio.errors import BackendUnavailableError
 
 # A ring of bounce blocks: enough in flight to keep a drive busy while one is copied, and a little
@@ -78,6 +87,28 @@ class LibaioEngine:
             raise MemoryError("the native shim could not allocate a request")
         return _Request(ffi.gc(request, lib.nv_request_free))
 
+    def prepare_rows(
+        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
+    ) -> Request:
+        """One request for all rows; the shim sorts them and cuts them into blocks."""
+        assert isinstance(cq, _CompletionQueue)
+        request = lib.nv_prepare_rows(
+            self._engine,
+            cq.raw,
+            token,
+            transfer.opcode,
+            transfer.direct_fd,
+            transfer.buffered_fd,
+            transfer.address,
+            *rows,
+            transfer.offset_alignment,
+            transfer.memory_alignment,
+            transfer.foreign,
+        )
+        if request == ffi.NULL:
+            raise MemoryError(f"the native shim could not allocate a request of {rows.number} rows")
+        return _RowsRequest(ffi.gc(request, lib.nv_request_free), rows)
+
     def counters(self) -> Counters:
         """Counted by the lanes."""
         raw = ffi.new("nv_counters *")
@@ -129,6 +160,17 @@ class _Request:
         return Outcome(
             raw.error, raw.transferred, raw.direct_bytes, raw.bounced_bytes, raw.buffered_bytes
         )
+
+
+class _RowsRequest(_Request):
+    __slots__ = ("_rows",)
+
+    def __init__(self, raw: Any, rows: Rows) -> None:
+        super().__init__(raw)
+        self._rows = rows
+
+    def outcome(self) -> Outcome:
+        return with_cause(super().outcome(), lib.nv_request_rows(self._raw), self._rows)
 
 
 class _CompletionQueue:

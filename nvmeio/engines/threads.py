@@ -2,7 +2,8 @@
 
 It works wherever the system calls do, keeps every promise of the engine contract, and is meant to
 be read: a request is cut into blocks, blocks of all requests take turns in a bounded queue, workers
-move them. `nvmeio.testing.FakeEngine` overrides the steps marked "hook" to inject faults.
+move them. Gathers and scatters are cut by the shim (native_shim/rows.c), and moved here.
+`nvmeio.testing.FakeEngine` overrides the steps marked "hook" to inject faults.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from nvmeio._io.threads import Thread
-from nvmeio._shim import copy_foreign
+from nvmeio._shim import copy_foreign, ffi, lib
 from nvmeio.engines._queued import End, EventfdQueue
+from nvmeio.engines._rows import with_cause
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
@@ -27,6 +30,7 @@ from nvmeio.engines.base import (
     Options,
     Outcome,
     Request,
+    Rows,
     Transfer,
 )
 
@@ -44,6 +48,8 @@ class Block:
     request: ThreadsRequest
     offset: int
     nbytes: int
+    rows: Any = None
+    """The shim's `nv_block`, of a gather or scatter."""
 
 
 @dataclass(eq=False)
@@ -76,8 +82,12 @@ class ThreadsRequest:
 
     def cancel(self) -> None:
         self.cancelled = self.stop = True
+        self.interrupt()
         with self.engine.lock:
             self.engine.condition.notify_all()
+
+    def interrupt(self) -> None:
+        """Have long work for it end soon."""
 
     def wait(self, timeout_s: float) -> bool:
         return self.finished.wait(timeout_s)
@@ -113,6 +123,79 @@ class ThreadsRequest:
     def fail(self, code: int) -> None:
         self.error = self.error or code
         self.stop = True
+
+
+@dataclass(eq=False)
+class RowsRequest(ThreadsRequest):
+    """A gather or scatter.
+
+    Its first block, of no bytes, is for the worker that sorts the rows; [next, end) is [0, 1) then,
+    while the shim has more blocks.
+    """
+
+    rows: Rows | None = None
+    raw: Any = None
+    planned: bool = False
+    guard: threading.Lock = field(default_factory=threading.Lock)  # of the shim's account
+
+    def interrupt(self) -> None:
+        lib.nv_rows_stop(self.raw)
+
+    def outcome(self) -> Outcome:
+        assert self.rows is not None
+        return with_cause(super().outcome(), self.raw, self.rows)
+
+    def plan(self) -> None:
+        """Sort the rows."""
+        transfer = self.transfer
+        failure = lib.nv_rows_plan(self.raw)
+        if failure:
+            self.fail(-failure)
+        else:
+            fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
+            lib.nv_rows_preallocate(self.raw, fd)
+            self.next = not lib.nv_rows_more(self.raw, 0)
+        self.planned = True
+
+    def next_block(self) -> Block:
+        """The next one; one of no bytes if there is none."""
+        found = ffi.new("nv_block *")
+        with self.guard:
+            some = lib.nv_rows_next(self.raw, 0, found)
+            self.next = not lib.nv_rows_more(self.raw, 0)
+        return Block(self, found.offset, found.nbytes, found) if some else Block(self, 0, 0)
+
+    def move_block(self, block: Block, bounce: mmap.mmap) -> None:
+        """For a worker: what `ThreadsEngine._move_block` does for others."""
+        transfer, found = self.transfer, block.rows
+        own = ffi.from_buffer("char[]", bounce, require_writable=True)
+        memory = memoryview(bounce)[: block.nbytes]
+        if found.address:
+            memory = _memory(found.address, block.nbytes)
+        elif transfer.opcode == Opcode.WRITE:
+            failure = lib.nv_rows_collect(self.raw, found, own)
+            if failure:
+                self.fail(-failure)
+                return
+        wanted = lib.nv_rows_wanted(self.raw, found) - block.offset
+        done, failure = self.engine.move_all(block, memory, wanted)
+        # EINVAL is a file that refuses direct I/O: all of it is done again, without.
+        if failure == errno.EINVAL and transfer.direct_fd >= 0:
+            self.fail(failure)
+        if self.cancelled and transfer.opcode == Opcode.READ and not found.address:
+            return  # the caller's memory is left alone
+        copied_from = ffi.NULL if found.address else own
+        with self.guard:
+            through = lib.nv_rows_landed(self.raw, 0, found, copied_from, done, failure)
+        way = "bounced" if not found.address else "direct"
+        with self.engine.lock:
+            self.counted[way if transfer.direct_fd >= 0 else "buffered"] += through
+
+    def conclude(self) -> Any:
+        """How it went, as the shim tells."""
+        result = lib.nv_rows_conclude(self.raw, self.error)
+        self.error = result.error
+        return result
 
 
 class ThreadsEngine:
@@ -162,6 +245,28 @@ class ThreadsEngine:
         """A request that `start` puts behind the others."""
         assert isinstance(cq, EventfdQueue)
         return ThreadsRequest(self, token, transfer, cq, transfer.span_start, transfer.span_end)
+
+    def prepare_rows(
+        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
+    ) -> Request:
+        """The same for rows."""
+        assert isinstance(cq, EventfdQueue)
+        assert self._options is not None
+        raw = lib.nv_rows_new(
+            transfer.opcode,
+            transfer.address,
+            *rows,
+            self._options.block_size,
+            transfer.offset_alignment,
+            transfer.memory_alignment,
+            transfer.direct_fd >= 0,
+            transfer.foreign,
+            1,
+        )
+        if raw == ffi.NULL:
+            raise MemoryError(f"no memory to sort {rows.number} rows in")
+        raw = ffi.gc(raw, lib.nv_rows_free)
+        return RowsRequest(self, token, transfer, cq, 0, 1, rows=rows, raw=raw)
 
     def enqueue(self, request: ThreadsRequest) -> None:
         """For `ThreadsRequest.start`."""
@@ -243,6 +348,13 @@ class ThreadsEngine:
             if not request.blocks_out:
                 self._finish(request)
             return
+        if isinstance(request, RowsRequest):
+            self._pending.append(request.next_block() if request.planned else Block(request, 0, 0))
+            request.issued = True
+            request.blocks_out += 1
+            if request.planned and request.next < request.end:
+                self._ring.append(request)
+            return
         # An empty span gets one empty block: some worker must write the edges, or call fsync.
         self._pending.append(Block(request, request.next, nbytes))
         request.issued = True
@@ -268,6 +380,7 @@ class ThreadsEngine:
         return True
 
     def _finish(self, request: ThreadsRequest) -> None:
+        result = request.conclude() if isinstance(request, RowsRequest) else None
         outcome = request.outcome()
         moved = "bytes_read" if request.transfer.opcode == Opcode.READ else "bytes_written"
         added = {
@@ -281,6 +394,11 @@ class ThreadsEngine:
             added["cancelled"] = 1
         elif outcome.error or outcome.transferred < request.transfer.nbytes:
             added["errors"] = 1
+        # Refused as direct I/O, it is done again; the others are counted.
+        if result is not None and outcome.error != errno.EINVAL:
+            added["rows"] = result.whole
+            added["row_blocks"] = result.blocks
+            added["row_bytes_saved"] = result.saved_bytes
         self._counters = self._counters._replace(
             **{name: getattr(self._counters, name) + n for name, n in added.items()}
         )
@@ -308,16 +426,30 @@ class ThreadsEngine:
             self._run(block, bounce)
             with self.lock:
                 self._in_kernel -= 1
+                if isinstance(block.request, RowsRequest):
+                    self._go_on(block)
                 last = self._retire(block)
             if last:
                 self._write_edges(block.request)
                 with self.lock:
                     self._finish(block.request)
 
+    def _go_on(self, block: Block) -> None:
+        """The rows are sorted: their blocks take turns with others."""
+        request = block.request
+        if block.rows is None and request.next < request.end and not request.stop:
+            self._ring.append(request)
+            self.condition.notify()
+
     def _run(self, block: Block, bounce: mmap.mmap) -> None:
         request, transfer = block.request, block.request.transfer
         try:
-            if transfer.opcode >= Opcode.FSYNC:
+            if isinstance(request, RowsRequest):
+                if block.rows is not None:
+                    request.move_block(block, bounce)
+                elif not request.planned:
+                    request.plan()
+            elif transfer.opcode >= Opcode.FSYNC:
                 fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
                 (os.fsync if transfer.opcode == Opcode.FSYNC else os.fdatasync)(fd)
             elif block.nbytes:
@@ -341,7 +473,11 @@ class ThreadsEngine:
         memory = memoryview(bounce)[: block.nbytes] if bounced else mine
         if bounced and transfer.opcode == Opcode.WRITE:
             self._copy(transfer, memory, mine)
-        done = self._move_all(block, memory, last - block.offset)
+        done, failure = self.move_all(block, memory, last - block.offset)
+        if failure == errno.ENODATA:
+            request.end = request.next  # end of file: nothing lies behind
+        elif failure:
+            request.fail(failure)
         useful = max(0, min(block.offset + done, last) - first)
         if bounced and transfer.opcode == Opcode.READ:
             if request.cancelled:
@@ -363,8 +499,12 @@ class ThreadsEngine:
         else:
             bounce[:] = mine
 
-    def _move_all(self, block: Block, memory: memoryview, wanted: int) -> int:
-        """Move a block, going on after short transfers; bytes moved."""
+    def move_all(self, block: Block, memory: memoryview, wanted: int) -> tuple[int, int]:
+        """Move a block, going on after short transfers.
+
+        Returns:
+            Bytes moved, and what kept it from moving all: an errno, ENODATA for the end of a file.
+        """
         request, transfer = block.request, block.request.transfer
         fd, unit = transfer.buffered_fd, 1
         if transfer.direct_fd >= 0:
@@ -375,25 +515,28 @@ class ThreadsEngine:
                 moved = self._move(block, fd, memory[done:], block.offset + done)
             except OSError as failed:
                 if failed.errno not in (errno.EINTR, errno.EAGAIN):
-                    request.fail(failed.errno or errno.EIO)
-                elif not request.stop:
+                    return done, failed.errno or errno.EIO
+                if not request.stop:
                     continue
-                return done
+                return done, 0
             whole = moved - moved % unit
             if done + moved >= wanted:
-                return done + moved
+                return done + moved, 0
             if not whole or request.stop:
                 if transfer.opcode == Opcode.WRITE and not request.stop:
-                    request.fail(errno.EIO)
-                elif not whole:
-                    request.end = request.next  # end of file: nothing lies behind
-                return done + moved
+                    return done + moved, errno.EIO
+                return done + moved, 0 if whole else errno.ENODATA
             done += whole
 
     def _write_edges(self, request: ThreadsRequest) -> None:
         """A write's head and tail, before and behind its direct span, through the page cache."""
         transfer = request.transfer
         if transfer.opcode != Opcode.WRITE:
+            return
+        if isinstance(request, RowsRequest):
+            if not request.stop and lib.nv_rows_has_edges(request.raw):
+                written = lib.nv_rows_write_edges(request.raw, transfer.buffered_fd)
+                request.counted["buffered"] += written
             return
         start, end = transfer.file_offset, transfer.file_offset + transfer.nbytes
         for offset, stop in ((start, transfer.span_start), (transfer.span_end, end)):

@@ -75,6 +75,26 @@ def test_a_staged_read(handle: nvmeio.AioHandle, file: Path) -> None:
         assert tensor.untyped_storage().resizable(), where
 
 
+def test_a_gather(handle: nvmeio.AioHandle, file: Path) -> None:
+    out, places = torch.zeros(50, 60, dtype=torch.uint8), torch.arange(50) * 90
+    before = open_descriptors()
+    for where in everywhere(lambda: handle.sync_gather(out, file, places)):
+        check(handle, file, where, before)
+        assert out.untyped_storage().resizable(), where
+        assert places.untyped_storage().resizable(), where
+    assert raw(out[49]) == DATA[49 * 90 :][:60]
+
+
+def test_a_scatter(handle: nvmeio.AioHandle, file: Path) -> None:
+    rows = bytes_tensor(DATA).clone().view(50, 100)
+    before = open_descriptors()
+    for where in everywhere(
+        lambda: handle.sync_scatter(rows, file, [100 * row for row in range(50)])
+    ):
+        check(handle, file, where, before)
+        assert rows.untyped_storage().resizable(), where
+
+
 def test_a_flush(handle: nvmeio.AioHandle, file: Path) -> None:
     before = open_descriptors()
     for where in everywhere(lambda: handle.sync_fsync(file)):

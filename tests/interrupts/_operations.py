@@ -93,6 +93,42 @@ class AsyncOperations(SyncOperations):
         return found
 
 
+class Rows(SyncOperations):
+    """A scatter, and a gather of what it wrote, more rows than are sorted in passing."""
+
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(3))
+
+    def work(self) -> Any:
+        rows = self.written[:300_000].view(3000, 100)
+        places = self.order * 101
+        assert self.handle.sync_scatter(rows, self.path, places) == 300_000
+        found = torch.zeros_like(rows)
+        assert self.handle.sync_gather(found, self.path, places) == 300_000
+        return found
+
+    def check(self, found: Any) -> None:
+        assert torch.equal(found.view(-1), self.written[:300_000])
+        self.handle.wait(30)
+        assert self.handle.stats.in_flight == 0
+
+
+class AsyncRows(Rows):
+    """The same on an event loop."""
+
+    modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
+
+    def work(self) -> Any:
+        return Scenario.work(self)
+
+    async def awork(self) -> Any:
+        rows = self.written[:300_000].view(3000, 100)
+        places = self.order * 101
+        assert await self.handle.async_scatter(rows, self.path, places) == 300_000
+        found = torch.zeros_like(rows)
+        assert await self.handle.async_gather(found, self.path, places) == 300_000
+        return found
+
+
 class Handles(Scenario):
     """A handle from its making to its end."""
 
@@ -152,6 +188,8 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "operations": SyncOperations,
     "operations-submitted": Submitted,
     "operations-async": AsyncOperations,
+    "rows": Rows,
+    "rows-async": AsyncRows,
     "handles": Handles,
     "pool": Pool,
 }

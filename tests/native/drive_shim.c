@@ -287,6 +287,136 @@ static void past_the_end(fds f) {
   nv_engine_free(r.engine);
 }
 
+/* Rows of one length all over a file, written and read again by several at once; some are cancelled. */
+typedef struct {
+  nv_engine *engine;
+  fds f;
+  uint64_t seed, from; /* the part of the file that is its own */
+  int cancels;
+} row_mover;
+
+enum { ROWS_BYTES = 1 << 18 };
+
+static nv_request *start_rows(row_mover *m, nv_cq *cq, int opcode, char *memory, uint64_t count,
+                              uint64_t row_bytes, const int64_t *offsets) {
+  nv_request *request =
+      nv_prepare_rows(m->engine, cq, 7, opcode, m->f.direct, m->f.buffered,
+                      (uint64_t)(uintptr_t)memory, count, row_bytes, (uint64_t)(uintptr_t)offsets,
+                      alignment ? alignment : 1, alignment ? alignment : 1, (int)chance(2));
+  CHECK(request);
+  nv_start(request);
+  return request;
+}
+
+static void *move_rows(void *argument) {
+  row_mover *m = argument;
+  state = m->seed * 2654435761u + 7;
+  nv_cq *cq = nv_cq_new(m->engine);
+  CHECK(cq);
+  for (int turn = 0; turn < 3; turn++) {
+    uint64_t row_bytes = chance(2) ? 1 + chance(300) : chance(2) ? PAGE : 1 + chance(30000);
+    uint64_t room = row_bytes + (chance(2) ? 0 : chance(2 * PAGE));
+    uint64_t count = ROWS_BYTES / room, shift = chance(2) * chance(PAGE);
+    if (count > 2000 && chance(2)) count = 2000; /* sorted by a thread of its own, or not */
+    while (count * room + shift > ROWS_BYTES) count--;
+    int64_t *offsets = malloc(count * sizeof *offsets + 1);
+    CHECK(offsets);
+    for (uint64_t i = 0; i < count; i++) { /* shuffled */
+      uint64_t j = chance(i + 1);
+      offsets[i] = offsets[j];
+      offsets[j] = (int64_t)(m->from + shift + i * room);
+    }
+    char *block, *memory = take(count * row_bytes, (int)chance(2), &block);
+    for (uint64_t i = 0; i < count; i++)
+      fill_with(memory + i * row_bytes, (uint64_t)offsets[i], row_bytes, 5);
+    nv_request *request = start_rows(m, cq, NV_WRITE, memory, count, row_bytes, offsets);
+    wait_for(request);
+    CHECK(nv_moved(request) == (int64_t)(count * row_bytes));
+    nv_request_free(request);
+    memset(memory, 0xA5, count * row_bytes);
+    request = start_rows(m, cq, NV_READ, memory, count, row_bytes, offsets);
+    if (m->cancels && chance(2)) {
+      if (chance(2)) nap((long)chance(300));
+      nv_cancel(request);
+    }
+    wait_for(request);
+    const nv_result *result = nv_request_result(request);
+    CHECK(result->error == 0 || (m->cancels && result->error == ECANCELED));
+    for (uint64_t i = 0; !result->error && i < count; i++)
+      CHECK(holds(memory + i * row_bytes, (uint64_t)offsets[i], row_bytes, 5));
+    CHECK(canaries(block, memory, count * row_bytes));
+    nv_request_free(request);
+    memset(memory, 0x5A, count * row_bytes);
+    free(block);
+    free(offsets);
+  }
+  nv_cq_free(cq);
+  return NULL;
+}
+
+static void rows_of_many(int cancels) {
+  enum { THREADS = 4 };
+  running r;
+  start_engine(&r, some_options());
+  fds f = open_file("rows", 1);
+  pthread_t threads[THREADS];
+  row_mover what[THREADS];
+  for (unsigned i = 0; i < THREADS; i++) {
+    /* Neighbours share a page. */
+    what[i] = (row_mover){r.engine, f, chance(1u << 30), i * (ROWS_BYTES + 100), cancels};
+    CHECK(pthread_create(&threads[i], NULL, move_rows, &what[i]) == 0);
+  }
+  for (int i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  nv_counters counted;
+  nv_engine_counters(r.engine, &counted);
+  CHECK(counted.in_flight == 0 && counted.errors == 0 && counted.rows > 0);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+  close_file(f);
+}
+
+/* Rows behind the end of the file, rows that overlap, and a request that nobody waits for. */
+static void rows_that_fail(fds f) {
+  running r;
+  start_engine(&r, some_options());
+  nv_cq *cq = nv_cq_new(r.engine);
+  row_mover m = {.engine = r.engine, .f = f};
+  int64_t places[] = {5, FILE_BYTES + TAIL - 50, FILE_BYTES + TAIL - 100, FILE_BYTES * 3};
+  char *block, *memory = take(400, 0, &block);
+  nv_request *request = start_rows(&m, cq, NV_READ, memory, 4, 100, places);
+  wait_for(request);
+  CHECK(nv_moved(request) == -ENODATA);
+  const nv_rows_result *result = nv_rows_outcome(nv_request_rows(request));
+  uint8_t whole[4];
+  nv_rows_mask(nv_request_rows(request), whole);
+  CHECK(result->whole == 2 && result->failed_row == 1 && result->failed_offset == (uint64_t)places[1]);
+  CHECK(whole[0] && !whole[1] && whole[2] && !whole[3]);
+  CHECK(holds(memory, 5, 100, 0) && canaries(block, memory, 400));
+  nv_request_free(request);
+
+  places[3] = 104;
+  request = start_rows(&m, cq, NV_WRITE, memory, 4, 100, places);
+  wait_for(request);
+  uint64_t one, other;
+  CHECK(nv_moved(request) == -EEXIST);
+  nv_rows_overlap(nv_request_rows(request), &one, &other);
+  CHECK((one == 0 && other == 3) || (one == 1 && other == 2));
+  nv_request_free(request);
+
+  int64_t *many = malloc(20000 * sizeof *many);
+  char *much = malloc(20000 * 100);
+  CHECK(many && much);
+  for (int i = 0; i < 20000; i++) many[i] = (int64_t)chance(FILE_BYTES);
+  nv_request_free(start_rows(&m, cq, NV_READ, much, 20000, 100, many));
+  nv_cq_free(cq);
+  join_lanes(&r);
+  nv_engine_close(r.engine); /* while the thread that sorted may be on its way out */
+  nv_engine_free(r.engine);
+  free(block);
+  free(many);
+  free(much);
+}
+
 /* A descriptor that does not allow it: the error comes from io_submit, which then is asked for the
  * blocks behind. */
 static void refused(fds f) {
@@ -685,6 +815,9 @@ int main(int argc, char **argv) {
     one_after_another(f);
     past_the_end(f);
     refused(f);
+    rows_of_many(0);
+    rows_of_many(1);
+    rows_that_fail(f);
     many_threads(f, 0);
     many_threads(f, 1);
     moved_while_completing(f);
