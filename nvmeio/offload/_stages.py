@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeio.offload._subgroups import Span, round_up
-
-_LINE_BYTES = 64
-_PAGE_BYTES = 4096
-_PAGED_BYTES = 64 << 10
+from nvmeio._memory import round_up
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.offload._subgroups import Span, aligned
 
 # These reach into their children's parameters without calling the children.
 _WHOLE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
@@ -123,7 +121,7 @@ def _place(unit: Unit) -> None:
     for parameter in unit.parameters:
         shape = tuple(parameter.shape)
         nbytes = math.prod(shape) * parameter.dtype.itemsize
-        at = round_up(at, _PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
+        at = aligned(at, nbytes)
         unit.spans.append(Span(at, nbytes, parameter.dtype, shape))
         at += nbytes
-    unit.nbytes = round_up(max(at, 1), _PAGE_BYTES)
+    unit.nbytes = round_up(max(at, 1), PAGE_BYTES)

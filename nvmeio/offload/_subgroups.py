@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-PAGE_BYTES = 4096
+from nvmeio._memory import round_up
+from nvmeio._plan import PAGE_BYTES
+
 # Pieces from this size on begin on a page: their edges then go direct when they move alone.
 _PAGED_BYTES = 64 << 10
 _LINE_BYTES = 64
@@ -135,11 +137,6 @@ class Subgroup:
         return self.nbytes + self.scratch_nbytes + (self.grad_nbytes if gradients else 0)
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-value // multiple) * multiple
-
-
 def cut(numel: int, record_bytes_per_element: float, most_bytes: int) -> list[tuple[int, int]]:
     """Even runs of elements whose records are at most so long; a multiple of 1024 elements each."""
     parts = max(1, math.ceil(numel * record_bytes_per_element / most_bytes))
@@ -185,7 +182,7 @@ def place(subgroup: Subgroup) -> None:
     grads = scratch = 0
     for piece in subgroup.pieces:
         nbytes = piece.numel * piece.grad_dtype.itemsize
-        grads = _aligned(grads, nbytes)
+        grads = aligned(grads, nbytes)
         piece.grad = Span(grads, nbytes, piece.grad_dtype, piece.shape)
         grads += nbytes
         if piece.staged and piece.grad_dtype != piece.step_dtype:
@@ -200,12 +197,13 @@ def place(subgroup: Subgroup) -> None:
 def _put(piece: Piece, name: str, kind: Kind, at: int) -> int:
     shape = piece.shape if kind.shape is None else kind.shape
     nbytes = math.prod(shape) * kind.dtype.itemsize
-    at = _aligned(at, nbytes)
+    at = aligned(at, nbytes)
     piece.spans[name] = Span(at, nbytes, kind.dtype, shape)
     return at + nbytes
 
 
-def _aligned(at: int, nbytes: int) -> int:
+def aligned(at: int, nbytes: int) -> int:
+    """Where a tensor of so many bytes begins, from `at` on."""
     return round_up(at, PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
 
 
