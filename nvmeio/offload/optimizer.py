@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _checks, _plan, _state
-from nvmeio.offload._params import SwappedParam, new_param
+from nvmeio.offload._cuts import Cuts
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Times
 from nvmeio.offload._plan import MemoryPlan
 from nvmeio.offload._ranks import directory_name
@@ -142,14 +142,17 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
                 "resume=True needs all state and weights on the drive: leave ratio at 1.0 and "
                 "recoverable at True"
             )
-        self._stepper = Stepper(optimizer_class, optimizer_args)
+        self._cuts = Cuts(
+            Stepper(optimizer_class, optimizer_args),
+            subgroup_bytes,
+            buffer_bytes,
+            1 + read_ahead + write_behind,
+            master_dtype,
+            recoverable,
+            gradients == "disk",
+        )
         self._optimizer_class = optimizer_class
-        self._subgroup_bytes = subgroup_bytes
-        self._buffer_bytes = buffer_bytes
-        self._buffers = 1 + read_ahead + write_behind
-        self._master_dtype = master_dtype
         self._ratio = float(ratio)
-        self._recoverable = recoverable
         self._on_disk = gradients == "disk"
         self._params: list[SwappedParam] = []
         self._swapper: StateSwapper | None = None
@@ -159,7 +162,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         self._pid = os.getpid()
         self.last_step: Times = Times()
         self.resumed = False
-        super().__init__(params, self._stepper.defaults)
+        super().__init__(params, self._cuts.stepper.defaults)
         self._transactions = Transactions("nvmeio-offload", _CLOSED)
         make = functools.partial(
             self._open,
@@ -201,11 +204,16 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             if not resume:
                 directory.clean()
             swapper = StateSwapper(
-                directory, handle, self._transactions, self._stepper, on_disk=self._on_disk, **how
+                directory,
+                handle,
+                self._transactions,
+                self._cuts.stepper,
+                on_disk=self._on_disk,
+                **how,
             )
             for number in range(len(self.param_groups)):
                 self._take_group(number)
-            subgroups = self._subgroups(self._params)
+            subgroups = self._cuts.subgroups(self._params)
             bound = {
                 o.number for o in self._params if o.param_store is not None and not o.stores_rounded
             }
@@ -226,44 +234,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     # Parameters
 
     def _take_group(self, number: int) -> list[SwappedParam]:
-        """The parameters of a group, cut so that each piece fits into a buffer."""
-        whole = self._new_params(number, 1 << 62)
-        share = _plan.slot_share([p for each in whole for p in each.pieces], self._on_disk)
-        made = self._new_params(number, self._most_bytes(share))
+        made = self._cuts.params(len(self._params), number, self.param_groups[number])
         self._params += made
         return made
-
-    def _new_params(self, number: int, most_bytes: int) -> list[SwappedParam]:
-        group = self.param_groups[number]
-        return [
-            new_param(
-                len(self._params) + position,
-                parameter,
-                number,
-                group,
-                self._stepper,
-                self._master_dtype,
-                self._recoverable,
-                most_bytes,
-                self._on_disk,
-            )
-            for position, parameter in enumerate(group["params"])
-        ]
-
-    def _most_bytes(self, share: float) -> int:
-        return _plan.most_record_bytes(
-            self._subgroup_bytes, self._buffer_bytes, self._buffers, share
-        )
-
-    def _subgroups(self, params: Sequence[SwappedParam]) -> list[Any]:
-        pieces = [piece for param in params for piece in param.pieces]
-        most = self._most_bytes(_plan.slot_share(pieces, self._on_disk))
-        subgroups = _plan.make_subgroups(pieces, most, self._on_disk)
-        _plan.check_budget(subgroups, self._needs_grads(params), self._buffer_bytes, self._buffers)
-        return subgroups
-
-    def _needs_grads(self, params: Sequence[SwappedParam]) -> bool:
-        return self._on_disk or any(param.stores_rounded for param in params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; its state follows the others' in the files.
@@ -285,7 +258,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             made: list[SwappedParam] = []
             try:
                 made = self._take_group(len(self.param_groups) - 1)
-                swapper.extend(made, self._subgroups(made), self.param_groups)
+                swapper.extend(made, self._cuts.subgroups(made), self.param_groups)
             except BaseException:
                 del self._params[len(self._params) - len(made) :]
                 self.param_groups.pop()
