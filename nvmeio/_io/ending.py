@@ -4,6 +4,10 @@ Whichever comes first; and at the end of the program before the engines, for who
 imported those, and ``atexit`` calls last what was registered first. `weakref.finalize` cannot be
 relied on for that: its hook is registered when somebody in the process first makes one, which may
 be long before anything of ours is imported.
+
+What is lost by then, and nobody can be told of any more, the program's exit says: with an error on
+stderr, and with status 120, which is Python's own for a program that ended and could not write out
+all it had (`sys.exit`).
 """
 
 from __future__ import annotations
@@ -11,14 +15,19 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import logging
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from nvmeio._io.owner import OwnerThread
 from nvmeio._io.threads import being_interrupted
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, NvmeioError
+
+logger = logging.getLogger("nvmeio")
 
 _DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends all the same
 
@@ -37,7 +46,7 @@ class Ending:
         self._pid = os.getpid()
         self._owner = owner
         self._closing = closing = _Closing(owner, end)
-        self._lease = owner.lease(closing.run)
+        self._lease = owner.lease(closing.run_dropped)
         _open[id(closing)] = closing
 
     def close(self) -> None:
@@ -101,6 +110,12 @@ class _Closing:
             _open.pop(id(self), None)
             self.owner.close()
 
+    def run_dropped(self) -> None:
+        try:
+            self.run()
+        except BaseException as failed:
+            nobody_was_told(failed)
+
     def run_at_exit(self) -> None:
         if os.getpid() == self._pid:
             with contextlib.suppress(ClosedError):
@@ -132,6 +147,62 @@ def wait_for_those_that_end() -> bool:
     return bool(owners)
 
 
+# What the exit says
+
+
+def nobody_was_told(failure: BaseException) -> None:
+    """Something was lost, and whoever it belonged to has gone: the program's exit will say so."""
+    logger.error("what a dropped object had still to do has failed", exc_info=failure)
+    _untold.append((os.getpid(), f"{type(failure).__name__}: {failure}"))
+
+
+_untold: deque[tuple[int, str]] = deque(maxlen=64)  # no errors: their frames keep memory alive
+
+
+def at_exit(end: Callable[[], object]) -> None:
+    """Have `end()` called when the program ends; what it raises is printed, and sets the status."""
+    atexit.register(_end_of_program, end)
+
+
+def _end_of_program(end: Callable[[], object]) -> None:
+    try:
+        end()
+    except BaseException:  # Ctrl-C as well: what was waited for may be lost
+        _fail_status()
+        raise
+
+
+def _fail_status() -> None:
+    """Let the status be 120, whoever else has still something to do.
+
+    `Py_FinalizeEx` reports a last flush of stdout or stderr that fails, after all functions of
+    `atexit`, and ``python`` makes its status of that. Where Python is embedded, its host decides.
+    """
+    if not isinstance(sys.stderr, _FailsAtLast):
+        sys.stderr = _FailsAtLast(sys.stderr)
+
+
+class _FailsAtLast:
+    """A stream whose flush fails where the interpreter itself asks for it, and nobody else."""
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream  # None where the program has no stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return len(text) if self._stream is None else self._stream.write(text)
+
+    def flush(self) -> None:
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
+        if sys._getframe().f_back is None:
+            raise OSError("what was to be saved at the end of the program is lost")
+
+
 def _at_exit() -> None:
     failure: BaseException | None = None
     for closing in reversed(list(_open.values())):
@@ -139,8 +210,11 @@ def _at_exit() -> None:
             closing.run_at_exit()
         except BaseException as failed:
             failure = failure or failed
+    for pid, untold in _untold:
+        if pid == os.getpid():  # not in a forked child: its parent says so
+            failure = failure or NvmeioError(f"nobody has seen this failure: {untold}")
     if failure is not None:
         raise failure
 
 
-atexit.register(_at_exit)
+at_exit(_at_exit)

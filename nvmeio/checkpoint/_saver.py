@@ -6,14 +6,13 @@ thread that writes holds this, not that.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import time
 import weakref
 
-from nvmeio._io import threads
+from nvmeio._io import ending, threads
 from nvmeio._io.caller import InCaller, at_once
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
@@ -257,13 +256,14 @@ class Saver:
         try:
             self.close()
         except BaseException as failed:
-            logger.error("a save failed, and nobody has asked for it: %s", failed)
+            ending.nobody_was_told(failed)
 
     def _end_abandoned(self, job: Job) -> None:
         try:
             job.result()
         except Exception as failed:
-            logger.error("step %d was not saved, and nobody has asked for it: %s", job.step, failed)
+            logger.error("step %d was not saved, and nobody has asked for it", job.step)
+            ending.nobody_was_told(failed)
         finally:
             self._release()
 
@@ -276,6 +276,11 @@ class Saver:
                 handle.close()
         finally:
             self._unlock()
+
+    @property
+    def released(self) -> bool:
+        """Whether it has ended, with all that was begun."""
+        return self._released
 
     @property
     def unfinished(self) -> Job | None:
@@ -317,17 +322,17 @@ def _no_thread(failed: BaseException) -> None:
 
 def _at_exit() -> None:
     """All that was begun is finished; what failed, and nobody was told of, is raised."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for saver in list(_savers):
-        if saver.closed:
+        if saver.released:
             continue
         try:
             saver.close()
-        except Exception as failed:
+        except BaseException as failed:
             logger.error("a save failed, and nobody has asked for it: %s", failed)
             failure = failure or failed
     if failure is not None:
         raise failure
 
 
-atexit.register(_at_exit)
+ending.at_exit(_at_exit)

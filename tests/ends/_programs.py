@@ -5,6 +5,8 @@ python -m ends._programs SYSTEM FOLDER    prints a line of JSON for each way to 
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import signal
@@ -127,6 +129,59 @@ def dcp(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
     return lambda: time.sleep(0.01)
 
 
+# What is lost when the program ends: the drive takes no more
+
+
+def lost_save(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
+    """A save that fails, and nobody waits for."""
+    again = checkpointer(folder, handle, keep)
+    keep[-1].wait_sync()
+    _no_more_writes()
+    again()
+    return again
+
+
+def lost_save_dropped(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
+    """The same, and its Checkpointer is gone by then."""
+    lost_save(folder, handle, keep)
+    keep.clear()
+    gc.collect()
+    return int
+
+
+def lost_step(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
+    """A step that the drive has not made durable."""
+    made = optimizer(folder, handle, keep)
+    keep[-1].state_dict()  # what was before is durable
+    _no_more_syncs()
+    made()
+    return made
+
+
+def lost_step_dropped(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
+    """The same, and its optimizer is gone by then."""
+    lost_step(folder, handle, keep)
+    keep.clear()
+    gc.collect()
+    return int
+
+
+def _no_more_writes() -> None:
+    engine = FakeEngine._error_of
+
+    def error_of(self: FakeEngine, kind: str, block: Any) -> int:
+        return errno.EIO if kind == "pwrite" else engine(self, kind, block)
+
+    FakeEngine._error_of = error_of  # type: ignore[method-assign]
+
+
+def _no_more_syncs() -> None:
+    def sync(self: nvmeio.AioHandle, file: Any, **_: Any) -> None:
+        raise nvmeio.TransferError(errno.EIO, operation="fsync", path="the drive")
+
+    nvmeio.AioHandle.sync_fsync = sync  # type: ignore[assignment, method-assign]
+
+
 SYSTEMS: dict[str, Callable[[Path, nvmeio.AioHandle, list[Any]], Again]] = {
     "checkpointer": checkpointer,
     "optimizer": optimizer,
@@ -134,6 +189,12 @@ SYSTEMS: dict[str, Callable[[Path, nvmeio.AioHandle, list[Any]], Again]] = {
     "stream": stream,
     "writer": writer,
     "dcp": dcp,
+}
+LOST: dict[str, Callable[[Path, nvmeio.AioHandle, list[Any]], Again]] = {
+    "lost save": lost_save,
+    "lost save, dropped": lost_save_dropped,
+    "lost step": lost_step,
+    "lost step, dropped": lost_step_dropped,
 }
 
 
@@ -183,6 +244,11 @@ def with_a_daemon_thread(handle: nvmeio.AioHandle, again: Again) -> None:
     begun.wait()
 
 
+def without_stderr(handle: nvmeio.AioHandle, again: Again) -> None:
+    """As a service may have none."""
+    sys.stderr = None
+
+
 def after_a_forked_child(handle: nvmeio.AioHandle, again: Again) -> None:
     """The child ends as a program does, and must leave what is its parent's alone."""
     child = os.fork()
@@ -202,6 +268,11 @@ ENDS: dict[str, Callable[[nvmeio.AioHandle, Again], None]] = {
     "daemon thread": with_a_daemon_thread,
     "forked child": after_a_forked_child,
 }
+# Those at which Python itself tells the status.
+TELLING: dict[str, Callable[[nvmeio.AioHandle, Again], None]] = {
+    **{end: ENDS[end] for end in ("normal", "sys.exit", "exception", "ctrl-c", "forked child")},
+    "no stderr": without_stderr,
+}
 
 
 def prepared(system: str, folder: Path) -> None:
@@ -216,7 +287,7 @@ def main() -> None:
     system, folder = sys.argv[1], Path(sys.argv[2])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for end, ends in ENDS.items():
+    for end, ends in (TELLING if system in LOST else ENDS).items():
         place = folder / end
         place.mkdir()
         prepared(system, place)
@@ -230,7 +301,7 @@ def main() -> None:
             keep: list[Any] = []
             handle = slow_handle()
             sys.modules["__main__"].kept = keep, handle  # type: ignore[attr-defined]
-            again = SYSTEMS[system](place, handle, keep)
+            again = {**SYSTEMS, **LOST}[system](place, handle, keep)
             ends(handle, again)
             return
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
