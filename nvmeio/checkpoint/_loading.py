@@ -45,6 +45,7 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.locks import open_reading
+from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -240,6 +241,7 @@ def _load_archive(
     if options.weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
         _check_globals(file)
     found: dict[str, torch.Tensor] = {}
+    _check_locations(scan, file, options.map_location)
     for device, keys in _devices(scan, checkpoint, options.map_location).items():
         tensors = _new_load(stop).run(handle.get(), [spans[key] for key in keys], device)
         found.update(zip(keys, tensors, strict=True))
@@ -321,6 +323,29 @@ def _unpickle(reader: _Reader, options: LoadOptions) -> Any:
 
 
 # Where the storages go
+
+
+def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) -> None:
+    """Refuse devices that there cannot be; torch's own error names no file.
+
+    Raises:
+        IntegrityError: A storage was saved from one.
+    """
+    if not (where is None or isinstance(where, Mapping)):
+        return
+    for location in dict.fromkeys(ref.location for ref in scan.storages.values()):
+        if location in (where or {}):
+            continue
+        try:
+            torch.device(location)
+        except RuntimeError:
+            raise IntegrityError(
+                f"{file.path} says that a storage was saved from {location!r}, which is no device "
+                "that torch knows here: the file is damaged, or the device is of an extension that "
+                "has to be imported first. map_location='cpu' loads it into memory",
+                expected="a device such as 'cpu' or 'cuda:0'",
+                found=location,
+            ) from None
 
 
 def _devices(

@@ -3,7 +3,8 @@
 A torch archive is read from its first byte to its last, as one stream of large direct reads in a
 ring of buffers, and each byte is looked at once: a header is compared with the directory's entry, a
 record's bytes go into its CRC-32, its descriptor must say what the directory says. Of a safetensors
-file, which has no checksums, the structure is checked.
+file, which has no checksums, the structure is checked; of one that `nvmeio pack` wrote, which has
+them in its index, every byte.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats import torch_zip
+from nvmeio._formats import packed_index, torch_zip
+from nvmeio._formats.packed_index import Share
+from nvmeio._formats.safetensors_files import header_of
+from nvmeio._formats.safetensors_header import Header
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import Checkpoint, read_buffered, scan_pickle, spans_of
 from nvmeio._formats.torch_zip import Entry
@@ -28,7 +33,6 @@ from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import run_interruptible
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
-from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -109,13 +113,13 @@ def _verify(
     flight: InFlight,
 ) -> Verdict:
     kind = kind_of(path)
-    if kind == "safetensors":
-        return _verify_safetensors(path, progress)
     if kind == "torch legacy":
         raise NoCheckpointError(
             f"{path} is in torch's format from before its zip files, which has no checksums"
         )
     with open_reading(path) as file, CallHandle(handle, path) as call_handle:
+        if kind == "safetensors":
+            return _verify_safetensors(file, call_handle, progress, flight)
         return _Verification(file, call_handle, progress, flight).run()
 
 
@@ -123,14 +127,98 @@ def _no_progress(nbytes: int) -> None:
     pass
 
 
-def _verify_safetensors(path: str | os.PathLike[str], progress: Callable[[int], None]) -> Verdict:
-    nbytes = os.stat(path).st_size
+def _stream(
+    file: File,
+    handle: AioHandle,
+    progress: Callable[[int], None],
+    flight: InFlight,
+    feed: Callable[[int, int], None],
+) -> None:
+    """Read a file from its first byte to its last; `feed` is called with address and length."""
+    size = file.size()
+    stagings = Stagings(min(_CHUNK_BYTES, size), _CHUNKS, torch.device("cpu"))
+
+    def take(chunk: torch.Tensor, nbytes: int) -> None:
+        feed(chunk.data_ptr(), nbytes)
+        progress(nbytes)
+        stagings.give_back(chunk)
+
+    with flight:
+        for offset in range(0, size, _CHUNK_BYTES):
+            chunk, nbytes = stagings.take(flight), min(_CHUNK_BYTES, size - offset)
+            begin = partial(handle.async_pread, chunk[:nbytes], file, offset)
+            flight.start(begin, nbytes, partial(take, chunk, nbytes))
+
+
+def _verify_safetensors(
+    file: File, handle: CallHandle, progress: Callable[[int], None], flight: InFlight
+) -> Verdict:
+    """Of one that `nvmeio pack` wrote, every byte; of others there are no checksums."""
+    nbytes, problems = file.size(), []
+    count = unchecked = 0
     try:
-        count, problems = len(read_header(path).tensors), []
+        header = header_of(file, handle.get())
+        count = unchecked = len(header.tensors)
+        begin = min((entry.start for entry in header.tensors.values()), default=nbytes)
+        prefix = read_buffered(file, 0, begin)
+        shares = _packed_shares(prefix, header, file.path)
     except IntegrityError as wrong:
-        count, problems = 0, [Problem("", str(wrong))]
-    progress(nbytes)
-    return Verdict(os.fspath(path), "safetensors", nbytes, count, count, problems)
+        problems.append(Problem("", str(wrong)))
+        shares = None
+    if shares is None:
+        progress(nbytes)
+    else:
+        walk = _PackedWalk(shares)
+        _stream(file, handle.get(), progress, flight, walk.feed)
+        problems += walk.problems
+        unchecked = 0
+    return Verdict(file.path, "safetensors", nbytes, count, unchecked, problems)
+
+
+def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | None:
+    """What has a checksum of a packed file; None if it has none."""
+    if not packed_index.may_be_packed(prefix):
+        return None
+    text = header.metadata.get(packed_index.KEY)
+    try:
+        index = None if text is None else packed_index.read(text)
+        whole = packed_index.is_whole(prefix, index)
+        sums = None if index is None else packed_index.sums_in(index, header.tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
+        whole, told = False, f"its index cannot be read ({type(failed).__name__}: {failed})"
+    else:
+        told = f"bytes [0, {len(prefix)}), its header, are not what was packed there"
+    if not whole:
+        raise IntegrityError(f"{path}: {told}", expected="what nvmeio pack writes", found=told)
+    return None if sums is None else packed_index.shares_of(header.tensors, sums)
+
+
+class _PackedWalk:
+    """Sums the bytes of a packed file as they come by, from first to last."""
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.problems: list[Problem] = []
+        self._left = deque(shares)
+        self._position = 0
+        self._crc = 0
+
+    def feed(self, address: int, nbytes: int) -> None:
+        """The next bytes of the file."""
+        begin, end = self._position, self._position + nbytes
+        self._position = end
+        while self._left:
+            share = self._left[0]
+            low, high = max(share.start, begin), min(share.end, end)
+            if low < high:
+                self._crc = crc32.of_memory(address + low - begin, high - low, self._crc)
+            if share.end > end:
+                return
+            if self._crc != share.sum:
+                told = f"bytes [{share.start}, {share.end}) are not what was packed there: "
+                told += f"their CRC-32 is {self._crc:#010x} and should be {share.sum:#010x}"
+                self.problems.append(Problem(share.name, told))
+            self._left.popleft()
+            self._crc = 0
 
 
 class _Verification:
@@ -171,7 +259,7 @@ class _Verification:
             self._file, archive.directory_offset, archive.nbytes - archive.directory_offset
         )
         walk = _Walk(archive, directory)
-        self._stream(walk)
+        _stream(self._file, self._handle.get(), self._progress, self._flight, walk.feed)
         self._problems += walk.problems
         self._unchecked = walk.unchecked
         try:
@@ -180,23 +268,6 @@ class _Verification:
             # Damage of the pickle's own bytes has been told, with the record's name.
             if not any(problem.record.endswith("data.pkl") for problem in self._problems):
                 self._problems.append(Problem("", str(wrong)))
-
-    def _stream(self, walk: _Walk) -> None:
-        """Read the file from its first byte to its last."""
-        size = self._file.size()
-        stagings = Stagings(min(_CHUNK_BYTES, size), _CHUNKS, torch.device("cpu"))
-        handle = self._handle.get()
-
-        def take(chunk: torch.Tensor, nbytes: int) -> None:
-            walk.feed(chunk.data_ptr(), nbytes)
-            self._progress(nbytes)
-            stagings.give_back(chunk)
-
-        with self._flight as flight:
-            for offset in range(0, size, _CHUNK_BYTES):
-                chunk, nbytes = stagings.take(flight), min(_CHUNK_BYTES, size - offset)
-                begin = partial(handle.async_pread, chunk[:nbytes], self._file, offset)
-                flight.start(begin, nbytes, partial(take, chunk, nbytes))
 
 
 class _Stretch(NamedTuple):

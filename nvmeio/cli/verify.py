@@ -44,7 +44,7 @@ def command(
     """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
 
     Every byte is read, past the page cache, in 64 MiB of memory. Of safetensors files, which have
-    no checksums, the structure is checked.
+    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte.
 
     Example: [bold]nvmeio verify checkpoints/latest.pt[/]
 
@@ -111,7 +111,7 @@ def _show(verdict: Verdict) -> None:
         return
     what = counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
     line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"
-    if verdict.kind == "safetensors":
+    if verdict.kind == "safetensors" and verdict.unchecked:
         line += " (structure only: the format has no checksums)"
     elif verdict.unchecked:
         line += f" ({verdict.unchecked} of them written without a checksum)"

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting
 from nvmeio.inference._weights import Part, part_of
 
-KEY = "nvmeio.pack"
-VERSION = 1
-PADDING = "nvmeio.padding."
 SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
 
 
@@ -59,7 +57,8 @@ def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[
     """The metadata of a packed file; as long whatever the checksums are."""
     return json.dumps(
         {
-            "version": VERSION,
+            "version": packed_index.VERSION,
+            "sealed": True,
             "quantised": {
                 name: {
                     "bits": weight.setting.bits,
@@ -84,13 +83,11 @@ def parse(checkpoint: Checkpoint, checksum: bool = True) -> Packed | None:
     Raises:
         IntegrityError: Its metadata is damaged, or of a later version.
     """
-    text = checkpoint.metadata.get(KEY)
+    text = checkpoint.metadata.get(packed_index.KEY)
     if text is None:
         return None
     try:
-        described = json.loads(text)
-        if described["version"] != VERSION:
-            raise _bad(checkpoint, f"it is of version {described['version']}, not {VERSION}")
+        described = packed_index.read(text)
         found = {
             name: PackedWeight(
                 check_setting(value["bits"], value["group_size"]),
@@ -102,24 +99,10 @@ def parse(checkpoint: Checkpoint, checksum: bool = True) -> Packed | None:
         for name, weight in found.items():
             if not can_quantise(weight.shape, weight.dtype, weight.setting):
                 raise ValueError(f"{name!r} of shape {weight.shape} is not of whole groups")
-        given = described.get("crc32") if checksum else None
-        return Packed(found, None if given is None else _sums(checkpoint, given))
+        entries = {name: stored.entry for name, stored in checkpoint.tensors.items()}
+        return Packed(found, packed_index.sums_in(described, entries) if checksum else None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
-
-
-def _sums(checkpoint: Checkpoint, given: Any) -> dict[str, tuple[int, ...]]:
-    sums = {}
-    for name, stored in checkpoint.tensors.items():
-        if name.startswith(PADDING):
-            continue
-        texts = given[name]
-        if not isinstance(texts, list) or not texts or stored.entry.nbytes % len(texts):
-            raise ValueError(f"{name!r} has no checksums of equal shares")
-        if any(not isinstance(text, str) or len(text) != 8 for text in texts):
-            raise ValueError(f"{name!r} has a checksum that is none")
-        sums[name] = tuple(int(text, 16) for text in texts)
-    return sums
 
 
 def parts_of(checkpoint: Checkpoint, packed: Packed) -> dict[str, Found]:
@@ -154,7 +137,7 @@ def parts_of(checkpoint: Checkpoint, packed: Packed) -> dict[str, Found]:
             taken.add(stored.name)
         found[name] = Found(tuple(parts), tuple(name + suffix for suffix in SUFFIXES), weight)
     for name, stored in checkpoint.tensors.items():
-        if name not in taken and not name.startswith(PADDING):
+        if name not in taken and not name.startswith(packed_index.PADDING):
             found[name] = Found((part(stored),), (name,), None)
     return found
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import buffers, files
+from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_header import Entry
@@ -198,7 +199,8 @@ class _Packing:
                     flight.start(begin, memory.nbytes)
                     if self._progress is not None:
                         self._progress(record.unit.name, start + memory.nbytes, total)
-                prefix, _, _ = self._header()  # with the checksums of what was written
+                # With the checksums of what was written, and its own.
+                prefix = packed_index.sealed(self._header()[0])
                 head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
                 head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
                 flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes)
@@ -220,7 +222,7 @@ class _Packing:
             nonlocal position
             missing = -position % alignment
             if missing:
-                listed.append((f"{_packed.PADDING}{len(listed)}", torch.uint8, (missing,)))
+                listed.append((f"{packed_index.PADDING}{len(listed)}", torch.uint8, (missing,)))
                 position += missing
 
         for record in self._records:
@@ -231,7 +233,8 @@ class _Packing:
                 position += _nbytes(dtype, shape)
         pad(PAGE_BYTES)
         metadata = {**self._checkpoint.metadata, "format": "pt"}
-        metadata[_packed.KEY] = _packed.describe(self._quantised, self._sums)
+        metadata[packed_index.SEAL] = packed_index.OPEN_SEAL
+        metadata[packed_index.KEY] = _packed.describe(self._quantised, self._sums)
         prefix, entries = headers.build(listed, metadata)
         return prefix, entries, len(prefix) + position
 

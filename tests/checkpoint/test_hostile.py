@@ -582,3 +582,25 @@ def whole_file(folder: Path) -> bytes:
         torch.save({"a": noise(20), "b": [noise(3), 7], "c": "text"}, folder / "whole.pt")
         _WHOLE.append((folder / "whole.pt").read_bytes())
     return _WHOLE[0]
+
+
+# The devices
+
+
+@pytest.mark.parametrize("tag", ["nowhere", "cuda:x", "", "cpu:0:1", "ünknown"])
+def test_a_location_that_is_no_device_is_told_with_file_and_tag(tag: str, path: Path) -> None:
+    """It was torch's own error, without the file: a RuntimeError, of another kind for each tag."""
+    torch.save(STATE, path)
+    records = records_of(path)
+    (name,) = (name for name in records if name.endswith("data.pkl"))
+    told, cpu = tag.encode(), b"X\x03\x00\x00\x00cpu"
+    assert cpu in records[name]
+    records[name] = records[name].replace(cpu, b"X" + struct.pack("<I", len(told)) + told)
+    write_records(path, records)
+    for where in (None, {"cuda": "cpu"}):
+        with pytest.raises(nvmeio.IntegrityError, match="no device") as failed:
+            nvmeio.load(path, map_location=where)
+        assert str(path) in str(failed.value)
+        assert repr(tag) in str(failed.value)
+    assert_same(nvmeio.load(path, map_location="cpu"), STATE)
+    assert_same(nvmeio.load(path, map_location={tag: "cpu"}), STATE)

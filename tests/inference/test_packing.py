@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from inference._models import MODELS, llama, loaded, logits, prompt, saved, tokens
 from typer.testing import CliRunner
 
+from nvmeio._formats.packed_index import KEY
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._packed import KEY, SUFFIXES
+from nvmeio.inference._packed import SUFFIXES
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
 
 Make = Callable[..., Any]

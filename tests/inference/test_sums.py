@@ -15,13 +15,14 @@ from inference._models import MODELS, llama, loaded, logits, mixtral, prompt, sa
 from typer.testing import CliRunner
 
 import nvmeio
+from nvmeio._formats.packed_index import KEY, PADDING
 from nvmeio._residency import reader
 from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header
+from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError
 from nvmeio.inference import kv_cache, pack
-from nvmeio.inference._packed import KEY, PADDING
 
 Make = Callable[..., Any]
 
@@ -316,3 +317,73 @@ def test_the_checksum_of_a_streamed_model_is_that_of_its_caches(
                 model(prompt()[:, :1], past_key_values=cache)
         else:
             model(prompt()[:, :1], past_key_values=cache)
+
+
+# nvmeio verify
+
+
+def told(path: Path) -> tuple[int, list[dict[str, str]]]:
+    """The exit status of `nvmeio verify`, and what it says is wrong with the weights."""
+    done = CliRunner().invoke(app, ["verify", str(path), "--json"])
+    (verdict,) = json.loads(done.stdout)["files"]
+    assert verdict["whole"] == (done.exit_code == 0)
+    assert verdict["path"].endswith("model.safetensors")
+    return done.exit_code, verdict["problems"]
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_verify_finds_a_flipped_bit_anywhere_in_a_packed_file(
+    bits: int | None, tmp_path: Path
+) -> None:
+    """It looked at the structure alone: header bytes that contradict nothing, and no tensor."""
+    directory = packed(mixtral, tmp_path, quant_bits=bits, quant_group_size=32)
+    file = directory / "model.safetensors"
+    sums = index_of(file)["crc32"]
+    entries = read_header(file).tensors
+    end = min(entry.start for entry in entries.values())
+    expected = [(offset, "", f"[0, {end})") for offset in (*range(8, end, end // 40), end - 1)]
+    for tensor, entry in entries.items():  # padding too
+        share = entry.nbytes // len(sums.get(tensor, [0]))
+        for offset in (entry.start, entry.end - 1):
+            first = entry.start + (offset - entry.start) // share * share
+            expected.append((offset, tensor, f"[{first}, {first + share})"))
+    with nvmeio.AioHandle() as handle:
+        for offset, tensor, span in expected:
+            flip(file, offset)
+            verdict = verify(file, handle=handle)
+            flip(file, offset)
+            (problem,) = verdict.problems
+            assert (verdict.path, problem.record) == (str(file), tensor), offset
+            # Damage that is no safetensors header any more, or no index, is told as that.
+            assert span in problem.what or "no valid" in problem.what or "index" in problem.what
+        assert verify(file, handle=handle).problems == []
+
+
+def test_the_command_tells_what_has_flipped_in_a_packed_model(tmp_path: Path) -> None:
+    directory = packed(llama, tmp_path)
+    file = directory / "model.safetensors"
+    assert told(directory) == (0, [])
+    shown = CliRunner().invoke(app, ["verify", str(directory)]).stdout
+    assert "whole" in shown
+    assert "structure only" not in shown
+    entry = read_header(file).tensors["model.layers.2.mlp.up_proj.weight"]
+    flip(file, entry.start + 5)
+    status, (problem,) = told(directory)
+    assert (status, problem["record"]) == (1, "model.layers.2.mlp.up_proj.weight")
+    assert f"[{entry.start}, {entry.end})" in problem["what"]
+    shown = CliRunner().invoke(app, ["verify", str(directory)]).stdout
+    assert f"{file}: DAMAGED" in shown
+
+
+def test_verify_of_a_file_packed_before_there_were_sums_checks_its_structure(
+    tmp_path: Path,
+) -> None:
+    directory = packed(llama, tmp_path)
+
+    def older(index: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in index.items() if key not in ("crc32", "sealed")}
+
+    file = directory / "model.safetensors"
+    rewrite_index(file, older)
+    assert told(directory) == (0, [])
+    assert "structure only" in CliRunner().invoke(app, ["verify", str(directory)]).stdout

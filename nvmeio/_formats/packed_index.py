@@ -1,0 +1,114 @@
+"""The index of a packed file, and the checksums in it. No I/O here.
+
+It is a text in the metadata of a safetensors file: how weights were quantised, and a CRC-32 of each
+tensor's bytes, or one for each of several shares of equal length (fused experts). Padding between
+tensors is zeros. The header's own CRC-32 stands beside the index, computed as if it were
+``00000000``, and the index says that it does. Files of before lack it, or all checksums.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nvmeio._formats.safetensors_header import Entry
+from nvmeio._storage import crc32
+
+KEY = "nvmeio.pack"
+VERSION = 1
+PADDING = "nvmeio.padding."
+SEAL = "nvmeio.pack.header"
+OPEN_SEAL = "00000000"
+
+# Quotes within a text are written \", so that this stands nowhere else in a header.
+_BEFORE_SEAL = f'"{SEAL}":"'.encode()
+
+
+class Share(NamedTuple):
+    """Bytes of a packed file with one checksum.
+
+    Attributes:
+        name: The tensor's.
+        start: First byte, in the file.
+        end: Behind its last byte.
+        sum: Their CRC-32.
+    """
+
+    name: str
+    start: int
+    end: int
+    sum: int
+
+
+def read(text: str) -> dict[str, Any]:
+    """The index.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is none, or of a later version.
+    """
+    index: dict[str, Any] = json.loads(text)
+    if index["version"] != VERSION:
+        raise ValueError(f"it is of version {index['version']}, not {VERSION}")
+    return index
+
+
+def sums_in(
+    index: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> dict[str, tuple[int, ...]] | None:
+    """The checksums of each tensor's shares; None where the index has none.
+
+    Raises:
+        ValueError, KeyError, TypeError: They are none, or not those of these tensors.
+    """
+    given = index.get("crc32")
+    if given is None:
+        return None
+    sums = {}
+    for name, entry in entries.items():
+        if name.startswith(PADDING):
+            continue
+        texts = given[name]
+        if not isinstance(texts, list) or not texts or entry.nbytes % len(texts):
+            raise ValueError(f"{name!r} has no checksums of equal shares")
+        if any(not isinstance(text, str) or len(text) != 8 for text in texts):
+            raise ValueError(f"{name!r} has a checksum that is none")
+        sums[name] = tuple(int(text, 16) for text in texts)
+    return sums
+
+
+def shares_of(entries: Mapping[str, Entry], sums: Mapping[str, tuple[int, ...]]) -> list[Share]:
+    """What has a checksum, in the order of the file; padding too, which is zeros."""
+    found = []
+    for name, entry in entries.items():
+        of = sums.get(name) or (crc32.of_bytes(bytes(entry.nbytes)),)
+        nbytes = entry.nbytes // len(of)
+        for number, value in enumerate(of):
+            start = entry.start + number * nbytes
+            found.append(Share(name, start, start + nbytes, value))
+    return sorted(found, key=lambda share: share.start)
+
+
+def sealed(prefix: bytes) -> bytes:
+    """A header, its length before it, with its checksum in the place that is kept for it."""
+    at = prefix.index(_BEFORE_SEAL) + len(_BEFORE_SEAL)
+    end = at + len(OPEN_SEAL)
+    opened = prefix[:at] + OPEN_SEAL.encode() + prefix[end:]
+    return opened[:at] + f"{crc32.of_bytes(opened):08x}".encode() + opened[end:]
+
+
+def is_whole(prefix: bytes, index: Mapping[str, Any] | None) -> bool:
+    """Whether a header is what was written, as far as it has a checksum.
+
+    Args:
+        prefix: The header, its length before it.
+        index: What it holds; None if it seems to hold none.
+    """
+    if _BEFORE_SEAL not in prefix:
+        return index is None or not index.get("sealed", False)
+    return prefix == sealed(prefix)
+
+
+def may_be_packed(prefix: bytes) -> bool:
+    """Whether a header holds an index, or did before it was damaged."""
+    return _BEFORE_SEAL in prefix or f'"{KEY}":"'.encode() in prefix
