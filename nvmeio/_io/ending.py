@@ -72,7 +72,7 @@ class Ending:
         """End it soon; waits for nothing."""
         if os.getpid() == self._pid:
             self._closing.asked = True
-            self._owner.post(self._closing.run)
+            self._owner.post(self._closing.run_dropped)
 
     @property
     def asked(self) -> bool:
