@@ -363,7 +363,12 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
             os.unlink(temporary)
             os.close(fd)
             raise
-        os.close(fd)  # another save took it for a leftover before it was locked
+        # Another save took it for a leftover before it was locked; or something else locked it, and
+        # leaves it there.
+        with contextlib.suppress(OSError):
+            if is_named(fd, temporary):
+                os.unlink(temporary)
+        os.close(fd)
     raise TransferError(
         errno.EEXIST, operation="open", path=path, detail="no temporary file could be made"
     )

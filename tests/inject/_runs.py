@@ -51,8 +51,13 @@ SCENARIOS: dict[str, type[Scenario]] = {
 }
 RUN_LIMIT_S = 60
 
-# What Python and torch say themselves where the kernel gives no memory or no thread.
-_CLEAR = ("can't start new thread", "can't allocate memory", "Cannot allocate memory")
+# What Python and torch say themselves where the kernel gives no memory, no thread or no file.
+_CLEAR = (
+    "can't start new thread",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "open file failed with strerror",
+)
 _MISSING = ("broken", "is closed")
 
 

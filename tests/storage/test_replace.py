@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -139,6 +140,23 @@ def test_a_planted_link_is_not_written_through(
     os.symlink(victim, tmp_path / ".a.1-00000000.nvmeio-tmp")
     replace_file(tmp_path / "a", b"new")
     assert victim.read_bytes() == b"precious" and (tmp_path / "a").read_bytes() == b"new"
+
+
+def test_a_temporary_file_that_cannot_be_locked_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody else had locked it another one was made, and the first one stayed."""
+    refused = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not refused:
+            refused.append(fd)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(replace.fcntl, "flock", flock)
+    replace_file(tmp_path / "a", b"new")
+    assert refused
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_file_put_in_the_place_of_the_temporary_one_is_refused(
