@@ -256,7 +256,7 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
 ) -> None:
     """A rank was counted from its own first step on only: a quicker one was eight steps ahead."""
     first, second = steps_of(dist.HashStore(), 2, timeout_s=0.05)
-    joined = []
+    joined: list[bool] = []
 
     def agreed(directory: str) -> tuple[None, list[Any]]:
         joined.append(len(joined) + 1 == first._store.add("joined", 0))
