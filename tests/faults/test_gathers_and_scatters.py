@@ -50,7 +50,7 @@ def test_transient_fault_is_not_noticed(faulty, tmp_path, fault, lanes):
 
 def test_one_bad_block_costs_its_rows(faulty, tmp_path):
     path = make_file(tmp_path / "file", noise(SIZE, seed=1))
-    places = [128 * KIB, 40, 200 * KIB + 7, 200 * KIB + 700, 300 * KIB]
+    places = [128 * KIB, 40, 200 * KIB, 200 * KIB + 700, 300 * KIB]
     with faulty.handle(block_size=16 * KIB, queue_depth=8) as handle:
         faulty.set(event_offset=200 * KIB, event_error=errno.EIO)
         out = torch.zeros(5, 100, dtype=torch.uint8)
@@ -60,7 +60,7 @@ def test_one_bad_block_costs_its_rows(faulty, tmp_path):
         assert handle.stats.rows == 3
     failure = caught.value
     assert (failure.errno, failure.row, failure.whole) == (errno.EIO, 2, 3)
-    assert failure.file_offset == 200 * KIB + 7
+    assert failure.file_offset == 200 * KIB
     assert failure.mask().tolist() == [True, True, False, False, True]
     for row in (0, 1, 4):
         assert bytes_of(out[row]) == path.read_bytes()[places[row] :][:100]

@@ -154,13 +154,13 @@ def test_a_scatter_writes_its_rows_and_nothing_else(
     assert ways == source.nbytes
 
 
-def test_many_rows_over_several_lanes(make_handle: Make, path: Path) -> None:
+def test_many_rows_over_several_lanes(make_handle: Make, direct_path: Path) -> None:
     """More than are sorted in passing: a thread of the shim's does it."""
     handle = make_handle(block_size=65536, intra_op_parallelism=3)
     count, row_bytes = 5000, 24
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     source = bytes_tensor(random_bytes(count * row_bytes)).view(count, row_bytes)
-    with nvmeio.open(path, "w") as file:
+    with nvmeio.open(direct_path, "w") as file:
         assert handle.sync_scatter(source, file, order * 40 + 5) == source.nbytes
         out = torch.zeros(2 * count, row_bytes, dtype=torch.uint8)
         twice = torch.cat([order, order.flip(0)]) * 40 + 5
@@ -354,17 +354,18 @@ def test_rows_that_overlap_are_refused_before_anything_is_written(
     assert source.untyped_storage().resizable()
 
 
-def test_the_first_row_of_a_bad_block_is_named(new_handle: Make, file: Path) -> None:
+def test_the_first_row_of_a_bad_block_is_named(new_handle: Make, direct_path: Path) -> None:
     """The others are there; the operation's error says which."""
 
     def bad(kind: str, offset: int, nbytes: int) -> int:
         return errno.EIO if offset <= 81_920 < offset + nbytes else 0
 
+    direct_path.write_bytes(CONTENT)
     handle = new_handle(FakeEngine(fail=bad), block_size=4096)
     places = [100_000, 82_000, 5, 82_100, 140_000]
     out = torch.zeros(5, 50, dtype=torch.uint8)
     with pytest.raises(nvmeio.RowsError) as caught:
-        handle.sync_gather(out, file, places)
+        handle.sync_gather(out, direct_path, places)
     failure = caught.value
     assert (failure.errno, failure.row, failure.file_offset) == (errno.EIO, 1, 82_000)
     assert (failure.whole, failure.transferred) == (3, 150)
@@ -375,7 +376,7 @@ def test_the_first_row_of_a_bad_block_is_named(new_handle: Make, file: Path) -> 
     assert (handle.stats.rows, handle.stats.errors) == (3, 1)
 
 
-def test_a_bad_block_of_a_scatter(new_handle: Make, file: Path, direct_path: Path) -> None:
+def test_a_bad_block_of_a_scatter(new_handle: Make, direct_path: Path) -> None:
     direct_path.write_bytes(CONTENT)
     handle = new_handle(FakeEngine(fail={81_920: errno.ENOSPC}), block_size=4096)
     source = torch.ones(4, 8192, dtype=torch.uint8)
