@@ -13,6 +13,7 @@ next one that spills to the same place finds it unlocked, and removes it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import secrets
@@ -41,6 +42,7 @@ from nvmeio.inference._weights import Weight, part_of
 from nvmeio.inference.stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: man 3 malloc_trim
 
 
 def spill(
@@ -157,13 +159,19 @@ class Spiller:
         class, shape and attributes.
         """
         for owner in module.modules():
-            for attribute, parameter in list(owner._parameters.items()):
+            for attribute in list(owner._parameters):
+                parameter = owner._parameters[attribute]
                 record = None if parameter is None else self._record_of(parameter)
                 if parameter is None or record is None or parameter.is_meta:
                     continue
                 empty = self._empty(record.name, parameter)
                 self._written[id(empty)] = record._replace(parameter=weakref.ref(empty))
                 owner._parameters[attribute] = empty
+        parameter = None
+        # Weights below 32 MiB come from the heap, where what is free between small things that are
+        # not stays with the process: so much as the model has, in the end.
+        if _trim is not None:
+            _trim(0)
 
     def stream(
         self,
