@@ -26,8 +26,8 @@ def command(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL_DIR",
-            help="A directory of save_pretrained, or of nvmeio pack.",
+            metavar="MODEL",
+            help="A directory of save_pretrained or nvmeio pack, or a name on the hub.",
             show_default=False,
         ),
     ],
@@ -94,8 +94,10 @@ def command(
     with exit_statuses(errors), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the packages that transformers imports
         from nvmeio.inference import stream_model
+        from nvmeio.inference._hub import directory_of
 
         try:
+            model = Path(directory_of(str(model)))
             streamed = stream_model(
                 model,
                 device=device,

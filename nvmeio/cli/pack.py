@@ -30,8 +30,8 @@ def command(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL_DIR",
-            help="A directory that transformers' save_pretrained wrote.",
+            metavar="MODEL",
+            help="A directory that transformers' save_pretrained wrote, or a name on the hub.",
             show_default=False,
         ),
     ],
@@ -72,7 +72,7 @@ def command(
             warnings.simplefilter("ignore")  # of the packages that transformers imports
             try:
                 report = pack(
-                    model,
+                    str(model),
                     out,
                     dtype=wanted,
                     quant_bits=quant_bits,

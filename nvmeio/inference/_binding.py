@@ -14,6 +14,33 @@ from nvmeio.inference._units import Target, Unit
 _NAMED = 16
 
 
+class _Elsewhere(nn.Parameter):
+    """Stands for a weight that is on disk, and says that it is where its rows will be.
+
+    Models move the ids of tokens to the device of their embedding's weight (Llama 4).
+    """
+
+    _where = torch.device("meta")
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._where
+
+
+def stand_in(unit: Unit, device: torch.device) -> None:
+    """Let the embeddings of a unit, which may never be in memory, name the device of the model."""
+    made: dict[int, _Elsewhere] = {}
+    for index, target in enumerate(unit.targets):
+        if target.is_buffer or not unit.row_modules:
+            continue
+        if target.weight not in made:
+            empty = _Elsewhere(target.empty.detach(), target.empty.requires_grad)
+            empty._where = device
+            made[target.weight] = empty
+        target.module._parameters[target.attribute] = made[target.weight]
+        unit.targets[index] = target._replace(empty=made[target.weight])
+
+
 def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Let modules show tensors.
 

@@ -21,6 +21,8 @@ from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 from nvmeio.inference._weights import Part, concatenated, part_of, stacked
 
+_UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
+
 
 def require() -> Any:
     """The transformers package.
@@ -67,9 +69,49 @@ def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: Checkpoint) 
     with torch.device("meta"):
         model: Any = _class_of(transformers, config)._from_config(config, dtype=wanted)
     model.tie_weights()
+    _to_meta(model)
     _keep_in_float32(model, wanted)
+    _not_saved_as_buffers(model, checkpoint)
     model.eval()
     return model  # type: ignore[no-any-return]
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Constructors that name a device or a type (DiffLlama's, XLNet's) make tensors on the CPU."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        kept = module._non_persistent_buffers_set
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.is_meta or (held is module._buffers and name in kept):
+                    continue
+                if id(tensor) not in moved:
+                    empty: torch.Tensor = torch.empty_like(tensor, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    moved[id(tensor)] = empty
+                held[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _not_saved_as_buffers(model: Any, checkpoint: Checkpoint) -> None:
+    """Parameters that `save_pretrained` leaves out, for the class computes them (Marian).
+
+    As buffers that no checkpoint holds they are computed with the others; see `compute_buffers`.
+    """
+    patterns = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    prefix = f"{model.base_model_prefix}."
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        tails = tuple(name.removeprefix(prefix) for name in shared)
+        computed = all(any(p.search(name) for p in patterns) for name in shared)
+        if computed and not any(stored.endswith(tails) for stored in checkpoint.tensors):
+            for name in shared:
+                owner, _, attribute = name.rpartition(".")
+                module = model.get_submodule(owner)
+                empty = module._parameters.pop(attribute)
+                module.register_buffer(attribute, empty.detach(), persistent=False)
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
@@ -129,13 +171,33 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor._is_hf_initialized = True
     for module, name in missing:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        module._buffers[name] = _unset(module._buffers[name])
     owners = {module for module, _ in missing}
     for module in model.modules():
-        module._is_hf_initialized = module not in owners
+        # What lies around an owner may be what computes its buffer (FalconH1Model).
+        module._is_hf_initialized = owners.isdisjoint(module.modules())
     model.initialize_weights()
     for module, name in missing:
+        if _is_unset(module._buffers[name]):
+            raise ValueError(
+                f"transformers computes no value for buffer {name!r} of {type(module).__name__}, "
+                "and no checkpoint holds it: pass a model on the meta device that has its value"
+            )
         module._buffers[name] = module._buffers[name].to(device)
+
+
+def _unset(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory for a buffer, with a content that shows whether anybody set it."""
+    made = torch.zeros_like(buffer, device="cpu", memory_format=torch.contiguous_format)
+    if made.dtype is not torch.bool:
+        made.view(-1).view(torch.uint8).fill_(_UNSET)
+    return made
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    if buffer.dtype is torch.bool or not buffer.numel():
+        return False
+    return bool((buffer.contiguous().view(-1).view(torch.uint8) == _UNSET).all())
 
 
 def parts_of(

@@ -27,7 +27,7 @@ from nvmeio._storage import crc32
 from nvmeio._storage.durable import sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _packed, _transformers
+from nvmeio.inference import _hub, _packed, _transformers
 from nvmeio.inference._matching import match
 from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
@@ -83,7 +83,7 @@ def pack(
     durable.
 
     Args:
-        model_directory: As `save_pretrained` writes it.
+        model_directory: As `save_pretrained` writes it, or a name on the hub (see `stream_model`).
         out: A directory that does not exist yet.
         dtype: Of the weights in the file; by default the model's.
         quant_bits: 4 or 8 to quantise the matrices of layers and head, in groups of a row; they
@@ -105,10 +105,11 @@ def pack(
 
     Cost: each byte is read and written once; memory for two of the largest records.
     """
-    source, target = Path(model_directory), Path(os.path.abspath(out))
+    target = Path(os.path.abspath(out))
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
     if target.exists():
         raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
+    source = Path(_hub.directory_of(model_directory))
     config = _transformers.config_of(source)
     with contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))

@@ -15,7 +15,7 @@ from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _hooks, _packed, _transformers, kv_cache
+from nvmeio.inference import _binding, _hooks, _hub, _packed, _transformers, kv_cache
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
@@ -39,6 +39,7 @@ def stream_model(
     layers: Sequence[nn.Module | str] | None = None,
     strict: bool = True,
     checksum: bool = True,
+    revision: str | None = None,
 ) -> Any:
     """A model whose weights are read from disk while it computes.
 
@@ -47,7 +48,9 @@ def stream_model(
     beside what the model's own computation allocates.
 
     Args:
-        model_or_config_or_path: A directory that `save_pretrained` or `nvmeio pack` wrote; a
+        model_or_config_or_path: A directory that `save_pretrained` or `nvmeio pack` wrote; the name
+            of a repository on the Hugging Face hub, which is taken from the hub's cache and
+            downloaded where it is not there (``HF_HUB_OFFLINE=1`` forbids that); a
             transformers configuration; or any `torch.nn.Module` with its parameters on the meta
             device, which is changed in place and returned.
         checkpoint: Where the weights are, as safetensors: a file, an index of shards, or a
@@ -73,6 +76,7 @@ def stream_model(
         checksum: Compare what is read of a packed model with the checksums in its index, and the
             blocks of `kv_offload` in a file with what was written. Rows of an embedding that are
             read one by one have none; an embedding that stays is compared.
+        revision: Branch, tag or commit of a repository on the hub; by default its main branch.
 
     Returns:
         The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
@@ -81,7 +85,8 @@ def stream_model(
     Raises:
         IntegrityError: A header or index is malformed or a file truncated; a tensor is missing, has
             no place in the model, or has another shape. Names tensor and file.
-        FileNotFoundError: There is no such file or directory.
+        FileNotFoundError: There is no such file or directory, and no such repository in the hub's
+            cache or, where downloads are allowed, on the hub.
         ValueError: `resident_bytes` does not hold what is needed at once; parameters lie on a real
             device; buffers that no checkpoint holds on the meta device; unknown `layers`.
         BackendUnavailableError: transformers is needed and not installed.
@@ -102,7 +107,12 @@ def stream_model(
     """
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
     where = torch.device(device)
-    source, given = _source(model_or_config_or_path, checkpoint)
+    named = model_or_config_or_path
+    if isinstance(named, (str, os.PathLike)):
+        named = _hub.directory_of(named, revision)
+    elif revision is not None:
+        raise ValueError("revision is of a repository on the hub: give its name with it")
+    source, given = _source(named, checkpoint)
     check_numbers(window, resident_bytes)
     with contextlib.ExitStack() as stack:
         call = stack.enter_context(CallHandle(handle, source))
@@ -124,6 +134,8 @@ def stream_model(
             budget = _default_budget(parts.fixed, parts.units, window)
         shares = share_out(parts.fixed, parts.units, budget, window)
         stored = dict(opened.tensors)
+        for unit in parts.units:
+            _binding.stand_in(unit, where)
     call.wait()  # the stream's own is made next: two would take the memory of two
     _move_buffers(model, where)
 
@@ -149,7 +161,7 @@ def stream_model(
         _hooks.attach(model, stream)
         model.weight_stream = stream
         if is_transformers:
-            _finish(model, model_or_config_or_path)
+            _finish(model, named, model_or_config_or_path)
         undo.pop_all()
     return model
 
@@ -211,12 +223,11 @@ def _another(again: Checkpoint, what: str, before: object, now: object) -> Integ
     )
 
 
-def _finish(model: Any, given: Any) -> None:
+def _finish(model: Any, directory: Any, given: Any) -> None:
     """What `from_pretrained` sets on a model of a directory beside its weights."""
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(directory, (str, os.PathLike)):
         return
-    name = os.fspath(given)
-    if model.can_generate() and os.path.isfile(os.path.join(name, "generation_config.json")):
+    if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
         config_class = _transformers.require().GenerationConfig
-        model.generation_config = config_class.from_pretrained(name)
-    model.config._name_or_path = model.name_or_path = name
+        model.generation_config = config_class.from_pretrained(directory)
+    model.config._name_or_path = model.name_or_path = os.fspath(given)

@@ -77,6 +77,84 @@ def test_logits_and_tokens_are_those_of_the_loaded_model(
         assert stats.streamed_bytes > total // 3
 
 
+def test_what_a_class_computes_instead_of_saving_it_is_computed(
+    tmp_path: Path, stream: Make
+) -> None:
+    """Marian's positions were missed in its files, and DiffLlama's parameters found on the CPU."""
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 64, "vocab_size": 128}
+    ffn = {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.MarianConfig(**sizes, **ffn, **heads, **ends, max_position_embeddings=32)
+    saved(lambda: transformers.MarianMTModel(config), tmp_path)
+    ids = prompt()
+    model = stream(tmp_path)
+    assert logits(model, ids).equal(logits(loaded(tmp_path), ids))
+
+
+def test_parameters_that_a_constructor_makes_on_the_cpu_are_streamed(
+    tmp_path: Path, stream: Make
+) -> None:
+    config = transformers.DiffLlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    saved(lambda: transformers.DiffLlamaForCausalLM(config), tmp_path)
+    ids = prompt()
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path))
+    assert all(p.is_meta for p in model.parameters() if p.nbytes > 1024)
+    assert logits(model, ids).equal(logits(loaded(tmp_path), ids))
+
+
+def test_buffers_that_an_outer_module_computes_are_those_of_the_loaded_model(
+    tmp_path: Path, stream: Make
+) -> None:
+    """FalconH1 multiplies by a vector that its model computes for its layers: it was not set."""
+    config = transformers.FalconH1Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        mamba_d_ssm=128,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        vocab_size=128,
+    )
+    saved(lambda: transformers.FalconH1ForCausalLM(config), tmp_path)
+    ids = prompt()
+    model = stream(tmp_path)
+    assert logits(model, ids).equal(logits(loaded(tmp_path), ids))
+
+
+def test_a_buffer_that_nobody_computes_is_refused(
+    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(llama, tmp_path)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "initialize_weights", lambda self: None)
+    with pytest.raises(ValueError, match=r"transformers computes no value for buffer '.*inv_freq'"):
+        stream(tmp_path)
+
+
+def test_ids_that_follow_their_embedding_to_its_device_are_looked_up(
+    tmp_path: Path, stream: Make
+) -> None:
+    """Llama 4 does so; where the embedding is read row by row its weight was on no real device."""
+    saved(llama, tmp_path)
+    ids = prompt()
+    model = stream(tmp_path, resident_bytes=least(stream, tmp_path))
+    weight = model.model.embed_tokens.weight
+    assert weight.is_meta
+    assert weight.device == torch.device("cpu")
+    assert logits(model, ids.to(weight.device)).equal(logits(loaded(tmp_path), ids))
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_shards_are_read_as_one_model(name: str, tmp_path: Path, stream: Make) -> None:
     saved(MODELS[name], tmp_path, max_shard_size="200KB")

@@ -1,0 +1,130 @@
+"""Models by their name on the Hugging Face hub: its cache, and downloads where they are allowed.
+
+huggingface_hub is imported by the functions here, never by this module. It decides what is allowed
+(``HF_HUB_OFFLINE``), where the cache is (``HF_HOME``) and who asks (``HF_TOKEN``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from nvmeio.errors import BackendUnavailableError
+
+# As huggingface_hub's `validate_repo_id` takes them; the oldest have no owner ("gpt2").
+_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Small, and not in every repository: of generation, and of `nvmeio generate`'s tokenizer.
+_BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> str:
+    """The directory of a model: `given` itself, or where the hub's cache has that name.
+
+    Args:
+        given: A directory, or "owner/name" of a repository. A directory of that name comes first.
+        revision: Branch, tag or commit of the repository; by default its main branch.
+
+    Returns:
+        A directory with the configuration and all weights in safetensors files.
+
+    Raises:
+        FileNotFoundError: There is neither such a directory nor such a repository; or it, or its
+            safetensors files, are not in the cache and cannot be downloaded. Says which.
+        BackendUnavailableError: It is a name, and huggingface_hub is not installed.
+        ValueError: `revision` is given with a directory.
+    """
+    name = os.fspath(given)
+    if os.path.isdir(name):
+        if revision is not None:
+            raise ValueError(f"revision is of a repository on the hub, and {name} is a directory")
+        return name
+    if os.path.exists(name) or not isinstance(given, str) or not _NAME.fullmatch(name):
+        what = "is no directory" if os.path.exists(name) else "does not exist"
+        raise FileNotFoundError(
+            f"{name} {what}: name a directory that save_pretrained or nvmeio pack wrote, or a "
+            'repository on the hub as "owner/name"'
+        )
+    hub = _require(name)
+    config = _download(hub, name, _CONFIG, revision)
+    if config is None:
+        raise FileNotFoundError(
+            f"{name} is no directory here, and the repository of that name on the hub has no "
+            f"{_CONFIG}"
+        )
+    found = Path(config).parent
+    commit = found.name  # the cache has a directory a commit: all files are of the same one
+    weights = [_WEIGHTS]
+    if _download(hub, name, _WEIGHTS, commit, needed=False) is None and (
+        _download(hub, name, _INDEX, commit) is not None
+    ):
+        shards = json.loads((found / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weights = sorted(set(shards.values()))
+    for file in weights:
+        if _download(hub, name, file, commit) is None:
+            raise FileNotFoundError(
+                f"{name} on the hub (commit {commit}) has no {file}: nvmeio streams safetensors "
+                "files. Load it once with transformers, and save it with save_pretrained(directory)"
+            )
+    for file in _BESIDE:
+        _download(hub, name, file, commit, needed=False)
+    return str(found)
+
+
+def _require(name: str) -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError as failed:
+        raise BackendUnavailableError(
+            f"{name} is no directory here; as a name on the hub it needs huggingface_hub",
+            attempts=[("huggingface_hub", str(failed))],
+            remedy='pip install "nvmeio[transformers]", or name a directory',
+        ) from failed
+
+
+def _download(
+    hub: Any, name: str, file: str, revision: str | None, needed: bool = True
+) -> str | None:
+    """The path of a file in the cache, downloaded if it has to be; None if there is none."""
+    errors = hub.errors
+    if revision is not None and _COMMIT.fullmatch(revision):
+        cached = hub.try_to_load_from_cache(name, file, revision=revision)
+        if cached is not None:  # where it is, or that the repository has none
+            return cached if isinstance(cached, str) else None
+    try:
+        path: str = hub.hf_hub_download(name, file, revision=revision)
+        return path
+    except errors.LocalEntryNotFoundError as missing:  # offline, or the hub does not answer
+        if not needed:
+            return None
+        raise FileNotFoundError(
+            f"{name} is no directory here; {file} of the repository of that name is not in the "
+            f"hub's cache ({hub.constants.HF_HUB_CACHE}) and was not downloaded: {missing}"
+        ) from missing
+    except errors.EntryNotFoundError:
+        return None
+    except errors.RepositoryNotFoundError as missing:  # or one that this user may not read
+        raise FileNotFoundError(
+            f"{name} is no directory here, and no repository on the hub that you may read: "
+            f"{missing}"
+        ) from missing
+    except errors.RevisionNotFoundError as missing:
+        raise FileNotFoundError(f"{name} on the hub has no revision {revision!r}") from missing
