@@ -13,17 +13,22 @@ from inference import _tiny
 from inference._models import transformers
 
 import nvmeio
+from nvmeio.inference import _units
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
 # Made of the checkpoint's tensors in ways that reading to a place cannot: refused by name.
 REFUSED = {"HrmTextForCausalLM", "Inkling2ForCausalLM"}
+# Their decoder reads the weight of a small embedding without a call of it: small ones always stay.
+READ_OUTSIDE = {"ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"}
 
 
 @pytest.mark.parametrize("name", _tiny.names())
 def test_streamed_logits_are_those_of_the_loaded_model(
-    name: str, tmp_path: Path, one_handle: nvmeio.AioHandle
+    name: str, tmp_path: Path, one_handle: nvmeio.AioHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name in READ_OUTSIDE:
+        monkeypatch.setattr(_units, "SMALL_BYTES", 1 << 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = getattr(transformers, name, None)
@@ -47,4 +52,4 @@ def test_streamed_logits_are_those_of_the_loaded_model(
     with model.weight_stream as stream:
         assert type(model) is cls
         assert _tiny.output(model, given).equal(_tiny.output(whole, given))
-        assert stream.stats.streamed_bytes > 0
+        assert stream.stats.bytes_read > 0
