@@ -94,7 +94,7 @@ def command(
     with exit_statuses(errors), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the packages that transformers imports
         from nvmeio.inference import stream_model
-        from nvmeio.inference._hub import directory_of
+        from nvmeio.inference.hub import directory_of
 
         try:
             model = Path(directory_of(str(model)))

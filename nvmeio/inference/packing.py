@@ -27,7 +27,7 @@ from nvmeio._storage import crc32
 from nvmeio._storage.durable import sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _hub, _packed, _transformers
+from nvmeio.inference import _packed, _transformers, hub
 from nvmeio.inference._matching import match
 from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
@@ -109,7 +109,7 @@ def pack(
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
     if target.exists():
         raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
-    source = Path(_hub.directory_of(model_directory))
+    source = Path(hub.directory_of(model_directory))
     config = _transformers.config_of(source)
     with contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))

@@ -15,7 +15,7 @@ from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _binding, _hooks, _hub, _packed, _transformers, kv_cache
+from nvmeio.inference import _binding, _hooks, _packed, _transformers, hub, kv_cache
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
@@ -109,7 +109,7 @@ def stream_model(
     where = torch.device(device)
     named = model_or_config_or_path
     if isinstance(named, (str, os.PathLike)):
-        named = _hub.directory_of(named, revision)
+        named = hub.directory_of(named, revision)
     elif revision is not None:
         raise ValueError("revision is of a repository on the hub: give its name with it")
     source, given = _source(named, checkpoint)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import nvmeio
 from nvmeio.cli import app
 from nvmeio.inference import pack
-from nvmeio.inference._hub import directory_of
+from nvmeio.inference.hub import directory_of
 
 hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 
