@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
@@ -80,3 +80,17 @@ def switch(name: str, value: Any) -> bool:
     elif value is not None and (value == 0 or value == 1):  # of numpy, for one
         return bool(value)
     raise TypeError(f"{name} must be true or false, not {value!r:.80}")
+
+
+def refuse_pickling(self: object, instead: str) -> NoReturn:
+    """What has descriptors and threads of this process is not sent to another one.
+
+    Args:
+        self: Of a public class.
+        instead: What to do there.
+
+    Raises:
+        TypeError: Always.
+    """
+    kind = type(self).__name__
+    raise TypeError(f"a {kind} belongs to the process that made it and is not pickled: {instead}")

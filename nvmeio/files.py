@@ -17,8 +17,9 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from nvmeio import _checks
 from nvmeio._closing import Closing
 from nvmeio._plan import PAGE_BYTES, Alignment
 from nvmeio._shim import FileFacts, OwnFds, file_facts
@@ -275,6 +276,13 @@ class File(Closing):
         if self._closed:
             raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
         return os.fstat(self._descriptors.any_fd()).st_size
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "keep its path, and call nvmeio.open in each process (in a dataset, on first "
+            "use or in worker_init_fn)",
+        )
 
     def __repr__(self) -> str:
         users = self._descriptors.users - (not self._closed)

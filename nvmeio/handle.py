@@ -7,6 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -518,6 +519,13 @@ class AioHandle(ClosingWork):
     def get_alignment(self) -> int:
         """Bytes: addresses, sizes and offsets that are multiples of it need no bounce or edge."""
         return PAGE_BYTES
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "keep its settings, and make one in each process (in a dataset, on first use "
+            "or in worker_init_fn)",
+        )
 
     def __repr__(self) -> str:
         o = self._options

@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -313,6 +313,13 @@ class PinnedPool:
                 f"the pool belongs to process {self._pid}, which forked this one: "
                 "make a pool of your own after the fork"
             )
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "keep its budget, and make one in each process; to share memory use "
+            "tensor.share_memory_()",
+        )
 
     def __repr__(self) -> str:
         kind = "page-locked" if self._locked else "not locked"

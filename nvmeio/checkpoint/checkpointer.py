@@ -9,7 +9,7 @@ import operator
 import os
 import warnings
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
 from nvmeio._closing import ClosingWork
@@ -360,6 +360,12 @@ class Checkpointer(ClosingWork):
     def closed(self) -> bool:
         """Whether saves are refused."""
         return self._saver.closed
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "keep its directory, and make one in each process that saves",
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"

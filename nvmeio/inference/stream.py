@@ -23,10 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from nvmeio import _checks
 from nvmeio._closing import Closing
 from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.ending import Ending
@@ -466,6 +467,12 @@ class WeightStream(Closing):
         if self._pid != os.getpid():
             raise ClosedError("the stream of weights belongs to the parent of this forked process")
         return owner, uses
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "call stream_model in each process, with a share of the memory each",
+        )
 
     def __repr__(self) -> str:
         kept = sum(unit.resident for unit in self.units)

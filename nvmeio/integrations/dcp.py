@@ -155,8 +155,8 @@ class NvmeStorageWriter(StorageWriter):
             ) from failed
         if not self._overwrite and self._exists():
             raise RuntimeError(
-                f"there is a checkpoint in {self._path}, and overwrite is False: save into another "
-                "directory, or pass overwrite=True, which replaces it at the end of the save"
+                f"Checkpoint already exists in {self._path}, and overwrite is False: save into "
+                "another directory, or pass overwrite=True, which replaces it at its end"
             )
         if self._own_metadata is None:
             return plan

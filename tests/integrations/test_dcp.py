@@ -438,7 +438,7 @@ def test_overwriting_can_be_refused(tmp_path: Path) -> None:
     state = {"w": torch.randn(10)}
     save(state, tmp_path, overwrite=False)
     before = {name: (tmp_path / name).read_bytes() for name in files_of(tmp_path)}
-    with refused(RuntimeError, match="overwrite is False"):
+    with refused(RuntimeError, match="Checkpoint already exists in .*, and overwrite is False"):
         save({"w": torch.zeros(10)}, tmp_path, overwrite=False)
     assert {name: (tmp_path / name).read_bytes() for name in files_of(tmp_path)} == before
 
