@@ -147,7 +147,6 @@ class SwappedModule(Closing, torch.nn.Module):
                 found[prefix + name] = store.on_file(parameter)
         return found
 
-    @torch.no_grad()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -186,7 +185,8 @@ class SwappedModule(Closing, torch.nn.Module):
                     f"{tuple(tensor.shape)}"
                 )
         for name in buffers.keys() & state_dict.keys():
-            buffers[name].copy_(state_dict[name])
+            # Not within no_grad, which Ctrl-C may leave in force.
+            buffers[name].detach().copy_(state_dict[name].detach())
         for unit in store.units:
             if any(id(p) in given for p in unit.parameters):
                 store.load(unit, given)

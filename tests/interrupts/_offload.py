@@ -350,6 +350,34 @@ class Resume(Scenario):
         )
 
 
+class LoadStateDict(Scenario):
+    """The weights are all taken over, by the next call if not by this one."""
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.module = swapped(net(), folder, handle=handle)
+        self.number = 0
+
+    def prepare(self) -> None:
+        self.number += 1
+        self.state = {name: t + self.number for name, t in net().state_dict().items()}
+
+    def work(self) -> Any:
+        self.module.load_state_dict(self.state)
+
+    def check(self, found: Any) -> None:
+        reference = net()
+        reference.load_state_dict(self.state)
+        loss_of(reference, 0).backward()
+        self.module.zero_grad()
+        loss_of(self.module, 0).backward()
+        wanted = [p.grad for p in reference.parameters()]
+        assert_same([p.grad for p in self.module.parameters()], wanted, "gradients")
+
+    def close(self) -> None:
+        self.module.close()
+
+
 class Modules(Scenario):
     """A module from the meta device, made part by part by the user's `init`, to its end."""
 
@@ -393,4 +421,5 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-optimizer-snapshot": Snapshot,
     "swapped-optimizer-resume": Resume,
     "swapped-modules": Modules,
+    "swapped-module-load": LoadStateDict,
 }

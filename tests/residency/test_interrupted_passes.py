@@ -252,6 +252,22 @@ def test_load_state_dict(swapped: SwappedModule, interrupts: Interrupts) -> None
         assert same(gradients(swapped, x), gradients(reference, x))
 
 
+def test_loading_does_not_switch_the_callers_grad_mode(
+    swapped: SwappedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.no_grad is Python: Ctrl-C as it is entered or left keeps autograd off."""
+    enter = torch.no_grad.__enter__
+
+    def checked(self: torch.no_grad) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        enter(self)
+
+    state = {name: torch.ones_like(p) for name, p in net().named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.no_grad, "__enter__", checked)
+        swapped.load_state_dict(state)
+
+
 def test_an_exception_in_a_users_hook_leaves_nothing(swapped: SwappedModule) -> None:
     class Stop(BaseException):
         pass
