@@ -5,8 +5,7 @@ from __future__ import annotations
 from nvmeio import buffers
 from nvmeio._plan import Plan, plan_read, plan_write
 from nvmeio._tensor import Memory
-from nvmeio.engines._queued import DeviceTransfer
-from nvmeio.engines.base import Opcode, Transfer
+from nvmeio.engines.base import DeviceTransfer, Opcode, Transfer
 from nvmeio.files import Descriptors
 
 # Aligned memory on 4 KiB pages was read at 1.4 to 2.8 GB/s and written at 2.7 to 5.1, as its pages

@@ -211,8 +211,6 @@ STANDS_ON = {
         *("_memory", "_io"),
     },
 }
-# Until what all engines share has a name of its own.
-NOT_YET = {("nvmeio._transfer", "nvmeio.engines._queued")}
 
 
 def is_private_to_another(importer: str, name: str) -> bool:
@@ -230,8 +228,7 @@ def is_private_to_another(importer: str, name: str) -> bool:
 
 @pytest.mark.parametrize("module", INSIDE)
 def test_no_package_reaches_into_the_private_modules_of_another(module: str) -> None:
-    private = {name for name in inner_imports(module) if is_private_to_another(module, name)}
-    assert {name for name in private if (module, name) not in NOT_YET} == set()
+    assert {n for n in inner_imports(module) if is_private_to_another(module, n)} == set()
 
 
 @pytest.mark.parametrize("module", INSIDE)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nvmeio._blocks.slots import Index, Place
-from nvmeio._blocks.table import NotATable, Table, lock
+from nvmeio._blocks.table import NotATable, Table
 from nvmeio._io.ending import wait_for_those_that_end
 from nvmeio._storage.durable import reserve
+from nvmeio._storage.locks import become_writer
 from nvmeio._storage.private import make_private_directory, open_own
 from nvmeio.errors import TransferError
 
@@ -108,7 +109,7 @@ class Catalog:
         make_private_directory(self._path.parent)
         fd = open_own(path)
         try:
-            if not (lock(fd) or (wait_for_those_that_end() and lock(fd))):
+            if not (become_writer(fd) or (wait_for_those_that_end() and become_writer(fd))):
                 raise TransferError(
                     errno.EBUSY,
                     operation="open",

@@ -12,7 +12,6 @@ and then at the records that are newer than what they saw.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -145,20 +144,6 @@ class Table:
         """Close the file; the lock on it goes. Idempotent."""
         self._map.close()
         self._file.close()
-
-
-def lock(fd: int) -> bool:
-    """Become the one writer of a table; False if there is one.
-
-    The lock goes with the process. (flock; where a file system has none, everybody is.)
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _fill(fd: int, nbytes: int) -> None:

@@ -13,6 +13,7 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_files import bytes_at, header_of, shards_of
 from nvmeio._formats.safetensors_header import Entry
+from nvmeio._storage.unchanged import Unchanged
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -46,7 +47,7 @@ class Checkpoint:
         self.files: list[File] = []
         self.tensors: dict[str, Stored] = {}
         self.metadata: dict[str, str] = {}
-        self._facts: list[tuple[int, int]] = []
+        self._unchanged: list[Unchanged] = []
         try:
             for shard, names in _parts(self.path):
                 self._open(shard, names, handle)
@@ -58,7 +59,7 @@ class Checkpoint:
         file = files.open(shard)
         index = len(self.files)
         self.files.append(file)
-        self._facts.append(facts_of(file))
+        self._unchanged.append(Unchanged(file))
         _check_length(file, handle)
         header = header_of(file, handle)
         self.metadata.update(header.metadata)
@@ -79,26 +80,9 @@ class Checkpoint:
             what: What was read from it, for the message.
 
         Raises:
-            IntegrityError: Its size or its time of modification is another than when it was opened.
-
-        Cost: one fstat, about 1 us.
+            IntegrityError: As `Unchanged.check`.
         """
-        file = self.files[index]
-        try:
-            now = facts_of(file)
-        except OSError as failed:
-            code = failed.errno or errno.EIO
-            raise TransferError(code, operation="open", path=file.path) from failed
-        if now != self._facts[index]:
-            before = self._facts[index]
-            changed = "its size" if now[0] != before[0] else "its time of modification"
-            raise IntegrityError(
-                f"{file.path} changed while weights were streamed from it: {changed} is another "
-                f"than when it was opened. What was read for {what} is not used. Write a changed "
-                "model under another name, and open that",
-                expected=before,
-                found=now,
-            )
+        self._unchanged[index].check(what)
 
     def close(self) -> None:
         """Close all files; transfers in flight keep theirs until they are done."""
@@ -117,18 +101,6 @@ def _parts(path: Path) -> list[tuple[Path, list[str] | None]]:
                 detail=f"{path} names it for tensor {names[0]!r}, but it is not there",
             )
     return parts
-
-
-def facts_of(file: File) -> tuple[int, int]:
-    """What changes when an open file is written to or cut: its size and time of modification."""
-    # A file that is replaced or unlinked is still whole for whoever has it open: its link count and
-    # with it st_ctime change, so ctime says nothing here.
-    opened = file.acquire(False)
-    try:
-        found = os.fstat(opened.any_fd())
-    finally:
-        opened.release()
-    return found.st_size, found.st_mtime_ns
 
 
 def _check_length(file: File, handle: AioHandle) -> None:

@@ -10,6 +10,7 @@ import errno
 import os
 
 from nvmeio.errors import TransferError
+from nvmeio.files import File
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -94,6 +95,23 @@ def _sync(path: str | os.PathLike[str], flags: int) -> None:
             raise TransferError(
                 failed.errno or errno.EIO, operation="fsync", path=os.fspath(path)
             ) from failed
+
+
+def sync_data(file: File) -> None:
+    """Make an open file's bytes durable (fdatasync).
+
+    Raises:
+        TransferError: The kernel could not.
+    """
+    opened = file.acquire(True)
+    try:
+        os.fdatasync(opened.any_fd())
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO, operation="fsync", path=file.path
+        ) from failed
+    finally:
+        opened.release()
 
 
 def exchange(one: str, other: str) -> None:

@@ -123,6 +123,20 @@ def lock_alone(fd: int) -> bool:
     return True
 
 
+def become_writer(fd: int) -> bool:
+    """Become the one writer of a file or directory; False if there is one.
+
+    The lock goes with the process. Where a file system has no locks, everybody is.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 # Directories' locks of this process. A child that it forks shares them: it must not go on holding
 # what its parent gives back, or leaves behind when it is killed.
 _held: set[int] = set()
@@ -152,9 +166,7 @@ def lock_directory(directory: str) -> int:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as failed:
         raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not become_writer(fd):
         os.close(fd)
         raise TransferError(
             errno.EBUSY,
@@ -162,9 +174,7 @@ def lock_directory(directory: str) -> int:
             path=directory,
             detail="another Checkpointer saves into this directory, in this process or in another: "
             "close it, or choose another directory",
-        ) from None
-    except OSError:
-        pass  # no locks on this file system
+        )
     _held.add(fd)
     return fd
 

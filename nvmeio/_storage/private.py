@@ -12,8 +12,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 
+from nvmeio import files
 from nvmeio.errors import TransferError
+from nvmeio.files import File
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -78,6 +81,20 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
         raise TransferError(
             failed.errno or errno.EIO, operation="open", path=os.fspath(path)
         ) from failed
+
+
+def open_nameless(directory: str | os.PathLike[str]) -> File:
+    """A new file for reading and writing, which has no name any more: it goes when it is closed.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    fd, name = tempfile.mkstemp(prefix=".nvmeio-", dir=directory)
+    os.close(fd)
+    try:
+        return files.open(name, "r+")
+    finally:
+        os.unlink(name)
 
 
 def open_own(path: str | os.PathLike[str]) -> int:

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from nvmeio import files
 from nvmeio._storage.attributes import take_over
 from nvmeio._storage.durable import allocate, sync_directory, write_all
+from nvmeio._storage.locks import become_writer
 from nvmeio._storage.private import create
 from nvmeio.errors import ClosedError, TransferError
 
@@ -357,7 +358,8 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
         except OSError as failed:
             raise _creation_error(failed, path, directory) from failed
         try:
-            if _locked(fd) and is_named(fd, temporary):
+            # Nobody can lock it to remove it where there are no locks, either.
+            if become_writer(fd) and is_named(fd, temporary):
                 return temporary, fd
         except BaseException:
             os.unlink(temporary)
@@ -383,17 +385,6 @@ def _creation_error(failed: OSError, path: str, directory: str) -> TransferError
             "beside the old one and then renamed"
         )
     return TransferError(code, operation="open", path=path, detail=detail)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # No locks on this file system: nobody can lock the file to remove it, either.
-        return True
-    return True
 
 
 def is_named(fd: int, path: str) -> bool:

@@ -22,7 +22,7 @@ from nvmeio import files
 from nvmeio._formats.torch_layout import Layout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._storage.durable import allocate, exchange, sync_directory
+from nvmeio._storage.durable import allocate, exchange, sync_data, sync_directory
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
     Replacement,
@@ -65,7 +65,7 @@ class OneFile(Job):
         place = self.round.get("place", 0).decode()
         with files.open(os.path.join(self.setup.directory, place), "r+") as file:
             crcs = self._write_part(file)
-            _sync(file)
+            sync_data(file)
             self.round.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
         _wait_for_end(self)
         return None
@@ -82,7 +82,7 @@ class OneFile(Job):
             self.round.put("place", os.path.basename(replacement.temporary).encode())
             crcs = self._write_part(replacement.file)
             if self.round.size > 1:
-                _sync(replacement.file)  # while the others write: the commit is a moment, then
+                sync_data(replacement.file)  # while the others write: the commit is a moment, then
                 for rank in range(1, self.round.size):
                     crcs += map(Crc._make, _CRC.iter_unpack(self.round.get("part", rank)))
                 finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)
@@ -183,7 +183,7 @@ class FileOfEachRank(Job):
                 raise self._error(failed, "truncate") from failed
             finally:
                 opened.release()
-            _sync(file)
+            sync_data(file)
         try:
             sync_directory(directory)
         except OSError as failed:
@@ -285,19 +285,6 @@ def _clear_way(path: str) -> bool:
         os.close(fd)
     os.unlink(path)
     return False
-
-
-def _sync(file: File) -> None:
-    """Make what was written durable (fdatasync)."""
-    opened = file.acquire(True)
-    try:
-        os.fdatasync(opened.any_fd())
-    except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO, operation="fsync", path=file.path
-        ) from failed
-    finally:
-        opened.release()
 
 
 def _stamp(file: File, directory: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import operator
 import os
 import warnings
 from collections.abc import Coroutine, Sequence
@@ -106,10 +105,10 @@ class Checkpointer(ClosingWork):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         path = _checked_directory(directory)
-        _checked_count("keep", keep, 1)
+        _checks.integer("keep", keep, 1)
         memory_bytes = _checks.size("memory_bytes", memory_bytes)
         if memory_bytes is not None:
-            _checked_count("memory_bytes", memory_bytes, 1)
+            _checks.integer("memory_bytes", memory_bytes, 1)
         if layout not in JOBS:
             raise ValueError(f"layout must be 'one' or 'per_rank', not {layout!r}")
         if not timeout_s > 0:
@@ -292,7 +291,7 @@ class Checkpointer(ClosingWork):
     def _wanted(self, step: int | None, rank: int | None) -> Wanted:
         number = None if step is None else _checked_step(step)
         if rank is not None:
-            _checked_count("rank", rank, 0)
+            _checks.integer("rank", rank, 0)
         return Wanted(self.directory, number, rank, self._store.size, self._store.rank)
 
     def steps(self) -> list[int]:
@@ -393,13 +392,5 @@ def _checked_directory(directory: str | os.PathLike[str]) -> str:
     return path
 
 
-def _checked_count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    return operator.index(value)
-
-
 def _checked_step(step: int) -> int:
-    return _checked_count("step", step, 0)
+    return _checks.integer("step", step, 0)

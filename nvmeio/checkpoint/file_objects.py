@@ -10,123 +10,28 @@ import contextlib
 import ctypes
 import io
 import os
-import struct
-import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from nvmeio import buffers
 from nvmeio._closing import Closing, Discarding
-from nvmeio._formats import torch_zip
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
-from nvmeio._io.inflight import InFlight
 from nvmeio._io.owner import OwnerThread
-from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import run_interruptible
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._io.write_behind import WriteBehind
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
+from nvmeio.checkpoint._archive_watch import ArchiveWatch
 from nvmeio.errors import ClosedError, TransferError
-from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
 BUFFER_BYTES = 32 << 20
 
 _READ_AHEAD_BYTES = 1 << 20
-
-
-class Stream:
-    """Takes what is written into one half of a buffer while the other half goes to the file.
-
-    Args:
-        handle: Does the writing; stays open.
-        file: Where it goes, from the first byte on; stays open.
-        staging: A CPU byte tensor.
-        run: Has each half written; in another thread than the main one, or one at a time.
-    """
-
-    def __init__(
-        self,
-        handle: AioHandle,
-        file: File,
-        staging: torch.Tensor,
-        run: Callable[[Callable[[], None]], None] = run_interruptible,
-    ) -> None:
-        # Whole pages, so that every drain but the last begins and ends where direct I/O can.
-        half = max(staging.numel() // 2 // PAGE_BYTES * PAGE_BYTES, 1)
-        self._stagings = Stagings.of([staging[:half], staging[half : 2 * half]])
-        self._flight = InFlight()
-        self._chunk = self._stagings.take(self._flight)
-        self._view = _memory_of(self._chunk)
-        self._filled = 0
-        self._offset = 0
-        self._handle = handle
-        self._file = file
-        self._run = run
-
-    def write(self, data: Any) -> int:
-        """Takes any bytes; returns how many.
-
-        Raises:
-            TransferError: An earlier part could not be written.
-        """
-        taken = memoryview(data).cast("B")
-        done = 0
-        while done < len(taken):
-            view = self._view
-            step = min(len(taken) - done, len(view) - self._filled)
-            view[self._filled : self._filled + step] = taken[done : done + step]
-            self._filled += step
-            done += step
-            if self._filled == len(view):
-                self._run(self._drain)
-        return done
-
-    def flush(self) -> None:
-        """Torch calls it before the end; what is in the buffer can wait."""
-
-    def fileno(self) -> int:
-        """There is none to write to: torch then hands everything to `write`."""
-        raise io.UnsupportedOperation("fileno")
-
-    def finish(self) -> None:
-        """Write what is left, and wait for all of it.
-
-        Raises:
-            TransferError: It could not be written.
-        """
-        if self._filled:
-            self._drain()
-        self._flight.drain()
-
-    def abandon(self) -> None:
-        """Write no more; nothing is in flight after this."""
-        self._flight.stop()
-
-    def release(self) -> None:
-        """Give the memory up, whoever still has this; nothing is written after this."""
-        self._view = memoryview(b"")
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._stagings = Stagings.of([self._chunk])
-
-    @property
-    def position(self) -> int:
-        """Bytes taken so far."""
-        return self._offset + self._filled
-
-    def _drain(self) -> None:
-        chunk, nbytes = self._chunk, self._filled
-        begin = partial(self._handle.async_pwrite, chunk[:nbytes], self._file, self._offset)
-        self._flight.start(begin, nbytes, partial(self._stagings.give_back, chunk))
-        self._offset += nbytes
-        self._filled = 0
-        self._chunk = self._stagings.take(self._flight)
-        self._view = _memory_of(self._chunk)
 
 
 class FastFileWriter(Discarding):
@@ -154,7 +59,7 @@ class FastFileWriter(Discarding):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, handle: AioHandle | None = None) -> None:
-        self._archive = _ArchiveWatch()
+        self._archive = ArchiveWatch()
         self._failed: BaseException | None = None
         self._kept: BaseException | None = None  # what nobody has been told yet
         self._inside = False  # a call; one that an interrupt has ended leaves it so
@@ -290,7 +195,7 @@ class FastFileWriter(Discarding):
 
 
 class _Parts:
-    """What a writer has open, changed by its thread alone; see `Stream.write` for the rest."""
+    """What a writer has open, changed by its thread alone; see `WriteBehind.write` for the rest."""
 
     def __init__(
         self,
@@ -301,7 +206,7 @@ class _Parts:
     ) -> None:
         staging = buffers.empty_aligned(BUFFER_BYTES, dtype=torch.uint8)
         self.replacement = replacement
-        self.stream = Stream(handle, replacement.file, staging, run)
+        self.stream = WriteBehind(handle, replacement.file, staging, run)
         self._handle = handle
         self._own = own
 
@@ -332,63 +237,6 @@ def _open_parts(
         parts = _Parts(replacement, used, own, owner.call)
         undo.pop_all()
     return parts, Ending(owner, parts.end)
-
-
-class _ArchiveWatch:
-    """Knows when a complete torch archive has been written, from its first and last bytes.
-
-    torch.save says nothing at its end but `flush`, and that after a failure too: it then closes
-    the archive behind whatever was written. A failure that came while torch.save ran is being
-    handled at that moment, and was not when the first bytes came; and an object that could not be
-    pickled leaves an archive that does not begin with ``data.pkl``.
-    """
-
-    _HEAD_BYTES = 30 + 256
-    _END64 = struct.Struct("<4sQHHIIQQQQ")
-    _TAIL_BYTES = _END64.size + 20 + 22  # zip64 end record, locator, end record
-
-    def __init__(self) -> None:
-        self._head = b""
-        self._tail = b""
-        self._handled: BaseException | None = None
-        self._begun = False
-
-    def see(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        if not self._begun:
-            self._begun = True
-            self._handled = sys.exc_info()[1]
-        if len(self._head) < self._HEAD_BYTES:
-            self._head += bytes(view[: self._HEAD_BYTES - len(self._head)])
-        last = bytes(view[-self._TAIL_BYTES :])
-        self._tail = (self._tail + last)[-self._TAIL_BYTES :]
-
-    def broken_off(self, nbytes: int) -> bool:
-        """Whether torch.save has failed, and now closes the archive of `nbytes` bytes."""
-        handled = sys.exc_info()[1]
-        if not self._begun or handled is None:
-            return False
-        return handled is not self._handled or (not self.is_save() and self._ends(nbytes))
-
-    def complete(self, nbytes: int) -> bool:
-        """Whether `nbytes` bytes are all of what torch.save writes."""
-        return self.is_save() and self._ends(nbytes)
-
-    def is_archive(self) -> bool:
-        """Whether it begins as a zip archive does."""
-        return self._head.startswith(torch_zip.LOCAL_MAGIC)
-
-    def is_save(self) -> bool:
-        """Whether it is torch.save that writes."""
-        name_length = int.from_bytes(self._head[26:28], "little")
-        name = self._head[30 : 30 + name_length]
-        return self._head.startswith(torch_zip.LOCAL_MAGIC) and name.endswith(b"/data.pkl")
-
-    def _ends(self, nbytes: int) -> bool:
-        if len(self._tail) < self._TAIL_BYTES or self._tail[-22:-18] != torch_zip.END_MAGIC:
-            return False
-        magic, *_, size, offset = self._END64.unpack_from(self._tail)
-        return bool(magic == torch_zip.END64_MAGIC and offset + size + self._TAIL_BYTES == nbytes)
 
 
 class FastFileReader(Closing):
@@ -505,8 +353,3 @@ class FastFileReader(Closing):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at byte {self._position} of {self._size}"
         return f"<nvmeio.FastFileReader {self._file.path!r} {state}>"
-
-
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """A CPU tensor's bytes; the caller keeps the tensor."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

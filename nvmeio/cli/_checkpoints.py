@@ -5,12 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from nvmeio._formats.sniff import NoCheckpointError, kind_of
 from nvmeio.cli._exits import OK, USAGE, complain
 from nvmeio.errors import TransferError
+
+PathsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of them.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
+]
 
 # A file of such a name that is no checkpoint, an empty one for instance, is one that was lost.
 _PROMISE = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})

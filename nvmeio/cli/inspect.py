@@ -12,7 +12,7 @@ from rich.table import Table
 
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
-from nvmeio.cli._checkpoints import checkpoints_in_all, in_words
+from nvmeio.cli._checkpoints import JsonOption, PathsArgument, checkpoints_in_all, in_words
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
 from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._units import binary_size, counted, printable
@@ -20,21 +20,11 @@ from nvmeio.errors import IntegrityError, TransferError
 
 
 def command(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PATH...",
-            help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of "
-            "them.",
-            show_default=False,
-        ),
-    ],
+    paths: PathsArgument,
     records: Annotated[
         bool, typer.Option("--records", help="The archive's records, not the tensors.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What is in checkpoints: tensors, dtypes, shapes, where each lies and how it is aligned.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,25 +21,15 @@ from rich.progress import (
 
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
-from nvmeio.cli._checkpoints import checkpoints_in_all, in_words
+from nvmeio.cli._checkpoints import JsonOption, PathsArgument, checkpoints_in_all, in_words
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
 from nvmeio.cli._units import binary_size, counted, printable
 from nvmeio.errors import TransferError
 
 
 def command(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PATH...",
-            help="Checkpoints of nvmeio.save or torch.save, safetensors files, or directories of "
-            "them.",
-            show_default=False,
-        ),
-    ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, for programs.")
-    ] = False,
+    paths: PathsArgument,
+    as_json: JsonOption = False,
 ) -> None:
     """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
 

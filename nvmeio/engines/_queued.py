@@ -15,9 +15,15 @@ from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from nvmeio._io.threads import SLICE_S
-from nvmeio._tensor import Memory
-from nvmeio.engines.base import CompletionQueue, Counters, Opcode, Outcome, Request, Transfer
-from nvmeio.files import Descriptors
+from nvmeio.engines.base import (
+    CompletionQueue,
+    Counters,
+    DeviceTransfer,
+    Opcode,
+    Outcome,
+    Request,
+    Transfer,
+)
 
 
 class Linkable(Protocol):
@@ -129,27 +135,6 @@ class EventfdQueue:
         """Take back what was not yet reaped; with the lock held."""
         request.linked = False
         self._finished.remove(request)
-
-
-class DeviceTransfer(Transfer):
-    """A transfer of device memory, which engines of host memory cannot reach.
-
-    Attributes:
-        memory: The address, and what lies behind it on the device.
-        opened: The file. `Transfer`'s descriptors are its own; engines that open more, or that
-            outlive a transfer which timed out, need it whole.
-    """
-
-    memory: Memory
-    opened: Descriptors
-
-    @classmethod
-    def make(cls, transfer: Transfer, memory: Memory, opened: Descriptors) -> DeviceTransfer:
-        """The planned numbers, with what they stand for."""
-        made = cls(*transfer)
-        made.memory = memory
-        made.opened = opened
-        return made
 
 
 class QueuedRequest:

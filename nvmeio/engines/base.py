@@ -10,7 +10,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from nvmeio._tensor import Memory
 from nvmeio.errors import BackendUnavailableError, TransferError
+from nvmeio.files import Descriptors
 
 
 class Opcode(IntEnum):
@@ -57,6 +59,27 @@ class Transfer(NamedTuple):
     foreign: bool = False
     """Memory that neither nvmeio nor torch allocated: it may be read-only, or end early, so that
     only the kernel may touch it."""
+
+
+class DeviceTransfer(Transfer):
+    """A transfer of device memory, which engines of host memory cannot reach.
+
+    Attributes:
+        memory: The address, and what lies behind it on the device.
+        opened: The file. `Transfer`'s descriptors are its own; engines that open more, or that
+            outlive a transfer which timed out, need it whole.
+    """
+
+    memory: Memory
+    opened: Descriptors
+
+    @classmethod
+    def make(cls, transfer: Transfer, memory: Memory, opened: Descriptors) -> DeviceTransfer:
+        """The planned numbers, with what they stand for."""
+        made = cls(*transfer)
+        made.memory = memory
+        made.opened = opened
+        return made
 
 
 class Rows(NamedTuple):

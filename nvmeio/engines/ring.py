@@ -35,10 +35,11 @@ from nvmeio._device import Copier, Mark
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES, Plan
 from nvmeio._tensor import Memory
-from nvmeio.engines._queued import DeviceTransfer, QueuedEngine, QueuedRequest, counted
+from nvmeio.engines._queued import QueuedEngine, QueuedRequest, counted
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
+    DeviceTransfer,
     Engine,
     Opcode,
     Options,

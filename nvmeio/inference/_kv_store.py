@@ -5,15 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nvmeio import buffers, files
+from nvmeio import files
+from nvmeio._io.staging import new_staging
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
+from nvmeio._storage.private import open_nameless
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -58,12 +59,7 @@ class Store:
         self._flying: list[Operation] = []
         self._file: files.File | None = None
         if directory is not None:
-            descriptor, name = tempfile.mkstemp(prefix=".nvmeio-kv-", dir=directory)
-            os.close(descriptor)
-            try:
-                self._file = files.open(name, "r+")
-            finally:
-                os.unlink(name)
+            self._file = open_nameless(directory)
 
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Block, Operation | None]:
         """Begin to put tokens away."""
@@ -159,7 +155,4 @@ class Store:
 
 def room_for(nbytes: int, for_cuda: bool) -> torch.Tensor:
     whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    if for_cuda:
-        with contextlib.suppress(OSError):  # the limit for locked memory
-            return buffers.empty_pinned(whole, dtype=torch.uint8)
-    return buffers.empty_aligned(whole, dtype=torch.uint8)
+    return new_staging(whole, torch.device("cuda" if for_cuda else "cpu"))

@@ -35,6 +35,7 @@ from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, Wanted
 from nvmeio._residency.window import Keeper, Window
+from nvmeio._storage.unchanged import Unchanged
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -68,7 +69,7 @@ class _Reading(Keeper[str, LentSlot[str]]):
 
     def __init__(self, places: Mapping[str, _Place], budget_bytes: int, handle: AioHandle) -> None:
         self._places = places
-        self._facts = {place.file.path: _facts(place.file) for place in places.values()}
+        self._unchanged = {place.file.path: Unchanged(place.file) for place in places.values()}
         self._pool = LentPool(budget_bytes)
         self._reader = Reader(handle)
         self.window: Window[str, LentSlot[str]] = Window(self._reader, self, Cyclic(list(places)))
@@ -115,13 +116,7 @@ class _Reading(Keeper[str, LentSlot[str]]):
 
     def check(self, slot: LentSlot[str]) -> None:
         """Raise if the file was written to."""
-        file = self._places[slot.unit].file
-        if _facts(file) != self._facts[file.path]:
-            raise IntegrityError(
-                f"{file.path} changed while {slot.unit!r} was read from it",
-                expected=self._facts[file.path],
-                found=_facts(file),
-            )
+        self._unchanged[self._places[slot.unit].file.path].check(f"weight {slot.unit!r}")
 
     def explain(self, slot: LentSlot[str], error: BaseException) -> BaseException:
         """With the name of the tensor."""
@@ -281,11 +276,6 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 def _pages(place: _Place) -> int:
     start = place.offset // PAGE_BYTES * PAGE_BYTES
     return max(PAGE_BYTES, -(-(place.offset + place.nbytes - start) // PAGE_BYTES) * PAGE_BYTES)
-
-
-def _facts(file: File) -> tuple[int, int]:
-    found = os.fstat(file._descriptors.any_fd())
-    return found.st_size, found.st_mtime_ns
 
 
 def _index_of(folder: str) -> Mapping[str, Mapping[str, Any]]:

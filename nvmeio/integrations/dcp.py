@@ -67,7 +67,26 @@ class _DataFile(NamedTuple):
     flight: InFlight
 
 
-class NvmeStorageWriter(StorageWriter):
+class _InDirectory:
+    """What torch asks a writer and a reader of a directory alike."""
+
+    _path: Path
+
+    @property
+    def checkpoint_id(self) -> PathLike:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether a checkpoint can be saved there: in a directory that can be written."""
+        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {os.fspath(self._path)!r}>"
+
+
+class NvmeStorageWriter(_InDirectory, StorageWriter):
     """Writes distributed checkpoints through nvmeio, for `dcp.save` and `dcp.async_save`.
 
     Each rank writes its tensors straight from their memory, with direct I/O, into files whose large
@@ -283,21 +302,8 @@ class NvmeStorageWriter(StorageWriter):
         """What identifies this save: the directory, and an id of its own."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
-    @property
-    def checkpoint_id(self) -> PathLike:
-        """The directory."""
-        return self._path
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether a checkpoint can be saved there: in a directory that can be written."""
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
-
-    def __repr__(self) -> str:
-        return f"<NvmeStorageWriter {os.fspath(self._path)!r}>"
-
-
-class NvmeStorageReader(StorageReader):
+class NvmeStorageReader(_InDirectory, StorageReader):
     """Reads distributed checkpoints through nvmeio, for `dcp.load`.
 
     What a rank wants of a tensor goes from the drive into the tensor that it loads, in place, where
@@ -419,19 +425,6 @@ class NvmeStorageReader(StorageReader):
                 found=None,
             )
         return info
-
-    @property
-    def checkpoint_id(self) -> PathLike:
-        """The directory."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """As for `NvmeStorageWriter`, for torch asks both the same."""
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
-
-    def __repr__(self) -> str:
-        return f"<NvmeStorageReader {os.fspath(self._path)!r}>"
 
 
 def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:

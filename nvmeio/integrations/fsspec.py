@@ -27,9 +27,10 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from nvmeio import buffers
 from nvmeio._closing import Discarding
 from nvmeio._io.handles import CallHandle
+from nvmeio._io.write_behind import WriteBehind
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint.file_objects import FastFileReader, Stream
+from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 
@@ -145,7 +146,7 @@ class _Writing(Discarding, io.RawIOBase):
         self._handle = handle
         self._autocommit = autocommit
         self._small = bytearray()  # all there is, until it is too much for one write
-        self._stream: Stream | None = None
+        self._stream: WriteBehind | None = None
         self._opened = contextlib.ExitStack()
         self._fd: int | None = None
         self._replacement = Replacement(path)
@@ -164,7 +165,7 @@ class _Writing(Discarding, io.RawIOBase):
             if self._stream is None:
                 handle = self._opened.enter_context(CallHandle(self._handle, self.name)).get()
                 staging = buffers.empty_aligned(_STAGING_BYTES, dtype=torch.uint8)
-                self._stream = Stream(handle, self._replacement.file, staging)
+                self._stream = WriteBehind(handle, self._replacement.file, staging)
                 self._stream.write(self._small)
                 self._small.clear()
             return self._stream.write(view)

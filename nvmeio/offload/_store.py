@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nvmeio._io.threads import Thread
+from nvmeio._storage.durable import sync_data
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -360,11 +361,7 @@ class Store:
         try:
             self._handle.sync_fsync(file, data_only=True)
         except ClosedError:  # the handle's owner closed it first: what was written is there
-            opened = file.acquire(True)
-            try:
-                os.fdatasync(opened.any_fd())
-            finally:
-                opened.release()
+            sync_data(file)
 
     def settle(self) -> None:
         """Wait until the last generation is durable: the next overwrites the one before it.

@@ -328,12 +328,12 @@ def test_a_streaming_save_fails_at_once(new: Any, new_handle: Any, directory: Pa
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"keep": 0}, ValueError, "keep must be at least 1, not 0"),
-        ({"keep": -1}, ValueError, "keep must be at least 1"),
+        ({"keep": 0}, ValueError, "keep must be 1 or more, not 0"),
+        ({"keep": -1}, ValueError, "keep must be 1 or more"),
         ({"keep": 1.0}, TypeError, "keep must be an int"),
         ({"keep": True}, TypeError, "keep must be an int"),
         ({"keep": None}, TypeError, "keep must be an int"),
-        ({"memory_bytes": 0}, ValueError, "memory_bytes must be at least 1"),
+        ({"memory_bytes": 0}, ValueError, "memory_bytes must be 1 or more"),
         ({"memory_bytes": 1.5}, TypeError, "memory_bytes must be an int"),
         ({"layout": "two"}, ValueError, "layout must be 'one' or 'per_rank', not 'two'"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be more than 0"),

@@ -18,7 +18,7 @@ from faults._support import MIB, mounted
 from support import run_python
 
 import nvmeio
-from nvmeio._storage import replace
+from nvmeio._storage import locks, replace
 from nvmeio.testing import FakeEngine
 
 # One process forks writers, kills each at a random moment, and looks at what is left. The writer
@@ -153,15 +153,15 @@ def test_nobody_writes_into_a_file_that_was_taken_for_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its locking, another save may remove it: another one is made."""
-    locked = replace._locked
+    become_writer = locks.become_writer
     stolen: list[str] = []
 
     def steal_first(fd: int) -> bool:
         if not stolen:
             stolen.extend(replace.remove_leftovers(str(tmp_path)))
-        return locked(fd)
+        return become_writer(fd)
 
-    monkeypatch.setattr(replace, "_locked", steal_first)
+    monkeypatch.setattr(replace, "become_writer", steal_first)
     nvmeio.save({"a": 1}, tmp_path / "a.pt")
     assert len(stolen) == 1 and os.listdir(tmp_path) == ["a.pt"]
 

@@ -17,7 +17,6 @@ from checkpoint._objects import SAFE, UNSAFE, assert_same, noise
 from support import random_bytes
 
 import nvmeio
-from nvmeio.checkpoint import file_objects
 
 
 def names_in(directory: Path) -> list[str]:
@@ -244,15 +243,3 @@ def test_it_reads_as_a_file_does(path: Path) -> None:
 def test_a_file_that_is_not_there(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         nvmeio.FastFileReader(path)
-
-
-def test_the_staging_may_be_of_any_size(path: Path, new_handle: Any) -> None:
-    """The bench's buffer is the user's choice."""
-    handle = new_handle("threads")
-    for nbytes in (2, 8192, 100_000):
-        staging = torch.empty(nbytes, dtype=torch.uint8)
-        with nvmeio.open(path, "w") as file:
-            stream = file_objects.Stream(handle, file, staging)
-            stream.write(random_bytes(500))
-            stream.finish()
-        assert path.read_bytes() == random_bytes(500)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import nvmeio
+from nvmeio._io.write_behind import WriteBehind
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint.file_objects import FastFileReader, Stream
+from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Workload
 from nvmeio.cli._exits import Failed, Refused
 from nvmeio.cli._measure import deepspeed
@@ -202,7 +203,7 @@ class TorchFast(BenchEngine):
     def write(self, tensor: torch.Tensor, path: Path) -> None:
         """What `FastFileWriter` does but for its commit: --fsync is the user's choice here."""
         with nvmeio.open(path, "w") as target:
-            stream = Stream(self._handle, target, self._staging)
+            stream = WriteBehind(self._handle, target, self._staging)
             file: Any = stream
             try:
                 torch.save(tensor, file, _use_new_zipfile_serialization=not self._legacy)

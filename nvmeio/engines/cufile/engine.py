@@ -33,8 +33,8 @@ from nvmeio import _holds
 from nvmeio._device import Copier
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.engines._queued import DeviceTransfer, EventfdQueue, QueuedEngine, QueuedRequest
-from nvmeio.engines.base import CompletionQueue, Opcode, Options, Request, Transfer
+from nvmeio.engines._queued import EventfdQueue, QueuedEngine, QueuedRequest
+from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, Settings
 from nvmeio.engines.cufile.library import Library
 from nvmeio.engines.cufile.registry import MEMORY, Region

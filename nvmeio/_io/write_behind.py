@@ -1,0 +1,112 @@
+"""A file that is written from its start to its end, while what comes next is being made."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nvmeio._io.inflight import InFlight
+from nvmeio._io.staging import Stagings
+from nvmeio._io.threads import run_interruptible
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+
+
+class WriteBehind:
+    """Takes what is written into one half of a buffer while the other half goes to the file.
+
+    Args:
+        handle: Does the writing; stays open.
+        file: Where it goes, from the first byte on; stays open.
+        staging: A CPU byte tensor.
+        run: Has each half written; in another thread than the main one, or one at a time.
+    """
+
+    def __init__(
+        self,
+        handle: AioHandle,
+        file: File,
+        staging: torch.Tensor,
+        run: Callable[[Callable[[], None]], None] = run_interruptible,
+    ) -> None:
+        # Whole pages, so that every drain but the last begins and ends where direct I/O can.
+        half = max(staging.numel() // 2 // PAGE_BYTES * PAGE_BYTES, 1)
+        self._stagings = Stagings.of([staging[:half], staging[half : 2 * half]])
+        self._flight = InFlight()
+        self._chunk = self._stagings.take(self._flight)
+        self._view = _memory_of(self._chunk)
+        self._filled = 0
+        self._offset = 0
+        self._handle = handle
+        self._file = file
+        self._run = run
+
+    def write(self, data: Any) -> int:
+        """Takes any bytes; returns how many.
+
+        Raises:
+            TransferError: An earlier part could not be written.
+        """
+        taken = memoryview(data).cast("B")
+        done = 0
+        while done < len(taken):
+            view = self._view
+            step = min(len(taken) - done, len(view) - self._filled)
+            view[self._filled : self._filled + step] = taken[done : done + step]
+            self._filled += step
+            done += step
+            if self._filled == len(view):
+                self._run(self._drain)
+        return done
+
+    def flush(self) -> None:
+        """Torch calls it before the end; what is in the buffer can wait."""
+
+    def fileno(self) -> int:
+        """There is none to write to: torch then hands everything to `write`."""
+        raise io.UnsupportedOperation("fileno")
+
+    def finish(self) -> None:
+        """Write what is left, and wait for all of it.
+
+        Raises:
+            TransferError: It could not be written.
+        """
+        if self._filled:
+            self._drain()
+        self._flight.drain()
+
+    def abandon(self) -> None:
+        """Write no more; nothing is in flight after this."""
+        self._flight.stop()
+
+    def release(self) -> None:
+        """Give the memory up, whoever still has this; nothing is written after this."""
+        self._view = memoryview(b"")
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._stagings = Stagings.of([self._chunk])
+
+    @property
+    def position(self) -> int:
+        """Bytes taken so far."""
+        return self._offset + self._filled
+
+    def _drain(self) -> None:
+        chunk, nbytes = self._chunk, self._filled
+        begin = partial(self._handle.async_pwrite, chunk[:nbytes], self._file, self._offset)
+        self._flight.start(begin, nbytes, partial(self._stagings.give_back, chunk))
+        self._offset += nbytes
+        self._filled = 0
+        self._chunk = self._stagings.take(self._flight)
+        self._view = _memory_of(self._chunk)
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """A CPU tensor's bytes; the caller keeps the tensor."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
