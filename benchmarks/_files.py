@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from nvmeio.cli._measure import disk
+from nvmeio.cli.measure import disk
 
 BLOCK = 8 << 20
 HUGE_PAGE = 2 << 20

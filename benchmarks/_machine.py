@@ -10,7 +10,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from nvmeio.cli import _facts
+from nvmeio.cli.measure import machine as facts
 
 DISTRIBUTIONS = (
     "nvmeio",
@@ -29,7 +29,7 @@ DISTRIBUTIONS = (
 
 def machine(directory: Path) -> dict[str, str]:
     """Kernel, processor, memory, file system and device, as plain strings."""
-    there, software = _facts.look_at(directory), _facts.software()
+    there, software = facts.look_at(directory), facts.software()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "kernel": software.kernel,
@@ -38,7 +38,7 @@ def machine(directory: Path) -> dict[str, str]:
         "memory": f"{memory / (1 << 30):.0f} GiB",
         "file system": f"{there.file_system or 'unknown'} on {there.mount_point}",
         "device": _device(there.device),
-        "transparent huge pages": _facts.memory().huge_pages or "absent",
+        "transparent huge pages": facts.memory().huge_pages or "absent",
         "busy before the run": f"{_busy_share():.0%} of all cores",
     }
 
@@ -76,7 +76,7 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _device(device: _facts.Device | None) -> str:
+def _device(device: facts.Device | None) -> str:
     if device is None:
         return "no block device"
     kind = {False: "solid state", True: "rotational", None: "unknown kind"}[device.rotational]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from nvmeio.cli._measure.disk import cpu_seconds
-from nvmeio.cli._measure.turns import order
+from nvmeio.cli.measure.disk import cpu_seconds
+from nvmeio.cli.measure.turns import order
 
 GIB = 1 << 30
 

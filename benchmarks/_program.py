@@ -20,8 +20,8 @@ from _session import Session, Skipped
 from _table import as_json, show
 from rich.console import Console
 
-from nvmeio.cli._scratch import scratch
-from nvmeio.cli._units import parse_size
+from nvmeio.cli.measure import parse_size
+from nvmeio.cli.measure.scratch import scratch
 from nvmeio.files import probe_direct
 
 SPARE_BYTES = 1 << 29

@@ -14,9 +14,9 @@ from _measure import Contender, Sample, turns
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nvmeio.cli._measure import fio
-from nvmeio.cli._measure.disk import Disks
-from nvmeio.cli._measure.worker import Failed, Worker, opened, why_missing
+from nvmeio.cli.measure import fio
+from nvmeio.cli.measure.disk import Disks
+from nvmeio.cli.measure.worker import Failed, Worker, opened, why_missing
 from nvmeio.errors import BackendUnavailableError
 
 HERE = Path(__file__).resolve().parent

@@ -24,9 +24,8 @@ from typing import Any
 
 from _files import huge_pages, remove, write_file
 
-from nvmeio.cli._measure import fio
-from nvmeio.cli._scratch import scratch
-from nvmeio.cli._units import parse_size
+from nvmeio.cli.measure import fio, parse_size
+from nvmeio.cli.measure.scratch import scratch
 from nvmeio.files import probe_direct
 
 BLOCK = 1 << 20

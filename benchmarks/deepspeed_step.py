@@ -26,8 +26,8 @@ from _session import start_worker
 from rich.console import Console
 from rich.table import Table
 
-from nvmeio.cli._measure.worker import Failed, Worker
-from nvmeio.cli._units import parse_size
+from nvmeio.cli.measure import parse_size
+from nvmeio.cli.measure.worker import Failed, Worker
 from nvmeio.errors import BackendUnavailableError
 
 SIDES = {"nvmeio": "peers.zero3:OnNvmeio", "its own op": "peers.zero3:OnItsOwn"}

@@ -252,6 +252,28 @@ def test_the_outermost_layers_stand_on_declared_ones(module: str) -> None:
     assert used <= STANDS_ON[mine] | {mine}
 
 
+BENCHMARKS = sorted((ROOT.parent / "benchmarks").rglob("*.py"))
+# It judges the tuner's answer with the tuner's own measurements.
+TUNER = {"tune_against_grid.py": {"nvmeio.cli._tune.rig", "nvmeio.cli._tune.space"}}
+
+
+@pytest.mark.skipif(not BENCHMARKS, reason="nvmeio is installed without its benchmarks/")
+def test_benchmarks_take_what_they_share_with_the_commands_from_one_place() -> None:
+    """`nvmeio.cli.measure`; of other packages, no private module."""
+    for path in BENCHMARKS:
+        taken = {
+            name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nvmeio.")
+            for name in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if name in MODULES
+        }
+        private = {name for name in taken if is_private_to_another("benchmarks", name)}
+        assert private == TUNER.get(path.name, set()), path
+        tools = {name for name in taken if name.startswith("nvmeio.cli.")} - private
+        assert all(name.startswith("nvmeio.cli.measure") for name in tools), path
+
+
 def test_private_modules_are_seen() -> None:
     """Were the rule blind, the tests above would pass."""
     assert is_private_to_another("nvmeio.cli.verify", "nvmeio.checkpoint._saver")

@@ -6,7 +6,7 @@ import mmap
 
 from _session import Session
 
-from nvmeio.cli._measure.worker import Worker
+from nvmeio.cli.measure.worker import Worker
 
 NAME = "checkpoints"
 

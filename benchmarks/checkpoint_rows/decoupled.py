@@ -12,7 +12,7 @@ from peers import fio
 
 from checkpoint_rows._state import worker_with_state
 from checkpoint_rows.saving import fio_settings
-from nvmeio.cli._measure.worker import Failed
+from nvmeio.cli.measure.worker import Failed
 
 KEEP = 2
 TRAIN_STEPS = 4

@@ -11,7 +11,7 @@ from _session import Session, calling
 from peers import fio
 
 from checkpoint_rows._state import NAME, worker_with_state
-from nvmeio.cli._measure.worker import Failed
+from nvmeio.cli.measure.worker import Failed
 from nvmeio.errors import BackendUnavailableError
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from _session import Session
 
-from nvmeio.cli._measure.worker import Worker
+from nvmeio.cli.measure.worker import Worker
 
 NAME = "streaming"
 PASSES = 4

@@ -12,7 +12,7 @@ from _session import Session, calling
 
 from inference_rows._model import PASSES, streaming
 from inference_rows.passes import tokens_per_s
-from nvmeio.cli._measure.worker import Worker
+from nvmeio.cli.measure.worker import Worker
 
 MANY = 64  # prompts whose token takes about as long to compute as the weights to come
 ALL_ON_DISK = "every layer on disk, as device_map has it"

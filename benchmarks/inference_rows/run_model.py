@@ -15,7 +15,7 @@ from _measure import median
 from rich.console import Console
 from rich.table import Table
 
-from nvmeio.cli._measure.disk import Disks
+from nvmeio.cli.measure.disk import Disks
 
 # Sizes for --dummy: width, layers, heads.
 DUMMIES = {

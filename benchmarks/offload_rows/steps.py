@@ -8,7 +8,7 @@ from _lines import Line, at_least, at_most, compare
 from _measure import Contender, Sample, median
 from _session import Session, calling
 
-from nvmeio.cli._measure.worker import Failed, Worker
+from nvmeio.cli.measure.worker import Failed, Worker
 from offload_rows import _limits
 
 GROUP = 8 << 20  # elements of a subgroup, on both sides

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nvmeio.cli._measure.worker import PeerUnavailable
+from nvmeio.cli.measure.worker import PeerUnavailable
 
 BYTES_A_PARAMETER = 12  # the weight and Adam's two moments, in 32 bits
 LARGE = 1 << 30

@@ -13,7 +13,7 @@ from typing import Any
 
 from _measure import Sample
 
-from nvmeio.cli._measure.worker import PeerUnavailable
+from nvmeio.cli.measure.worker import PeerUnavailable
 from peers._loops import block_offsets, read_blocks, run_on_uvloop
 
 INSTALL = "pip install caio"

@@ -17,7 +17,7 @@ import torch
 from _measure import Sample, timed
 
 import nvmeio
-from nvmeio.cli._measure.worker import PeerUnavailable
+from nvmeio.cli.measure.worker import PeerUnavailable
 from peers import _model_state
 
 Load = Callable[[], Any]

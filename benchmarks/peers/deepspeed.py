@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from nvmeio.cli._measure import deepspeed
+from nvmeio.cli.measure import deepspeed
 from peers._tensors import TensorPeer
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from _measure import Sample
 
-from nvmeio.cli._measure import fio
+from nvmeio.cli.measure import fio
 
 BLOCK_SIZE = 1 << 20
 

@@ -15,7 +15,7 @@ import torch
 from _measure import Sample, percentile, timed
 
 import nvmeio
-from nvmeio.cli._measure.worker import PeerUnavailable
+from nvmeio.cli.measure.worker import PeerUnavailable
 from nvmeio.inference import run_in_blocks
 
 VOCABULARY = 4096

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any, ClassVar
 
-from nvmeio.cli._measure.deepspeed import INSTALL, INSTALL_BUILD
-from nvmeio.cli._measure.worker import PeerUnavailable
+from nvmeio.cli.measure.deepspeed import INSTALL, INSTALL_BUILD
+from nvmeio.cli.measure.worker import PeerUnavailable
 
 WIDTH = 1024
 

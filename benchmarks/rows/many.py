@@ -15,7 +15,7 @@ from _lines import Line, at_least, compare, gb_per_s
 from _measure import Contender, Sample
 from _session import Session
 
-from nvmeio.cli._measure.worker import Worker
+from nvmeio.cli.measure.worker import Worker
 from rows.sequential import TENSOR_PEERS
 
 ROW = "many"

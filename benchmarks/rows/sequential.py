@@ -12,7 +12,7 @@ from _measure import Contender, Sample
 from _session import Session, calling
 from peers import fio
 
-from nvmeio.cli._measure.worker import Failed, Worker
+from nvmeio.cli.measure.worker import Failed, Worker
 
 TENSOR_PEERS = ("nvmeio", "DeepSpeed")
 DEFAULT_BUFFERS = [setting.name for setting in fio.DEFAULT_BUFFERS]

@@ -7,7 +7,7 @@ from pathlib import Path
 from _lines import Line, at_least, at_most, compare, gb_per_s
 from _session import Session, calling
 
-from nvmeio.cli._measure.worker import Failed, Worker
+from nvmeio.cli.measure.worker import Failed, Worker
 
 ROW = "unpinned"
 

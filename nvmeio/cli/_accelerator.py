@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nvmeio.cli import _facts
+from nvmeio.cli.measure import machine
 from nvmeio.errors import BackendUnavailableError
 
 
@@ -46,7 +46,7 @@ def _require_cuda(devices: tuple[int, ...], asked: str) -> None:
 
 def _cuda() -> str:
     """Why there is no CUDA device, or ""."""
-    software = _facts.software()
+    software = machine.software()
     return "" if software.cuda_available else f"{software.torch}: {software.cuda_detail}"
 
 
@@ -54,7 +54,7 @@ def _require_cufile() -> None:
     attempts = []
     if cuda := _cuda():
         attempts.append(("torch", cuda))
-    found = _facts.find_cufile()
+    found = machine.find_cufile()
     if not found.usable:
         attempts.append(("cuFile", found.reason))
     if attempts:

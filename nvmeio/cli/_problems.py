@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nvmeio.cli._facts import Aio, CuFile, Directory, EngineChoice, Facts, MemoryLimits
 from nvmeio.cli._units import binary_size
+from nvmeio.cli.measure.machine import Aio, CuFile, Directory, EngineChoice, Facts, MemoryLimits
 from nvmeio.engines.base import Options
 
 QUEUE_DEPTH = Options().queue_depth  # what io_setup takes from aio-max-nr, for every lane

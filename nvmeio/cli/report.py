@@ -17,7 +17,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nvmeio.cli._facts import (
+from nvmeio.cli._problems import Problem, aio_is_plentiful, find_problems
+from nvmeio.cli._tune.space import in_words
+from nvmeio.cli._units import binary_size as _size
+from nvmeio.cli.measure.machine import (
     Aio,
     CuFile,
     Device,
@@ -28,9 +31,6 @@ from nvmeio.cli._facts import (
     check_directory,
     gather,
 )
-from nvmeio.cli._problems import Problem, aio_is_plentiful, find_problems
-from nvmeio.cli._tune.space import in_words
-from nvmeio.cli._units import binary_size as _size
 
 
 @dataclass(frozen=True)

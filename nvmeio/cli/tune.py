@@ -15,7 +15,6 @@ from rich.console import Console
 from nvmeio import tuned
 from nvmeio.cli import _accelerator
 from nvmeio.cli._exits import Failed, exit_statuses
-from nvmeio.cli._scratch import check_directory
 from nvmeio.cli._tune import extra, page, result
 from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.result import Log, Result
@@ -23,6 +22,7 @@ from nvmeio.cli._tune.rig import check_flush
 from nvmeio.cli._tune.run import Plan, Run
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
 from nvmeio.cli._units import duration_option, size_option
+from nvmeio.cli.measure.scratch import check_directory
 
 
 def command(

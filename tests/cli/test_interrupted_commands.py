@@ -22,7 +22,7 @@ import torch
 
 from nvmeio.cli import app
 from nvmeio.cli._exits import INTERRUPTED
-from nvmeio.cli._scratch import scratch
+from nvmeio.cli.measure.scratch import scratch
 
 TRIALS = 15
 

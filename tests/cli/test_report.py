@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 import nvmeio
 from nvmeio import _mounts
-from nvmeio.cli import _cufile_facts, _facts, _problems, app, report
+from nvmeio.cli import _problems, app, report
+from nvmeio.cli.measure import cufile_facts, machine
 from nvmeio.engines import select
 from nvmeio.engines.cufile import search
 from nvmeio.errors import BackendUnavailableError
@@ -29,23 +30,23 @@ def invoke(*arguments: str | Path) -> Result:
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> _facts.Facts:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> machine.Facts:
     """This machine's facts, in good health: each test spoils one of them."""
-    real = _facts.gather([tmp_path_factory.mktemp("looked-at")])
+    real = machine.gather([tmp_path_factory.mktemp("looked-at")])
     here = dataclasses.replace(real.directories[0], direct=DirectSupport(True, 512, 4, ""))
-    working = _facts.EngineAttempt("libaio", True, "")
+    working = machine.EngineAttempt("libaio", True, "")
     return dataclasses.replace(
         real,
         directories=[here],
-        engine=_facts.EngineChoice("libaio", [working]),
-        aio=_facts.Aio("libaio", "/lib/libaio.so.1", "", 0, 65536),
-        memory=_facts.MemoryLimits(None, None, False, "madvise"),
+        engine=machine.EngineChoice("libaio", [working]),
+        aio=machine.Aio("libaio", "/lib/libaio.so.1", "", 0, 65536),
+        memory=machine.MemoryLimits(None, None, False, "madvise"),
         software=dataclasses.replace(real.software, cuda_available=False),
-        cufile=_facts.CuFile(None, "", "not in the usual places", False),
+        cufile=machine.CuFile(None, "", "not in the usual places", False),
     )
 
 
-def problems(facts: _facts.Facts, **spoiled: object) -> list[_problems.Problem]:
+def problems(facts: machine.Facts, **spoiled: object) -> list[_problems.Problem]:
     return list(_problems.find_problems(dataclasses.replace(facts, **spoiled)))
 
 
@@ -107,7 +108,7 @@ def test_status_is_1_where_direct_io_cannot_be_had(tmp_path: Path) -> None:
     assert "df -h -t ext4" in done.stdout
 
 
-def test_status_is_0_where_it_can(facts: _facts.Facts) -> None:
+def test_status_is_0_where_it_can(facts: machine.Facts) -> None:
     assert report.Report(facts, problems(facts)).exit_status == 0
 
 
@@ -169,11 +170,11 @@ def unwrapped(text: str) -> str:
 # What is wrong, and its remedy
 
 
-def test_nothing_is_wrong_with_a_healthy_machine(facts: _facts.Facts) -> None:
+def test_nothing_is_wrong_with_a_healthy_machine(facts: machine.Facts) -> None:
     assert problems(facts) == []
 
 
-def test_no_direct_io_is_an_error(facts: _facts.Facts) -> None:
+def test_no_direct_io_is_an_error(facts: machine.Facts) -> None:
     refused = DirectSupport(False, 0, 0, "ramfs offers no direct I/O")
     directory = dataclasses.replace(facts.directories[0], direct=refused)
     (problem,) = problems(facts, directories=[directory])
@@ -182,14 +183,14 @@ def test_no_direct_io_is_an_error(facts: _facts.Facts) -> None:
     assert refused.reason in problem.what
 
 
-def test_nearly_exhausted_aio_names_the_limit(facts: _facts.Facts) -> None:
+def test_nearly_exhausted_aio_names_the_limit(facts: machine.Facts) -> None:
     (problem,) = problems(facts, aio=dataclasses.replace(facts.aio, nr=65000))
     assert problem.severity == "warning"
     assert "65000 of 65536" in problem.what
     assert problem.fix == "sudo sysctl -w fs.aio-max-nr=1048576"
 
 
-def test_raising_aio_max_nr_raises_it(facts: _facts.Facts) -> None:
+def test_raising_aio_max_nr_raises_it(facts: machine.Facts) -> None:
     (problem,) = problems(facts, aio=dataclasses.replace(facts.aio, nr=1 << 21, max_nr=1 << 21))
     assert problem.fix == f"sudo sysctl -w fs.aio-max-nr={1 << 22}"
 
@@ -212,19 +213,19 @@ def test_exhausted_aio_is_one_error_with_its_remedy(
     assert problem["fix"] == "raise it"
 
 
-def test_aio_that_is_forbidden_is_a_warning(facts: _facts.Facts) -> None:
+def test_aio_that_is_forbidden_is_a_warning(facts: machine.Facts) -> None:
     attempts = [
-        _facts.EngineAttempt("libaio", False, "io_setup: ENOSYS"),
-        _facts.EngineAttempt("threads", True, ""),
+        machine.EngineAttempt("libaio", False, "io_setup: ENOSYS"),
+        machine.EngineAttempt("threads", True, ""),
     ]
-    (problem,) = problems(facts, engine=_facts.EngineChoice("threads", attempts))
+    (problem,) = problems(facts, engine=machine.EngineChoice("threads", attempts))
     assert problem.severity == "warning"
     assert "io_setup: ENOSYS" in problem.what
     assert "seccomp" in problem.fix
 
 
-def test_missing_libaio_is_no_problem(facts: _facts.Facts) -> None:
-    assert problems(facts, aio=_facts.Aio("syscalls", None, "not found", 0, 65536)) == []
+def test_missing_libaio_is_no_problem(facts: machine.Facts) -> None:
+    assert problems(facts, aio=machine.Aio("syscalls", None, "not found", 0, 65536)) == []
 
 
 def test_a_libaio_that_was_named_and_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_libaio_that_was_named_and_cannot_be_loaded_is_an_error(tmp_path: Path
     assert ("error", "unset NVMEIO_LIBAIO") in [(p["severity"], p["fix"]) for p in told["problems"]]
 
 
-def test_huge_pages_that_are_off_are_a_warning(facts: _facts.Facts) -> None:
+def test_huge_pages_that_are_off_are_a_warning(facts: machine.Facts) -> None:
     (problem,) = problems(facts, memory=dataclasses.replace(facts.memory, huge_pages="never"))
     assert problem.severity == "warning"
     assert problem.fix == "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
@@ -255,33 +256,33 @@ def test_huge_pages_that_are_off_are_a_warning(facts: _facts.Facts) -> None:
         (8 << 20, 'echo "$USER - memlock unlimited" | sudo tee'),
     ],
 )
-def test_small_memlock_limit_is_a_note(facts: _facts.Facts, hard: int | None, fix: str) -> None:
-    (problem,) = problems(facts, memory=_facts.MemoryLimits(8 << 20, hard, False, "madvise"))
+def test_small_memlock_limit_is_a_note(facts: machine.Facts, hard: int | None, fix: str) -> None:
+    (problem,) = problems(facts, memory=machine.MemoryLimits(8 << 20, hard, False, "madvise"))
     assert problem.severity == "note"
     assert "8 MiB" in problem.what
     assert problem.fix.startswith(fix)
 
 
-def test_memlock_limit_does_not_bind_the_privileged(facts: _facts.Facts) -> None:
-    assert problems(facts, memory=_facts.MemoryLimits(8 << 20, 8 << 20, True, "madvise")) == []
+def test_memlock_limit_does_not_bind_the_privileged(facts: machine.Facts) -> None:
+    assert problems(facts, memory=machine.MemoryLimits(8 << 20, 8 << 20, True, "madvise")) == []
 
 
 @pytest.mark.parametrize(
     ("cuda", "package"), [("12.8", "nvidia-cufile-cu12"), ("13.0", "nvidia-cufile")]
 )
 def test_missing_cufile_matters_beside_a_cuda_device(
-    facts: _facts.Facts, cuda: str, package: str
+    facts: machine.Facts, cuda: str, package: str
 ) -> None:
     software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda=cuda)
     (problem,) = problems(facts, software=software)
     assert problem.fix == f"pip install {package}"
 
 
-def test_gravest_problem_comes_first(facts: _facts.Facts) -> None:
+def test_gravest_problem_comes_first(facts: machine.Facts) -> None:
     refused = DirectSupport(False, 0, 0, "no")
     found = problems(
         facts,
-        memory=_facts.MemoryLimits(8 << 20, None, False, "never"),
+        memory=machine.MemoryLimits(8 << 20, None, False, "never"),
         directories=[dataclasses.replace(facts.directories[0], direct=refused)],
     )
     assert [problem.severity for problem in found] == ["error", "warning", "note"]
@@ -309,17 +310,17 @@ def cufile_in(directory: Path) -> Path:
 def test_named_cufile_is_taken(tmp_path: Path, bare: pytest.MonkeyPatch) -> None:
     library = cufile_in(tmp_path / "mine")
     bare.setenv("NVMEIO_CUFILE", str(library))
-    found = _facts.find_cufile()
+    found = machine.find_cufile()
     assert (found.path, found.source) == (str(library), "NVMEIO_CUFILE")
 
 
 def test_named_cufile_that_is_missing_is_not_replaced_by_another(
-    tmp_path: Path, bare: pytest.MonkeyPatch, facts: _facts.Facts
+    tmp_path: Path, bare: pytest.MonkeyPatch, facts: machine.Facts
 ) -> None:
     cufile_in(tmp_path / "lib64")
     bare.setenv("CUDA_HOME", str(tmp_path))
     bare.setenv("NVMEIO_CUFILE", str(tmp_path / "gone.so"))
-    found = _facts.find_cufile()
+    found = machine.find_cufile()
     assert found.path is None
     assert "gone.so" in found.reason
     assert [problem.fix for problem in problems(facts, cufile=found)] == ["unset NVMEIO_CUFILE"]
@@ -334,7 +335,7 @@ def test_cufile_of_the_python_packages_comes_before_cuda_home(
     found_spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
     found_spec.submodule_search_locations = [str(tmp_path / "site/nvidia")]
     bare.setattr(search.importlib.util, "find_spec", lambda name: found_spec)
-    found = _facts.find_cufile()
+    found = machine.find_cufile()
     assert (found.path, found.source) == (str(packaged), "nvidia/cufile/lib")
 
 
@@ -343,7 +344,7 @@ def test_cufile_is_found_in_cuda_path(tmp_path: Path, bare: pytest.MonkeyPatch, 
     library = cufile_in(tmp_path / below)
     bare.setattr(search, "_packaged", lambda: iter(()))  # pip may have one here
     bare.setenv("CUDA_PATH", str(tmp_path))
-    found = _facts.find_cufile()
+    found = machine.find_cufile()
     assert (found.path, found.source) == (str(library), "$CUDA_PATH")
 
 
@@ -351,24 +352,24 @@ def test_cufile_is_not_usable_without_proc_modules(
     tmp_path: Path, bare: pytest.MonkeyPatch
 ) -> None:
     bare.setenv("NVMEIO_CUFILE", str(cufile_in(tmp_path / "mine")))
-    found = _facts.find_cufile()
+    found = machine.find_cufile()
     assert found.usable == Path("/proc/modules").exists()
     assert ("/proc/modules" in found.reason) == (not found.usable)
 
 
-GDS = _facts.CuFile(
+GDS = machine.CuFile(
     "/lib/libcufile.so.0", "ldconfig", "", True, "1.20", "opens", "compat", "", True, True, True
 )
 
 
-def shown(facts: _facts.Facts, **spoiled: object) -> str:
+def shown(facts: machine.Facts, **spoiled: object) -> str:
     shown = StringIO()
     console = Console(file=shown, width=200)
     report.render(report.Report(dataclasses.replace(facts, **spoiled), []), console)
     return shown.getvalue()
 
 
-def test_one_line_tells_of_cufile_where_there_is_no_gpu(facts: _facts.Facts) -> None:
+def test_one_line_tells_of_cufile_where_there_is_no_gpu(facts: machine.Facts) -> None:
     """Six lines told of the parts of something that nobody there could use."""
     for cufile in (GDS, facts.cufile):
         text = shown(facts, cufile=cufile).partition("GPUDirect Storage\n")[2]
@@ -377,7 +378,7 @@ def test_one_line_tells_of_cufile_where_there_is_no_gpu(facts: _facts.Facts) -> 
         assert str(cufile.path or "not found") in line
 
 
-def test_the_report_fits_a_narrow_terminal(facts: _facts.Facts) -> None:
+def test_the_report_fits_a_narrow_terminal(facts: machine.Facts) -> None:
     """Words were broken in two, and labels cut, in 60 columns."""
     output = StringIO()
     console = Console(file=output, width=60, force_terminal=True, color_system=None)
@@ -389,7 +390,7 @@ def test_the_report_fits_a_narrow_terminal(facts: _facts.Facts) -> None:
     assert short <= set(narrow.split())
 
 
-def test_compat_mode_is_not_presented_as_dma(facts: _facts.Facts) -> None:
+def test_compat_mode_is_not_presented_as_dma(facts: machine.Facts) -> None:
     text = shown(
         facts, cufile=GDS, software=dataclasses.replace(facts.software, cuda_available=True)
     )
@@ -399,7 +400,7 @@ def test_compat_mode_is_not_presented_as_dma(facts: _facts.Facts) -> None:
     assert "P2PDMA       in the kernel" in text
 
 
-def test_driver_that_does_not_open_says_why(facts: _facts.Facts) -> None:
+def test_driver_that_does_not_open_says_why(facts: machine.Facts) -> None:
     refusal = "cuFile: status 5033"
     spoiled = dataclasses.replace(GDS, usable=False, reason=refusal, driver=refusal, mode=None)
     software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda="13.0")
@@ -409,7 +410,7 @@ def test_driver_that_does_not_open_says_why(facts: _facts.Facts) -> None:
     assert "cufile.log" in problem.fix
 
 
-def test_missing_udev_matters_beside_a_cuda_device(facts: _facts.Facts) -> None:
+def test_missing_udev_matters_beside_a_cuda_device(facts: machine.Facts) -> None:
     software = dataclasses.replace(facts.software, cuda_available=True, torch_cuda="13.0")
     spoiled = dataclasses.replace(GDS, udev=False)
     assert problems(facts, cufile=spoiled) == []
@@ -428,17 +429,17 @@ def test_missing_udev_matters_beside_a_cuda_device(facts: _facts.Facts) -> None:
 def test_library_is_tried_in_a_process_that_may_hang_or_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: str, word: str
 ) -> None:
-    monkeypatch.setattr(_cufile_facts, "_PROBE", probe)
-    monkeypatch.setattr(_cufile_facts, "PROBE_LIMIT_S", 1.0)
+    monkeypatch.setattr(cufile_facts, "_PROBE", probe)
+    monkeypatch.setattr(cufile_facts, "PROBE_LIMIT_S", 1.0)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
-    found = _facts.CuFile("/lib/libcufile.so.0", "ldconfig", "", True)
-    looked = _cufile_facts.look_into_cufile(found)
+    found = machine.CuFile("/lib/libcufile.so.0", "ldconfig", "", True)
+    looked = cufile_facts.look_into_cufile(found)
     assert word in looked.driver
     assert looked.usable == (not word)
     assert looked.json is None
     (tmp_path / "cufile.json").touch()
-    assert _cufile_facts.look_into_cufile(found).json == str(tmp_path / "cufile.json")
-    assert _cufile_facts.look_into_cufile(_facts.CuFile(None, "", "no", False)).driver == ""
+    assert cufile_facts.look_into_cufile(found).json == str(tmp_path / "cufile.json")
+    assert cufile_facts.look_into_cufile(machine.CuFile(None, "", "no", False)).driver == ""
 
 
 # Mounts, and what a person sees
@@ -457,7 +458,7 @@ def test_mountinfo_is_read_as_the_manual_has_it() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_terminal_output_fits_its_width(facts: _facts.Facts, width: int) -> None:
+def test_terminal_output_fits_its_width(facts: machine.Facts, width: int) -> None:
     refused = DirectSupport(False, 0, 0, "a reason of some length, " * 8)
     directory = dataclasses.replace(facts.directories[0], path="/long" * 40, direct=refused)
     spoiled = dataclasses.replace(facts, directories=[directory])
@@ -477,7 +478,7 @@ def test_piped_output_keeps_each_fact_on_one_line(tmp_path: Path) -> None:
     assert [line.rstrip() for line in lines] == lines
 
 
-def test_markup_in_a_path_is_shown_as_it_is(facts: _facts.Facts) -> None:
+def test_markup_in_a_path_is_shown_as_it_is(facts: machine.Facts) -> None:
     directory = dataclasses.replace(facts.directories[0], path="/data/[bold]run[/bold]")
     shown = StringIO()
     console = Console(file=shown, width=80)

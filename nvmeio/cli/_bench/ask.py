@@ -20,7 +20,7 @@ from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.report import Result
 from nvmeio.cli._bench.session import Session, suffixes
 from nvmeio.cli._bench.workload import Op, Place, Workload, disk_needs
-from nvmeio.cli._scratch import check_directory, check_memory, check_space, scratch
+from nvmeio.cli.measure.scratch import check_directory, check_memory, check_space, scratch
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 

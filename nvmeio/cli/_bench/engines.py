@@ -18,8 +18,8 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Workload
 from nvmeio.cli._exits import Failed, Refused
-from nvmeio.cli._measure import deepspeed
-from nvmeio.cli._scratch import buffer_of, fill
+from nvmeio.cli.measure import deepspeed
+from nvmeio.cli.measure.scratch import buffer_of, fill
 from nvmeio.files import probe_direct
 
 REFERENCE_BLOCK_BYTES = 8 << 20

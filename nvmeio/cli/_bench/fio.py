@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
 from nvmeio.cli._exits import Refused
-from nvmeio.cli._measure import fio
-from nvmeio.cli._measure.disk import free_huge_pages
+from nvmeio.cli.measure import fio
+from nvmeio.cli.measure.disk import free_huge_pages
 
 HUGE_PAGE_BYTES = 2 << 20
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nvmeio.cli._bench.task import Task
 from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
-from nvmeio.cli._measure.worker import Worker, opened
+from nvmeio.cli.measure.worker import Worker, opened
 
 _PATIENCE_S = 0.2
 # Long enough for every process to be awake, so that all begin at once.

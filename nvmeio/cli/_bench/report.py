@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nvmeio.cli import _facts
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Op, Workload
-from nvmeio.cli._measure.worker import why_missing
 from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._units import binary_size, counted
+from nvmeio.cli.measure import machine
+from nvmeio.cli.measure.worker import why_missing
 from nvmeio.errors import BackendUnavailableError
 
 UNIT = "GB = 10^9 bytes"
@@ -202,7 +202,7 @@ def _cells(result: Result, series: Series, several: bool) -> dict[str, str]:
 def as_json(result: Result) -> dict[str, Any]:
     """The same as plain data; times in seconds, rates in GB/s of 10**9 bytes."""
     workload = result.workload
-    software = _facts.software()
+    software = machine.software()
     directories = dict.fromkeys(place.directory for place in workload.places)
     return {
         "unit": UNIT,
@@ -277,7 +277,7 @@ def _loop(loop: Loop) -> dict[str, Any]:
 
 
 def _directory(path: Path) -> dict[str, Any]:
-    found = _facts.look_at(path)
+    found = machine.look_at(path)
     device = found.device
     return {
         "path": found.path,

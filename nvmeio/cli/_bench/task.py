@@ -12,8 +12,8 @@ from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.engines import REFERENCE, BenchEngine, DeepSpeed
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
 from nvmeio.cli._exits import Failed
-from nvmeio.cli._measure.disk import cached_fraction, cpu_seconds, drop_from_cache
-from nvmeio.cli._scratch import differs_at, fill, write_file
+from nvmeio.cli.measure.disk import cached_fraction, cpu_seconds, drop_from_cache
+from nvmeio.cli.measure.scratch import differs_at, fill, write_file
 
 _SPIN_S = 0.001  # what sleeping may be late by
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from nvmeio.cli import _facts
 from nvmeio.cli._tune import charts
 from nvmeio.cli._tune.charts import COLOURS, GREY, Cell, Strip
 from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.result import Result, medians
 from nvmeio.cli._tune.space import DEFAULT, in_words, levels, value_in_words
 from nvmeio.cli._units import counted
+from nvmeio.cli.measure import machine
 from nvmeio.engines.base import Options
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def _everything(result: Result, rates: Rates) -> str:
 
 
 def _foot(result: Result) -> str:
-    software = _facts.software()
+    software = machine.software()
     lines = [
         *result.conditions(),
         f"nvmeio {software.nvmeio}, kernel {software.kernel}, python {software.python}, torch "

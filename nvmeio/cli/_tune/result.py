@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import _facts
 from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._tune.final import Finalist, Op
 from nvmeio.cli._tune.search import Outcome, Sample
 from nvmeio.cli._tune.space import DEFAULT, in_words
 from nvmeio.cli._units import binary_size, counted
+from nvmeio.cli.measure import machine
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
 
@@ -174,7 +174,7 @@ def _gb(rate: float | None) -> str:
 
 def as_json(result: Result) -> dict[str, Any]:
     """The block first, so that the whole loads wherever the block does."""
-    software = _facts.software()
+    software = machine.software()
     winner, outcome = result.winner, result.outcome
     return {
         **result.block(),

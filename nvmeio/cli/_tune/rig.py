@@ -13,10 +13,10 @@ import torch
 
 import nvmeio
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.cli._measure.disk import drop_from_cache
-from nvmeio.cli._scratch import fill, write_file
 from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.search import Unusable
+from nvmeio.cli.measure.disk import drop_from_cache
+from nvmeio.cli.measure.scratch import fill, write_file
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct

@@ -11,13 +11,13 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio.cli import _progress
-from nvmeio.cli._scratch import check_memory, check_space, scratch
 from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.result import Latencies, Log, Result
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.search import Search, Unusable
 from nvmeio.cli._tune.space import DEFAULT, Grid, in_words
 from nvmeio.cli._units import GB, binary_size
+from nvmeio.cli.measure.scratch import check_memory, check_space, scratch
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
 

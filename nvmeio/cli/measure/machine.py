@@ -25,9 +25,9 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio._mounts import find_mount
 from nvmeio._shim import kernel_aio
-from nvmeio.cli._cufile_facts import CuFile as CuFile
-from nvmeio.cli._cufile_facts import find_cufile as find_cufile
-from nvmeio.cli._cufile_facts import look_into_cufile
+from nvmeio.cli.measure.cufile_facts import CuFile as CuFile
+from nvmeio.cli.measure.cufile_facts import find_cufile as find_cufile
+from nvmeio.cli.measure.cufile_facts import look_into_cufile
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError

@@ -66,7 +66,7 @@ class Worker:
         paths = [*map(str, path), _ROOT]
         script = (
             f"import sys; sys.path[:0] = {paths!r}; "
-            f"from nvmeio.cli._measure.worker import serve; serve({far.fileno()})"
+            f"from nvmeio.cli.measure.worker import serve; serve({far.fileno()})"
         )
         output = log.open("wb") if log else None
         # Results are the parent's to print, and DeepSpeed prints too.

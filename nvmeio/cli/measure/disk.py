@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvmeio._mounts import find_mount
-from nvmeio.cli import _facts
+from nvmeio.cli.measure import machine
 
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
 
@@ -45,7 +45,7 @@ class Disks:
         found = set()
         for directory in directories:
             mount = find_mount(directory)
-            device = _facts.find_device(directory, mount.source if mount else None)
+            device = machine.find_device(directory, mount.source if mount else None)
             if device is not None:
                 found.add(device.name)
         self.names = sorted(found)

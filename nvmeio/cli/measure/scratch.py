@@ -19,9 +19,9 @@ import typer
 import nvmeio
 from nvmeio._io.owner import OwnerThread
 from nvmeio._mounts import find_mount
-from nvmeio.cli import _facts
 from nvmeio.cli._exits import Refused
 from nvmeio.cli._units import binary_size
+from nvmeio.cli.measure import machine
 
 # What stays free whatever is measured: a full file system hurts everybody who shares it.
 SPARE_FRACTION = 0.05
@@ -40,7 +40,7 @@ def check_directory(directory: Path) -> None:
         typer.BadParameter: They cannot, and why.
     """
     try:
-        _facts.check_directory(directory)
+        machine.check_directory(directory)
     except OSError as error:
         raise typer.BadParameter(str(error), param_hint="DIR") from error
 
