@@ -60,8 +60,8 @@ class Record(NamedTuple):
         return self.offset + self.nbytes
 
 
-class Piece(NamedTuple):
-    """Some of the bytes that are not a storage's."""
+class KnownBytes(NamedTuple):
+    """Some of the bytes that are known when the file is planned: all but the storages."""
 
     offset: int
     data: bytes
@@ -83,7 +83,7 @@ class Layout(NamedTuple):
     """
 
     nbytes: int
-    pieces: list[Piece]
+    pieces: list[KnownBytes]
     records: list[Record]
 
     @property
@@ -188,9 +188,9 @@ class _Sink:
         at = offset - self._starts[index]
         self._chunks[index][at : at + len(data)] = data
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[KnownBytes]:
         return [
-            Piece(start, bytes(chunk))
+            KnownBytes(start, bytes(chunk))
             for start, chunk in zip(self._starts, self._chunks, strict=True)
         ]
 

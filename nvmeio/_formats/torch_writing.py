@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout, Piece, Record
+from nvmeio._formats.torch_layout import KnownBytes, Layout, Record
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._plan import PAGE_BYTES
@@ -201,7 +201,7 @@ class _Writer:
         self._layout = layout
         self._flight = flight
         self._checksum = checksum
-        self._contents: list[Piece | tuple[int, Record]] = sorted(
+        self._contents: list[KnownBytes | tuple[int, Record]] = sorted(
             [*layout.pieces, *enumerate(layout.records)], key=_start_of
         )
         self._starts = [_start_of(content) for content in self._contents]
@@ -222,7 +222,7 @@ class _Writer:
         first = bisect_right(self._starts, start) - 1
         for number in range(max(first, 0), len(self._contents)):
             content = self._contents[number]
-            if isinstance(content, Piece):
+            if isinstance(content, KnownBytes):
                 continue
             index, record = content
             if record.offset >= end:
@@ -278,7 +278,7 @@ class _Writer:
             content = self._contents[number]
             if _start_of(content) >= end:
                 break
-            if isinstance(content, Piece):
+            if isinstance(content, KnownBytes):
                 low, high = max(content.offset, start), min(content.end, end)
                 if low < high:
                     part = content.data[low - content.offset : high - content.offset]
@@ -325,8 +325,8 @@ class _Writer:
         return self._stagings[nbytes].take(self._flight)
 
 
-def _start_of(content: Piece | tuple[int, Record]) -> int:
-    return content.offset if isinstance(content, Piece) else content[1].offset
+def _start_of(content: KnownBytes | tuple[int, Record]) -> int:
+    return content.offset if isinstance(content, KnownBytes) else content[1].offset
 
 
 def _part_of(record: Record, offset: int, nbytes: int) -> torch.Tensor:

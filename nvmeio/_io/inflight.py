@@ -146,6 +146,11 @@ class InFlight:
             for entry in self._flying:
                 entry.operation.cancel()
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._stopping
+
     def stop(self) -> None:
         """Cancel, and wait until nothing is in flight."""
         self.cancel()

@@ -7,7 +7,7 @@
     copy the storages                _snapshot ─────────▶ take the oldest file, or a new one
     return: the state may change                          write it, with checksums  torch_writing
                                                           make it durable, name it        replace
-                                                          then move `latest`          _generations
+                                                          then move `latest`            _retention
 
 Where the snapshot does not fit into its memory, the right side begins when the copying does.
 The right side is in `_job_files`.
@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout, Piece, plan_layout
+from nvmeio._formats.torch_layout import KnownBytes, Layout, plan_layout
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.threads import SLICE_S, Thread
-from nvmeio.checkpoint._ranks import Round
+from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
@@ -77,16 +77,16 @@ class Setup(NamedTuple):
     get_handle: Callable[[], AioHandle]
     claim: Callable[[], None]
 
-    def messages(self, number: int) -> Round:
+    def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
-        return Round(self.store, number, self.timeout_s, self.directory)
+        return Messages(self.store, number, self.timeout_s, self.directory)
 
 
 class _Disagreement(ValueError):
     """Known to every rank, so nobody has to be told."""
 
 
-class Job(ABC):
+class SaveJob(ABC):
     """One save.
 
     Args:
@@ -100,7 +100,7 @@ class Job(ABC):
     def __init__(self, setup: Setup, step: int, number: int) -> None:
         self.setup = setup
         self.step = step
-        self.round = setup.messages(number)
+        self.messages = setup.messages(number)
         self.snapshot: Snapshot | None = None
         self.flight = InFlight()
         self.number = number
@@ -149,7 +149,7 @@ class Job(ABC):
         """
         times = [time.perf_counter()]
         try:
-            if self.round.rank == 0:
+            if self.messages.rank == 0:
                 self.setup.claim()
             source = self._agreed(_planned(state, in_caller))
             times.append(time.perf_counter())
@@ -157,7 +157,7 @@ class Job(ABC):
             times.append(time.perf_counter())
             if not snapshot.fits:
                 self._start_writing()
-            snapshot.take(self.round.beat)
+            snapshot.take(self.messages.beat)
             self.check_cancelled()
             self._taken_at = time.perf_counter()
             self._report = report = SaveReport(
@@ -182,12 +182,12 @@ class Job(ABC):
     def _agreed(self, layout: Layout) -> Layout:
         """The layout that all ranks write, with this rank's storages."""
         self.check_cancelled()
-        if self.round.size == 1:
+        if self.messages.size == 1:
             return layout
         plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
-        self.round.put("plan", json.dumps(plan | fingerprint(layout)).encode())
-        plans = [json.loads(told) for told in self.round.gather("plan")]
-        self.round.check()  # one may have told its plan, and then given up
+        self.messages.put("plan", json.dumps(plan | fingerprint(layout)).encode())
+        plans = [json.loads(told) for told in self.messages.gather("plan")]
+        self.messages.check()  # one may have told its plan, and then given up
         self.setup.messages(self.number - 1).forget(_MESSAGES)  # all have left it
         wrong = explain(plans)
         if wrong is not None:
@@ -197,13 +197,13 @@ class Job(ABC):
 
     def _with_pieces_of_first(self, layout: Layout) -> Layout:
         """Pickles say on which device each tensor was, so they may differ: rank 0's is written."""
-        if self.round.rank == 0:
-            self.round.put("pieces", pieces_to_bytes(layout))
+        if self.messages.rank == 0:
+            self.messages.put("pieces", pieces_to_bytes(layout))
             return layout
-        return with_pieces(layout, self.round.get("pieces", 0))
+        return with_pieces(layout, self.messages.get("pieces", 0))
 
     def _new_snapshot(self, source: Layout) -> Snapshot:
-        start, end = self.parts(source)[self.round.rank]
+        start, end = self.parts(source)[self.messages.rank]
         beside = self.pages_beside(source)
         snapshot = Snapshot(self.setup.memory, source, start, end, beside)
         self.snapshot = snapshot
@@ -242,14 +242,14 @@ class Job(ABC):
     def _finished(self, operation: Operation) -> None:
         if self.snapshot is not None:
             self.snapshot.written(operation.file_offset + operation.nbytes)
-        self.round.beat()
+        self.messages.beat()
 
     def _abandon(self, failed: BaseException) -> BaseException:
         """End all of it; what is to be raised."""
         self.cancel()
         if not self.going_on:
             if not isinstance(failed, _Disagreement):
-                self.round.fail(failed)
+                self.messages.fail(failed)
         else:
             self._ended.wait(None)
             cause = self._ended.error
@@ -261,7 +261,7 @@ class Job(ABC):
 
     def give_up(self) -> None:
         """It is not even begun; tell the others."""
-        self.round.fail(Cancelled())
+        self.messages.fail(Cancelled())
 
     def check_cancelled(self) -> None:
         """Raise Cancelled if `cancel` was called."""
@@ -271,7 +271,7 @@ class Job(ABC):
     def cancel(self) -> None:
         """Stop soon, and leave nothing behind; from any thread."""
         self._cancelled = True
-        self.round.stop()
+        self.messages.stop()
         self.flight.cancel()
         snapshot = self.snapshot
         if snapshot is not None:
@@ -294,7 +294,7 @@ class Job(ABC):
             recycled = self.write()
         except BaseException as failed:
             failed = self._cause_of(failed)
-            self.round.fail(failed)
+            self.messages.fail(failed)
             if self.snapshot is not None:
                 self.snapshot.stop()  # whoever copies has nobody to copy for
             self._forget()
@@ -308,7 +308,7 @@ class Job(ABC):
         """A file that is gone because rank 0 has given up is not what went wrong."""
         if isinstance(failed, FileNotFoundError):
             try:
-                self.round.check()
+                self.messages.check()
             except TransferError as first:
                 first.__cause__ = failed
                 return first
@@ -320,7 +320,7 @@ class Job(ABC):
         try:
             yield
         except BaseException as failed:
-            self.round.fail(failed)
+            self.messages.fail(failed)
             raise
 
     def _forget(self) -> None:
@@ -366,8 +366,8 @@ class Job(ABC):
 
     def part_from_others(self) -> None:
         """Where this rank has committed for all: until they know. For a limited time; quiet."""
-        if self.round.rank == 0 and self.done() and self._ended.error is None:
-            self.round.wait_for_others("seen", _PARTING_S)
+        if self.messages.rank == 0 and self.done() and self._ended.error is None:
+            self.messages.wait_for_others("seen", _PARTING_S)
 
     def call_when_done(self, call: Callable[[], None]) -> None:
         """Call something once it is over, at once if it is; in whatever thread."""
@@ -419,7 +419,7 @@ def _planned(state: object, in_caller: InCaller) -> Layout:
         whole = io.BytesIO()
         in_caller(torch.save, state, whole)
         data = whole.getvalue()
-        return Layout(len(data), [Piece(0, data)], [])
+        return Layout(len(data), [KnownBytes(0, data)], [])
 
 
 def _tell(report: SaveReport, fits: bool) -> None:

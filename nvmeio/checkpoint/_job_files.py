@@ -4,7 +4,7 @@ Rank 0 makes the file (or the directory), under a temporary name, and tells the 
 writes its part of it and makes that durable; when all have, rank 0 gives the name, then moves
 `latest`, then tells the others. A process alone is rank 0 of one.
 
-Whoever fails tells the others (`_ranks.Round.fail`), and rank 0 removes what there is.
+Whoever fails tells the others (`_ranks.Messages.fail`), and rank 0 removes what there is.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from nvmeio._storage.replace import (
     Replacement,
     temporary_name,
 )
-from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._job import Job
+from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint._job import SaveJob
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
 
 
-class OneFile(Job):
+class OneFile(SaveJob):
     """A save into one file, of which each rank writes a part: they all have the same state."""
 
     LAYOUT = "one"
@@ -44,29 +44,29 @@ class OneFile(Job):
     @property
     def path(self) -> str:
         """Where the checkpoint will be."""
-        return _generations.file_path(self.setup.directory, self.step)
+        return _retention.file_path(self.setup.directory, self.step)
 
     def parts(self, layout: Layout) -> list[tuple[int, int]]:
         """Even parts of whole pages."""
-        pages, size = padded_nbytes(layout) // PAGE_BYTES, self.round.size
+        pages, size = padded_nbytes(layout) // PAGE_BYTES, self.messages.size
         cuts = [pages * rank // size * PAGE_BYTES for rank in range(size + 1)]
         return list(itertools.pairwise(cuts))
 
     def pages_beside(self, layout: Layout) -> list[int]:
         """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
-        if self.round.rank or self.round.size == 1 or not self.setup.checksum:
+        if self.messages.rank or self.messages.size == 1 or not self.setup.checksum:
             return []
         return unfinished_pages(layout, self.parts(layout))
 
     def write(self) -> bool | None:
         """Write this rank's part, and commit all of them."""
-        if self.round.rank == 0:
+        if self.messages.rank == 0:
             return self._write_and_commit()
-        place = self.round.get("place", 0).decode()
+        place = self.messages.get("place", 0).decode()
         with files.open(os.path.join(self.setup.directory, place), "r+") as file:
             crcs = self._write_part(file)
             sync_data(file)
-            self.round.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
+            self.messages.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
         _wait_for_end(self)
         return None
 
@@ -79,28 +79,28 @@ class OneFile(Job):
                 with contextlib.suppress(OSError):
                     os.unlink(old)  # somebody reads it: let them, and have its blocks later
             replacement.reserve(padded_nbytes(layout))
-            self.round.put("place", os.path.basename(replacement.temporary).encode())
+            self.messages.put("place", os.path.basename(replacement.temporary).encode())
             crcs = self._write_part(replacement.file)
-            if self.round.size > 1:
+            if self.messages.size > 1:
                 sync_data(replacement.file)  # while the others write: the commit is a moment, then
-                for rank in range(1, self.round.size):
-                    crcs += map(Crc._make, _CRC.iter_unpack(self.round.get("part", rank)))
+                for rank in range(1, self.messages.size):
+                    crcs += map(Crc._make, _CRC.iter_unpack(self.messages.get("part", rank)))
                 finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)
             replacement.truncate(layout.nbytes)
             _stamp(replacement.file, setup.directory)
             _check_before_commit(self)
             replacement.commit()
-        _generations.set_latest(setup.directory, os.path.basename(self.path))
-        self.round.put("end", b"")
+        _retention.set_latest(setup.directory, os.path.basename(self.path))
+        self.messages.put("end", b"")
         _trim(self)
         return replacement.recycled
 
     def _write_part(self, file: File) -> list[Crc]:
-        start, end = self.parts(self.layout())[self.round.rank]
+        start, end = self.parts(self.layout())[self.messages.rank]
         return self.write_bytes(file, start, end)
 
 
-class FileOfEachRank(Job):
+class FileOfEachRank(SaveJob):
     """A save into one file per rank, in a directory: each has a state of its own."""
 
     LAYOUT = "per_rank"
@@ -108,11 +108,11 @@ class FileOfEachRank(Job):
     @property
     def path(self) -> str:
         """Where the directory will be."""
-        return _generations.ranks_path(self.setup.directory, self.step)
+        return _retention.ranks_path(self.setup.directory, self.step)
 
     def parts(self, layout: Layout) -> list[tuple[int, int]]:
         """All of it, whichever rank."""
-        return [(0, padded_nbytes(layout))] * self.round.size
+        return [(0, padded_nbytes(layout))] * self.messages.size
 
     def pages_beside(self, layout: Layout) -> list[int]:
         """None: no rank writes another one's file."""
@@ -120,8 +120,8 @@ class FileOfEachRank(Job):
 
     def write(self) -> bool | None:
         """Write this rank's file, and commit all of them."""
-        if self.round.rank:
-            place = self.round.get("place", 0).decode()
+        if self.messages.rank:
+            place = self.messages.get("place", 0).decode()
             recycled = self._write_file(os.path.join(self.setup.directory, place))
             _wait_for_end(self)
             return recycled
@@ -129,25 +129,25 @@ class FileOfEachRank(Job):
         temporary = self._make_directory()
         try:
             with self.telling_others():
-                self.round.put("place", os.path.basename(temporary).encode())
+                self.messages.put("place", os.path.basename(temporary).encode())
                 recycled = self._write_file(temporary)
-                names = [_rank_name(rank) for rank in range(self.round.size)]
-                told = [self.round.get("part", rank) for rank in range(1, self.round.size)]
+                names = [_rank_name(rank) for rank in range(self.messages.size)]
+                told = [self.messages.get("part", rank) for rank in range(1, self.messages.size)]
                 sizes = [self.layout().nbytes, *map(int, told)]
                 _check_before_commit(self)
                 self._commit(temporary, dict(zip(names, sizes, strict=True)))
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _generations.set_latest(setup.directory, os.path.basename(self.path))
-        self.round.put("end", b"")
+        _retention.set_latest(setup.directory, os.path.basename(self.path))
+        self.messages.put("end", b"")
         _trim(self)
         return recycled
 
     def _make_directory(self) -> str:
         """An old directory under a temporary name, or a new one."""
         if os.path.isdir(self.path) and not os.path.exists(
-            os.path.join(self.path, _generations.INDEX)
+            os.path.join(self.path, _retention.INDEX)
         ):
             raise TransferError(
                 errno.EEXIST,
@@ -157,10 +157,10 @@ class FileOfEachRank(Job):
                 "it away",
             )
         old = _make_room(self)
-        taken = None if old is None else _generations.take_directory(old)
+        taken = None if old is None else _retention.take_directory(old)
         if taken is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(taken, _generations.INDEX))
+                os.unlink(os.path.join(taken, _retention.INDEX))
             return taken
         temporary = temporary_name(*os.path.split(self.path))
         try:
@@ -170,7 +170,7 @@ class FileOfEachRank(Job):
         return temporary
 
     def _write_file(self, directory: str) -> bool:
-        path = os.path.join(directory, _rank_name(self.round.rank))
+        path = os.path.join(directory, _rank_name(self.messages.rank))
         layout = self.layout()
         recycled = _clear_way(path)
         with files.open(path, "rw") as file:
@@ -188,7 +188,7 @@ class FileOfEachRank(Job):
             sync_directory(directory)
         except OSError as failed:
             raise self._error(failed, "fsync") from failed
-        self.round.put("part", str(layout.nbytes).encode())
+        self.messages.put("part", str(layout.nbytes).encode())
         return recycled
 
     def _commit(self, temporary: str, sizes: dict[str, int]) -> None:
@@ -197,9 +197,9 @@ class FileOfEachRank(Job):
             for name in set(os.listdir(temporary)) - set(sizes):
                 os.unlink(os.path.join(temporary, name))  # of more ranks, once
             index = {"format": 1, "step": self.step, "files": sizes}
-            path = os.path.join(temporary, _generations.INDEX)
+            path = os.path.join(temporary, _retention.INDEX)
             text = json.dumps(index, indent=1)
-            _generations.write_text(path, text, stamp_after=self.setup.directory)
+            _retention.write_text(path, text, stamp_after=self.setup.directory)
             sync_directory(temporary)
             if os.path.isdir(self.path):
                 self._exchange(temporary)
@@ -236,37 +236,37 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _wait_for_end(job: Job) -> None:
+def _wait_for_end(job: SaveJob) -> None:
     """Until rank 0 has committed; it may end its process once all have said that they know."""
-    job.round.get("end", 0)
+    job.messages.get("end", 0)
     with contextlib.suppress(TransferError):  # it did not wait for us
-        job.round.put("seen", b"")
+        job.messages.put("seen", b"")
 
 
-def _check_before_commit(job: Job) -> None:
+def _check_before_commit(job: SaveJob) -> None:
     """The last moment to stop: a rank that has given up must not find the checkpoint there."""
     job.check_cancelled()
-    job.round.check()
+    job.messages.check()
 
 
-def _make_room(job: Job) -> str | None:
+def _make_room(job: SaveJob) -> str | None:
     """Remove what is one too many; the path of the checkpoint that is to be recycled."""
     setup = job.setup
-    going = _generations.surplus(setup.directory, setup.keep, job.path)
+    going = _retention.surplus(setup.directory, setup.keep, job.path)
     usable = [each for each in going if each.of_ranks == (job.LAYOUT == "per_rank")]
     recycled = usable[0] if usable and setup.recycle else None
     for each in going:
         if each is not recycled:
-            _generations.remove(each)
+            _retention.remove(each)
     return None if recycled is None else recycled.path
 
 
-def _trim(job: Job) -> None:
+def _trim(job: SaveJob) -> None:
     """After the commit: without recycling, nothing beyond `keep` stays."""
     setup = job.setup
     if not setup.recycle:
-        for each in _generations.surplus(setup.directory, setup.keep, job.path):
-            _generations.remove(each)
+        for each in _retention.surplus(setup.directory, setup.keep, job.path):
+            _retention.remove(each)
 
 
 def _clear_way(path: str) -> bool:
@@ -290,6 +290,6 @@ def _clear_way(path: str) -> bool:
 def _stamp(file: File, directory: str) -> None:
     opened = file.acquire(True)
     try:
-        _generations.stamp(opened.any_fd(), directory)
+        _retention.stamp(opened.any_fd(), directory)
     finally:
         opened.release()

@@ -64,7 +64,7 @@ def store_of(group: Any, directory: str) -> RankStore:
     return RankStore.of_group(group, f"{digest[:16]}/{number}", directory, "save")
 
 
-class Round:
+class Messages:
     """The messages of one save; for a process alone, none are sent.
 
     Args:

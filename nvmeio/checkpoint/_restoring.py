@@ -11,9 +11,9 @@ from typing import Any
 
 from nvmeio._io.caller import Cancellation, InCaller
 from nvmeio._storage.locks import leads_to, reading
-from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._generations import Generation
+from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._loading import LoadOptions, load_file
+from nvmeio.checkpoint._retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 
@@ -66,7 +66,7 @@ def restore(
 
 def _find(wanted: Wanted) -> Generation:
     if wanted.step is None:
-        newest = _generations.newest(wanted.directory)
+        newest = _retention.newest(wanted.directory)
         if newest is None:
             raise TransferError(
                 errno.ENOENT,
@@ -75,14 +75,14 @@ def _find(wanted: Wanted) -> Generation:
                 detail="there is no complete checkpoint yet",
             )
         return newest
-    there = _generations.generations(wanted.directory)
+    there = _retention.generations(wanted.directory)
     found = [each for each in there if each.step == wanted.step]
     if not found:
         steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
         raise TransferError(
             errno.ENOENT,
             operation="open",
-            path=_generations.file_path(wanted.directory, wanted.step),
+            path=_retention.file_path(wanted.directory, wanted.step),
             detail=f"there is no step {wanted.step}; there is {steps or 'none at all'}",
         )
     return found[-1]
@@ -135,7 +135,7 @@ def _files_of(path: str) -> list[str]:
     Raises:
         IntegrityError: The index is damaged, or a file has another size than it says.
     """
-    index_path = os.path.join(path, _generations.INDEX)
+    index_path = os.path.join(path, _retention.INDEX)
     try:
         with open(index_path, encoding="utf-8") as file:
             index = json.load(file)

@@ -7,14 +7,14 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio import _tensor
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.torch_layout import Layout, Piece, Record
+from nvmeio._formats.torch_layout import KnownBytes, Layout, Record
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._storage.durable import sync_directory
@@ -22,110 +22,120 @@ from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 
 
-class Saving:
-    """One `save_safetensors`; the checks are made when it is created."""
+class Wanted(NamedTuple):
+    """What one `save_safetensors` is to write, checked.
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        path: str | os.PathLike[str],
-        metadata: Mapping[str, str] | None,
-        max_shard_size: int | str | None,
-    ) -> None:
-        _check(tensors)
-        self._tensors = dict(tensors)
-        self._metadata = _checked_metadata(metadata)
-        self._sets = max_shard_size is not None
-        self._limit = shards.parse_size(max_shard_size) if max_shard_size is not None else None
-        given = Path(path)
-        self.path = given / shards.DEFAULT_NAME if given.is_dir() else given
-        if self._sets and not self.path.name.endswith(shards.SUFFIX):
-            raise ValueError(
-                f"shards are named after the file: {self.path} must end in {shards.SUFFIX}, "
-                "or be a directory"
-            )
-        self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        self._flight = InFlight()
-        self._cancelled = False
+    Attributes:
+        tensors: By name.
+        path: The file, or the one that shards are named after.
+        metadata: Texts to go with them.
+        limit: Bytes of a shard at the most; None for one file.
+        shards: Whether a set was asked for: what there was of file or set goes then.
+    """
 
-    def cancel(self) -> None:
-        """Stop soon; from any thread."""
-        self._cancelled = True
-        self._flight.cancel()
+    tensors: Mapping[str, torch.Tensor]
+    path: Path
+    metadata: Mapping[str, str]
+    limit: int | None
+    shards: bool
 
-    def run(self, handle: AioHandle) -> None:
-        """Write and commit; see `save_safetensors`."""
-        sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
-        groups = shards.split(sizes, self._limit)
-        if len(groups) == 1:
-            self._replace(handle, self.path, self._layout(groups[0]))
-        else:
-            self._replace_set(handle, groups)
-        if self._sets:
-            self._remove_others(len(groups) > 1)
 
-    def _replace(self, handle: AioHandle, path: Path, layout: Layout) -> None:
-        with Replacement(path) as replacement:
-            replacement.reserve(padded_nbytes(layout))
-            write_part(handle, replacement.file, layout, checksum=False, flight=self._flight)
-            replacement.truncate(layout.nbytes)
-            if self._cancelled:
-                raise Cancelled
-            replacement.commit()
-
-    # One file
-
-    def _layout(self, names: list[str]) -> Layout:
-        ordered = _in_order({name: self._tensors[name] for name in names})
-        text, entries = headers.build(
-            [(name, tensor.dtype, tensor.shape) for name, tensor in ordered.items()],
-            self._metadata,
+def checked(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None,
+    max_shard_size: int | str | None,
+) -> Wanted:
+    """The arguments of `save_safetensors`; raises as it says."""
+    _check(tensors)
+    texts = _checked_metadata(metadata)
+    limit = None if max_shard_size is None else shards.parse_size(max_shard_size)
+    target = Path(path)
+    target = target / shards.DEFAULT_NAME if target.is_dir() else target
+    sets = max_shard_size is not None
+    if sets and not target.name.endswith(shards.SUFFIX):
+        raise ValueError(
+            f"shards are named after the file: {target} must end in {shards.SUFFIX}, "
+            "or be a directory"
         )
-        records = [
-            Record(name, entry.start, entry.nbytes, _data_of(ordered[name]), ())
-            for name, entry in entries.items()
-            if entry.nbytes
-        ]
-        nbytes = max((entry.end for entry in entries.values()), default=len(text))
-        return Layout(nbytes, [Piece(0, text)], records)
+    return Wanted(dict(tensors), target, texts, limit, sets)
 
-    # A set of shards
 
-    def _replace_set(self, handle: AioHandle, groups: list[list[str]]) -> None:
-        directory, stem = self.path.parent, self.path.name.removesuffix(shards.SUFFIX)
-        self._names = shards.shard_names(
-            stem, len(groups), os.listdir(directory), secrets.token_hex(4)
-        )
-        index = directory / f"{stem}{shards.INDEX_SUFFIX}"
-        text = shards.index_text(zip(self._names, groups, strict=True), self.nbytes)
-        made: list[Path] = []
-        try:
-            for name, group in zip(self._names, groups, strict=True):
-                made.append(directory / name)
-                self._replace(handle, directory / name, self._layout(group))
-            self._replace(handle, index, Layout(len(text), [Piece(0, text)], []))
-        except BaseException:
-            # The index may be in its place although its directory could not be synchronised.
-            if not _holds(index, text):
-                for path in made:
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-            raise
+def write(wanted: Wanted, handle: AioHandle, flight: InFlight) -> None:
+    """Write and commit; see `save_safetensors`. Cancelling `flight`, from any thread, ends it."""
+    groups = shards.split({n: tensor.nbytes for n, tensor in wanted.tensors.items()}, wanted.limit)
+    names: list[str] = []
+    if len(groups) == 1:
+        _replace(handle, wanted.path, _layout(wanted, groups[0]), flight)
+    else:
+        names = _replace_set(wanted, groups, handle, flight)
+    if wanted.shards:
+        _remove_others(wanted.path, names)
 
-    def _remove_others(self, is_set: bool) -> None:
-        """What the new file or set has replaced: only now may nobody need it any more."""
-        directory, stem = self.path.parent, self.path.name.removesuffix(shards.SUFFIX)
-        others = [self.path] if is_set else [directory / f"{stem}{shards.INDEX_SUFFIX}"]
-        kept = set(self._names) if is_set else set()
-        others += [
-            directory / name
-            for name in os.listdir(directory)
-            if shards.is_shard_of(stem, name) and name not in kept
-        ]
-        for path in others:  # the index before its shards
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        sync_directory(str(directory))
+
+def _replace(handle: AioHandle, path: Path, layout: Layout, flight: InFlight) -> None:
+    with Replacement(path) as replacement:
+        replacement.reserve(padded_nbytes(layout))
+        write_part(handle, replacement.file, layout, checksum=False, flight=flight)
+        replacement.truncate(layout.nbytes)
+        if flight.cancelled:
+            raise Cancelled
+        replacement.commit()
+
+
+def _layout(wanted: Wanted, names: list[str]) -> Layout:
+    ordered = _in_order({name: wanted.tensors[name] for name in names})
+    text, entries = headers.build(
+        [(name, tensor.dtype, tensor.shape) for name, tensor in ordered.items()],
+        wanted.metadata,
+    )
+    records = [
+        Record(name, entry.start, entry.nbytes, _data_of(ordered[name]), ())
+        for name, entry in entries.items()
+        if entry.nbytes
+    ]
+    nbytes = max((entry.end for entry in entries.values()), default=len(text))
+    return Layout(nbytes, [KnownBytes(0, text)], records)
+
+
+def _replace_set(
+    wanted: Wanted, groups: list[list[str]], handle: AioHandle, flight: InFlight
+) -> list[str]:
+    """Write a set of shards, and their index at the end; the shards' names."""
+    directory, stem = wanted.path.parent, wanted.path.name.removesuffix(shards.SUFFIX)
+    names = shards.shard_names(stem, len(groups), os.listdir(directory), secrets.token_hex(4))
+    index = directory / f"{stem}{shards.INDEX_SUFFIX}"
+    nbytes = sum(tensor.nbytes for tensor in wanted.tensors.values())
+    text = shards.index_text(zip(names, groups, strict=True), nbytes)
+    made: list[Path] = []
+    try:
+        for name, group in zip(names, groups, strict=True):
+            made.append(directory / name)
+            _replace(handle, directory / name, _layout(wanted, group), flight)
+        _replace(handle, index, Layout(len(text), [KnownBytes(0, text)], []), flight)
+    except BaseException:
+        # The index may be in its place although its directory could not be synchronised.
+        if not _holds(index, text):
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        raise
+    return names
+
+
+def _remove_others(path: Path, names: list[str]) -> None:
+    """What the new file, or the set of these names, has replaced: nobody may need it any more."""
+    directory, stem = path.parent, path.name.removesuffix(shards.SUFFIX)
+    others = [path] if names else [directory / f"{stem}{shards.INDEX_SUFFIX}"]
+    others += [
+        directory / name
+        for name in os.listdir(directory)
+        if shards.is_shard_of(stem, name) and name not in names
+    ]
+    for each in others:  # the index before its shards
+        with contextlib.suppress(FileNotFoundError):
+            each.unlink()
+    sync_directory(str(directory))
 
 
 def _holds(path: Path, text: bytes) -> bool:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import Any
 
 from nvmeio._formats import torch_zip
-from nvmeio._formats.torch_layout import Layout, Piece
+from nvmeio._formats.torch_layout import KnownBytes, Layout
 
 _LENGTH = struct.Struct("<Q")
 
@@ -109,9 +109,9 @@ def with_pieces(layout: Layout, data: bytes) -> Layout:
     (length,) = _LENGTH.unpack_from(data)
     at = _LENGTH.size + length
     told = json.loads(data[_LENGTH.size : at])
-    pieces: list[Piece] = []
+    pieces: list[KnownBytes] = []
     for offset, nbytes in told["pieces"]:
-        pieces.append(Piece(offset, data[at : at + nbytes]))
+        pieces.append(KnownBytes(offset, data[at : at + nbytes]))
         at += nbytes
     records = [
         record._replace(offset=offset, crc_at=tuple(crc_at))

@@ -18,8 +18,8 @@ from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
-from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._job import Job, Setup
+from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint._job import SaveJob, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
@@ -32,7 +32,7 @@ logger = logging.getLogger("nvmeio")
 # How often a wait looks whether it was cancelled.
 _LOOK_S = 0.05
 
-JOBS: dict[str, type[Job]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
+JOBS: dict[str, type[SaveJob]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
 
 
 class Saver:
@@ -68,7 +68,7 @@ class Saver:
         self._opening = threading.Lock()
         self._lock_fd = -1
         self._turn = threading.Lock()  # one call of save or close at a time
-        self._job: Job | None = None  # the last one whose snapshot was taken
+        self._job: SaveJob | None = None  # the last one whose snapshot was taken
         self._saves = 0
         self._pid = os.getpid()
         self._released = False
@@ -120,7 +120,7 @@ class Saver:
         finally:
             self._turn.release()
 
-    def result(self, job: Job | None) -> SaveReport | None:
+    def result(self, job: SaveJob | None) -> SaveReport | None:
         """The report of a save that is over; whoever waited for it has seen its failure.
 
         Raises:
@@ -147,7 +147,7 @@ class Saver:
         return self.result(job)
 
     @property
-    def last(self) -> Job | None:
+    def last(self) -> SaveJob | None:
         """The save that was begun last, of this process."""
         self.check_process()
         return self._job
@@ -190,9 +190,9 @@ class Saver:
         if self._lock_fd >= 0 and not leads_to(self.directory, self._lock_fd):
             self._unlock()  # removed, or replaced by another one
         if self._lock_fd < 0:
-            _generations.make_directory(self.directory)
+            _retention.make_directory(self.directory)
             self._lock_fd = lock_directory(self.directory)
-        _generations.remove_dead(self.directory)
+        _retention.remove_dead(self.directory)
 
     def _unlock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
@@ -258,7 +258,7 @@ class Saver:
         except BaseException as failed:
             ending.nobody_was_told(failed)
 
-    def _end_abandoned(self, job: Job) -> None:
+    def _end_abandoned(self, job: SaveJob) -> None:
         try:
             job.result()
         except Exception as failed:
@@ -283,7 +283,7 @@ class Saver:
         return self._released
 
     @property
-    def unfinished(self) -> Job | None:
+    def unfinished(self) -> SaveJob | None:
         """The save that is being written, or whose failure nobody has seen; not in a child."""
         job = self._job
         if job is None or os.getpid() != self._pid:
@@ -296,7 +296,7 @@ class Call:
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
-        self.job: Job | None = None
+        self.job: SaveJob | None = None
         self.cancelled = False
 
     def cancel(self) -> None:

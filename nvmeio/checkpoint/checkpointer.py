@@ -14,8 +14,8 @@ from nvmeio import _checks
 from nvmeio._closing import ClosingWork
 from nvmeio._io.caller import Cancellation, at_once, run_with_caller
 from nvmeio._io.threads import in_thread
-from nvmeio.checkpoint import _generations
-from nvmeio.checkpoint._job import Job
+from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._loading import LoadOptions, MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._report import SaveReport
@@ -203,7 +203,7 @@ class Checkpointer(ClosingWork):
         return self._wait(before, self._saver.last)
 
     async def _wait(
-        self, before: Sequence[UnderWay[SaveReport]], job: Job | None
+        self, before: Sequence[UnderWay[SaveReport]], job: SaveJob | None
     ) -> SaveReport | None:
         for each in before:
             await each
@@ -299,11 +299,11 @@ class Checkpointer(ClosingWork):
 
         In the steady state ``keep + 1`` of them: the next save overwrites the oldest.
         """
-        return sorted({each.step for each in _generations.generations(self.directory)})
+        return sorted({each.step for each in _retention.generations(self.directory)})
 
     def latest_step(self) -> int | None:
         """The step that `restore` would load; None if there is none."""
-        newest = _generations.newest(self.directory)
+        newest = _retention.newest(self.directory)
         return None if newest is None else newest.step
 
     # The end

@@ -17,9 +17,10 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
 from nvmeio._formats.safetensors_header import Entry, Header
 from nvmeio._io.handles import handle_for
+from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span
 from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio.checkpoint._safetensors_save import Saving
+from nvmeio.checkpoint._safetensors_save import Wanted, checked, write
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 
@@ -62,13 +63,13 @@ def save_safetensors(
     Cost: no copy of contiguous CPU tensors but what the handle bounces; one at a time of those
     that are not contiguous.
     """
-    saving = Saving(tensors, path, metadata, max_shard_size)
-    run_interruptible(lambda: _save(saving, handle), saving.cancel)
+    wanted, flight = checked(tensors, path, metadata, max_shard_size), InFlight()
+    run_interruptible(lambda: _save(wanted, handle, flight), flight.cancel)
 
 
-def _save(saving: Saving, handle: AioHandle | None) -> None:
-    with handle_for(handle, saving.path) as writer:
-        saving.run(writer)
+def _save(wanted: Wanted, handle: AioHandle | None, flight: InFlight) -> None:
+    with handle_for(handle, wanted.path) as writer:
+        write(wanted, writer, flight)
 
 
 async def async_save_safetensors(
@@ -84,8 +85,8 @@ async def async_save_safetensors(
     Cancelling stops it; `CancelledError` is raised once nothing is in flight and the parts of the
     new file are gone. A save that had reached its last rename is complete.
     """
-    saving = Saving(tensors, path, metadata, max_shard_size)
-    await in_thread(lambda: _save(saving, handle), saving.cancel)
+    wanted, flight = checked(tensors, path, metadata, max_shard_size), InFlight()
+    await in_thread(lambda: _save(wanted, handle, flight), flight.cancel)
 
 
 def load_safetensors(

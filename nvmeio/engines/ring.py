@@ -1,13 +1,14 @@
 """CUDA tensors on the host's engine: a ring of page-locked chunks between drive and device.
 
-A transfer is cut into pieces of a chunk. While one piece goes between its chunk and the device on
-a private stream, the next ones are on their way between drive and memory, in both directions:
+A transfer is cut into parts, each of a chunk at most. While one part goes between its chunk and
+the device on a private stream, the next ones are on their way between drive and memory, in both
+directions:
 
     read    a free chunk → the host engine reads into it → upload → free
     write   a free chunk → download into it → the host engine writes it → free
 
 There is never a copy of a whole tensor in host memory: the ring's size is all that it takes, made
-once, at the first transfer. Transfers take turns, piece by piece, so a small one does not wait
+once, at the first transfer. Transfers take turns, part by part, so a small one does not wait
 behind a large one.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
@@ -63,10 +64,10 @@ _LOOK_MS = 1  # how often copies under way are looked at
 
 @dataclass(eq=False)
 class _Turn:
-    """A transfer that has pieces left, and how far it got."""
+    """A transfer that has parts left, and how far it got."""
 
     request: QueuedRequest
-    next: int = 0  # the first byte of the tensor that no piece has
+    next: int = 0  # the first byte of the tensor that no part has
 
     @property
     def transfer(self) -> DeviceTransfer:
@@ -78,7 +79,7 @@ class _Turn:
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Part:
     """A part of a transfer in a chunk."""
 
     turn: _Turn
@@ -210,8 +211,8 @@ class _Pump:
     made: bool = False
     unready: list[_Turn] = field(default_factory=list)
     turns: deque[_Turn] = field(default_factory=deque)
-    at_drive: list[_Piece] = field(default_factory=list)
-    at_device: list[_Piece] = field(default_factory=list)
+    at_drive: list[_Part] = field(default_factory=list)
+    at_device: list[_Part] = field(default_factory=list)
 
     def run(self) -> None:
         """Until the engine is stopped and nothing is in flight."""
@@ -248,7 +249,7 @@ class _Pump:
         moved |= self._look_at_unready()
         moved |= self._look_at_drive()
         moved |= self._look_at_device()
-        return self._begin_pieces() or moved
+        return self._begin_parts() or moved
 
     def _look_at_unready(self) -> bool:
         """Transfers whose memory the device is done with may begin; cancelled ones are over."""
@@ -264,35 +265,35 @@ class _Pump:
 
     def _look_at_drive(self) -> bool:
         moved = False
-        for piece in list(self.at_drive):
-            assert piece.host is not None
-            if piece.host.wait(0.0):
-                self.at_drive.remove(piece)
-                self._guard(piece, self._after_drive)
+        for part in list(self.at_drive):
+            assert part.host is not None
+            if part.host.wait(0.0):
+                self.at_drive.remove(part)
+                self._guard(part, self._after_drive)
                 moved = True
-            elif piece.turn.request.stop and not piece.cancelled:
-                piece.cancelled = True
-                piece.host.cancel()
+            elif part.turn.request.stop and not part.cancelled:
+                part.cancelled = True
+                part.host.cancel()
         return moved
 
     def _look_at_device(self) -> bool:
         moved = False
-        for piece in list(self.at_device):
-            if self._reached(piece.turn, piece.mark):
-                self.at_device.remove(piece)
-                self._guard(piece, self._after_device)
+        for part in list(self.at_device):
+            if self._reached(part.turn, part.mark):
+                self.at_device.remove(part)
+                self._guard(part, self._after_device)
                 moved = True
         return moved
 
     def _wait_for_device(self) -> None:
-        piece = self.at_device[0]
-        assert piece.mark is not None
+        part = self.at_device[0]
+        assert part.mark is not None
         try:
-            piece.mark.wait()
+            part.mark.wait()
         except Exception as failed:
-            piece.turn.request.fail(errno.EIO, failed)
+            part.turn.request.fail(errno.EIO, failed)
 
-    def _begin_pieces(self) -> bool:
+    def _begin_parts(self) -> bool:
         moved = False
         while self.turns:
             turn = self.turns[0]
@@ -306,14 +307,14 @@ class _Pump:
             if turn.exhausted:
                 continue
             self.turns.popleft()
-            piece = self._cut(turn)
+            part = self._cut(turn)
             if not turn.exhausted:
                 self.turns.append(turn)
-            self._guard(piece, self._begin)
+            self._guard(part, self._begin)
             moved = True
         return moved
 
-    # --- pieces -----------------------------------------------------------------------------
+    # --- parts -----------------------------------------------------------------------------
 
     def _has_chunk(self, turn: _Turn) -> bool:
         if not self.made:
@@ -331,81 +332,81 @@ class _Pump:
             self.made = True
         return bool(self.free)
 
-    def _cut(self, turn: _Turn) -> _Piece:
-        """The next piece. In chunks, bytes lie as they lie in the file's pages: no bounce."""
+    def _cut(self, turn: _Turn) -> _Part:
+        """The next part. In chunks, bytes lie as they lie in the file's pages: no bounce."""
         shift = (turn.transfer.file_offset + turn.next) % PAGE_BYTES
         nbytes = min(self.engine.chunk_bytes - shift, turn.transfer.nbytes - turn.next)
-        piece = _Piece(turn, turn.next, nbytes, self.free.pop(), shift)
+        part = _Part(turn, turn.next, nbytes, self.free.pop(), shift)
         turn.next += nbytes
         turn.request.parts_out += 1
-        return piece
+        return part
 
-    def _begin(self, piece: _Piece) -> None:
-        if piece.turn.transfer.opcode == Opcode.READ:
-            self._to_drive(piece)
+    def _begin(self, part: _Part) -> None:
+        if part.turn.transfer.opcode == Opcode.READ:
+            self._to_drive(part)
         else:
-            piece.mark = self.copier.download(piece.bytes, piece.on_device)
-            self.at_device.append(piece)
+            part.mark = self.copier.download(part.bytes, part.on_device)
+            self.at_device.append(part)
 
-    def _to_drive(self, piece: _Piece, buffered: bool = False) -> None:
-        transfer = piece.turn.transfer
-        part = piece.bytes
-        memory = Memory(part.data_ptr(), piece.nbytes, part.untyped_storage(), None)
+    def _to_drive(self, part: _Part, buffered: bool = False) -> None:
+        transfer = part.turn.transfer
+        held = part.bytes
+        memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
         plan = _transfer.plan_buffered if buffered else _transfer.plan
         try:
-            piece.plan, planned = plan(
-                Opcode(transfer.opcode), memory, transfer.opened, piece.file_offset
+            part.plan, planned = plan(
+                Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
             )
         except TransferError as failed:
-            piece.turn.request.fail(failed.errno or errno.EIO, failed)
-            self._drop(piece)
+            part.turn.request.fail(failed.errno or errno.EIO, failed)
+            self._drop(part)
             return
-        self._submit(piece, planned)
+        self._submit(part, planned)
 
-    def _submit(self, piece: _Piece, planned: Transfer) -> None:
-        piece.host = self.host.prepare(self.cq, 0, planned)
-        piece.host.start()
-        self.at_drive.append(piece)
+    def _submit(self, part: _Part, planned: Transfer) -> None:
+        part.host = self.host.prepare(self.cq, 0, planned)
+        part.host.start()
+        self.at_drive.append(part)
 
-    def _after_drive(self, piece: _Piece) -> None:
-        assert piece.host is not None and piece.plan is not None
-        request, outcome = piece.turn.request, piece.host.outcome()
-        self.engine.count_inside(piece.turn.transfer.opcode, piece.nbytes, outcome)
-        if outcome.error == errno.EINVAL and piece.plan.direct and not request.stop:
+    def _after_drive(self, part: _Part) -> None:
+        assert part.host is not None and part.plan is not None
+        request, outcome = part.turn.request, part.host.outcome()
+        self.engine.count_inside(part.turn.transfer.opcode, part.nbytes, outcome)
+        if outcome.error == errno.EINVAL and part.plan.direct and not request.stop:
             logger.warning(
-                "%s refused direct I/O: buffered instead", piece.turn.transfer.opened.path
+                "%s refused direct I/O: buffered instead", part.turn.transfer.opened.path
             )
-            self._to_drive(piece, buffered=True)
+            self._to_drive(part, buffered=True)
             return
         if outcome.error and outcome.error != errno.ECANCELED:
             request.fail(outcome.error)
         request.buffered += outcome.buffered_bytes
         request.bounced += outcome.direct_bytes + outcome.bounced_bytes
-        if piece.turn.transfer.opcode != Opcode.READ or outcome.error or request.cancelled:
-            self._drop(piece)
+        if part.turn.transfer.opcode != Opcode.READ or outcome.error or request.cancelled:
+            self._drop(part)
             return
-        if outcome.transferred < piece.nbytes:
-            # The file ends here: nothing lies behind. Pieces before it may still be on their way.
-            piece.turn.next = piece.turn.transfer.nbytes
-            piece.nbytes = outcome.transferred
-        if not piece.nbytes:
-            self._drop(piece)
+        if outcome.transferred < part.nbytes:
+            # The file ends here: nothing lies behind. Parts before it may still be on their way.
+            part.turn.next = part.turn.transfer.nbytes
+            part.nbytes = outcome.transferred
+        if not part.nbytes:
+            self._drop(part)
             return
-        piece.mark = self.copier.upload(piece.on_device, piece.bytes)
-        self.at_device.append(piece)
+        part.mark = self.copier.upload(part.on_device, part.bytes)
+        self.at_device.append(part)
 
-    def _after_device(self, piece: _Piece) -> None:
-        request = piece.turn.request
-        if piece.turn.transfer.opcode == Opcode.READ or request.stop:
-            self._drop(piece)
+    def _after_device(self, part: _Part) -> None:
+        request = part.turn.request
+        if part.turn.transfer.opcode == Opcode.READ or request.stop:
+            self._drop(part)
         else:
-            self._to_drive(piece)
+            self._to_drive(part)
 
-    def _drop(self, piece: _Piece) -> None:
+    def _drop(self, part: _Part) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
-        self.free.append(piece.chunk)
-        piece.turn.request.parts_out -= 1
-        self._retire(piece.turn)
+        self.free.append(part.chunk)
+        part.turn.request.parts_out -= 1
+        self._retire(part.turn)
 
     def _retire(self, turn: _Turn) -> None:
         request = turn.request
@@ -416,14 +417,14 @@ class _Pump:
 
     # --- the device's errors ------------------------------------------------------------------
 
-    def _guard(self, piece: _Piece, step: Callable[[_Piece], None]) -> None:
+    def _guard(self, part: _Part, step: Callable[[_Part], None]) -> None:
         """A step whose failure (torch's, say) is its transfer's, not the pump's end."""
         try:
-            step(piece)
+            step(part)
         except Exception as failed:
-            piece.turn.request.fail(errno.EIO, failed)
-            if piece not in self.at_drive and piece not in self.at_device:
-                self._drop(piece)
+            part.turn.request.fail(errno.EIO, failed)
+            if part not in self.at_drive and part not in self.at_device:
+                self._drop(part)
 
     @staticmethod
     def _reached(turn: _Turn, mark: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _tensor
 from nvmeio._formats import torch_layout
-from nvmeio._formats.torch_layout import Layout, Piece, Record, plan_layout
+from nvmeio._formats.torch_layout import KnownBytes, Layout, Record, plan_layout
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import BackendUnavailableError
 
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
     """
 
     offset: int
-    pieces: list[Piece]
+    pieces: list[KnownBytes]
     records: list[Record]
     nbytes: int
 
@@ -112,7 +112,7 @@ def place(layout: Layout, name: str, position: int) -> Placed:
         offset = _round_up(position + at, PAGE_BYTES) - at
     else:
         offset = _round_up(position, _ITEM_ALIGNMENT)
-    pieces = [Piece(piece.offset + offset, piece.data) for piece in layout.pieces]
+    pieces = [KnownBytes(piece.offset + offset, piece.data) for piece in layout.pieces]
     records = [
         Record(
             name,

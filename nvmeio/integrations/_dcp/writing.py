@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout, Piece, Record
+from nvmeio._formats.torch_layout import KnownBytes, Layout, Record
 from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
@@ -77,7 +77,7 @@ class _FileWriter:
         self._checksum = checksum
         self._skeletons = Skeletons()
         self._start = 0  # of the group, in whole pages
-        self._pieces: list[Piece] = []
+        self._pieces: list[KnownBytes] = []
         self._records: list[Record] = []
         self._group_bytes = 0
         self._position = 0  # the first free byte
