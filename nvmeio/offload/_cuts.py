@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio.offload import _plan
-from nvmeio.offload._params import SwappedParam, new_param
+from nvmeio.offload._param_store import store_of
+from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._stepping import Stepper
-from nvmeio.offload._subgroups import Subgroup
+from nvmeio.offload._subgroups import Piece, Subgroup, cut
+from nvmeio.offload._tensors import local
 
 
 class Cuts(NamedTuple):
@@ -41,6 +43,10 @@ class Cuts(NamedTuple):
             first: The number of the first of them.
             number: Of the group.
             group: As the optimizer has it.
+
+        Raises:
+            TypeError: One is complex with master weights, or not dense, or the optimizer cannot be
+                probed with it.
         """
         whole = self._params(first, number, group, 1 << 62)
         return self._params(first, number, group, self._most_bytes(whole))
@@ -61,19 +67,71 @@ class Cuts(NamedTuple):
         self, first: int, number: int, group: dict[str, Any], most_bytes: int
     ) -> list[SwappedParam]:
         return [
-            new_param(
-                each,
-                parameter,
-                number,
-                group,
-                self.stepper,
-                self.master_dtype,
-                self.recoverable,
-                most_bytes,
-                self.on_disk,
-            )
+            self._param(each, parameter, number, group, most_bytes)
             for each, parameter in enumerate(group["params"], first)
         ]
+
+    def _param(
+        self,
+        number: int,
+        parameter: torch.Tensor,
+        group_number: int,
+        group: dict[str, Any],
+        most_bytes: int,
+    ) -> SwappedParam:
+        """A parameter with its pieces, none of which has a record longer than `most_bytes`."""
+        tensor = local(parameter)
+        param_store = store_of(parameter)
+        param = SwappedParam(
+            number,
+            parameter,
+            group_number,
+            param_store,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.device,
+        )
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {number} is {tensor.layout}: only dense parameters are swapped"
+            )
+        step_dtype = self.master_dtype or tensor.dtype
+        if self.master_dtype is not None and not tensor.dtype.is_floating_point:
+            step_dtype = tensor.dtype
+        contiguous = param_store is not None or tensor.is_contiguous()
+        staged = (
+            step_dtype != tensor.dtype
+            or param_store is not None
+            or not contiguous
+            or tensor.device.type != "cpu"
+        )
+        kinds = self.stepper.kinds(group, group_number, step_dtype, param.shape)
+        stored = staged or self.recoverable
+        whole = Piece(
+            number, 0, tensor.numel(), param.shape, step_dtype, tensor.dtype, kinds, staged, stored
+        )
+        nbytes = whole.record_nbytes + (whole.numel * tensor.dtype.itemsize if self.on_disk else 0)
+        if self.stepper.splits(step_dtype) and contiguous and nbytes > most_bytes:
+            each = nbytes / max(1, whole.numel)
+            for start, stop in cut(whole.numel, each, most_bytes):
+                param.pieces.append(
+                    Piece(
+                        number,
+                        start,
+                        stop,
+                        (stop - start,),
+                        step_dtype,
+                        tensor.dtype,
+                        kinds,
+                        staged,
+                        stored,
+                    )
+                )
+        else:
+            param.pieces.append(whole)
+        for piece in param.pieces:
+            piece.lent = param_store is not None and not param.stores_rounded
+        return param
 
     def _most_bytes(self, params: Sequence[SwappedParam]) -> int:
         pieces = [piece for param in params for piece in param.pieces]
