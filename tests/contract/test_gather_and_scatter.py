@@ -466,16 +466,13 @@ def test_offsets_that_are_dropped_stay(
 def test_cancelling(handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path) -> None:
     out = torch.full((100, 64), 7, dtype=torch.uint8)
     operation = handle_held.async_gather(out, file, [1000 * row for row in range(100)])
-    scatter = handle_held.async_scatter(torch.zeros(2, 10, dtype=torch.uint8), file, [0, 50_000])
+    engine_held.wait_until_begun()
     assert operation.cancel()
-    assert scatter.cancel()
     engine_held.gate.set()
-    for each in (operation, scatter):
-        with pytest.raises(concurrent.futures.CancelledError):
-            each.result(30)
+    with pytest.raises(concurrent.futures.CancelledError):
+        operation.result(30)
     assert bool((out == 7).all())
-    assert handle_held.stats.cancelled == 2
-    assert file.read_bytes() == CONTENT
+    assert handle_held.stats.cancelled == 1
 
 
 @on_every_loop
