@@ -701,4 +701,5 @@ def test_nvmeio_names_it() -> None:
         "layers": None,
         "strict": True,
         "checksum": True,
+        "revision": None,
     }
