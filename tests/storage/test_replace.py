@@ -146,7 +146,7 @@ def test_a_temporary_file_that_cannot_be_locked_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where somebody else had locked it another one was made, and the first one stayed."""
-    refused = []
+    refused: list[int] = []
 
     def flock(fd: int, operation: int) -> None:
         if not refused:
