@@ -62,6 +62,7 @@ OPTIONS: dict[str, Any] = {
     "max_total_tokens": 4096,
     "skip_tokenizer_init": True,
     "dtype": "float32",
+    "log_level": "info",
 }
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 

@@ -82,8 +82,7 @@ def test_an_engine_answers_the_same_with_its_layers_on_the_drive(
     assert list(tmp_path.iterdir()) == [given]
 
 
-def test_an_engine_with_graphs_does_not_start(model: Path, tmp_path: Path) -> None:
-    options = {"cuda_graph_config": {"decode": {"backend": "full"}}}
-    found, log = engine(model, configuration(tmp_path), disable_cuda_graph=False, **options)
+def test_an_engine_with_another_offloader_does_not_start(model: Path, tmp_path: Path) -> None:
+    found, log = engine(model, configuration(tmp_path), cpu_offload_gb=1)
     assert found is None
-    assert "Start it with --disable-cuda-graph" in log
+    assert "Start it with no --cpu-offload-gb" in log
