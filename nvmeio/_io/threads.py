@@ -176,6 +176,7 @@ class Job(Generic[Value]):
 
     Attributes:
         done: Whether it has ended.
+        began: Whether a thread took it up.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Job(Generic[Value]):
         self._ended = ended
         self._value: Any = None
         self._error: BaseException | None = None
-        self.done = False
+        self.done = self.began = False
         self._claim = _thread.allocate_lock()  # taken by who decides whether it runs
         self._gate = _thread.allocate_lock()  # held until it has ended
         self._gate.acquire()
@@ -225,6 +226,7 @@ class Job(Generic[Value]):
     def _run(self) -> None:
         if not self._claim.acquire(False):
             return
+        self.began = True
         work, self._work = self._work, None
         try:
             assert work is not None
@@ -262,7 +264,8 @@ def run_interruptible(
 
     In the main thread, and where an event loop runs here (a transfer that is started on a running
     loop reports there, and would wait for ever for a loop that waits for it), the work is done in a
-    thread of its own; elsewhere in place, for no interrupt comes there.
+    thread of its own; elsewhere in place, for no interrupt comes there. In place, too, where the
+    program is at its end, and new threads are refused.
 
     The first interrupt calls `cancel` and is raised when the work has ended: half of it must not go
     on behind its caller's back. A second one is raised at once; the work still ends by itself.
@@ -281,8 +284,17 @@ def run_interruptible(
                 cancel()
             if not second:
                 job.wait()
+        elif _no_more_threads(interrupt):
+            return work()
         raise interrupt from job.error
+    if not job.began and _no_more_threads(job.error):
+        return work()
     return job.result()
+
+
+def _no_more_threads(error: BaseException | None) -> bool:
+    """Whether the program is at its end, and Python (from 3.12 on) refuses to start threads."""
+    return isinstance(error, RuntimeError) and "interpreter shutdown" in str(error)
 
 
 async def in_thread(work: Callable[[], Value], cancel: Callable[[], object] | None = None) -> Value:

@@ -223,3 +223,25 @@ def test_a_thread_that_was_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch
     thread.join(60)
     assert not thread.is_alive()
     assert ran == []
+
+
+@pytest.mark.parametrize("launcher", ["there is one", "there is none"])
+def test_at_the_end_of_the_program_work_is_done_in_place(
+    monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """From Python 3.12 on, what `atexit` calls can start no thread."""
+    assert run_interruptible(lambda: 1) == 1
+    if launcher == "there is none":
+        monkeypatch.setattr(threads, "_launches", None)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_thread, "start_new_thread", refuse)
+        for begin in ("_start_new_thread", "_start_joinable_thread"):  # 3.13 has the second
+            if hasattr(threading, begin):
+                patched.setattr(threading, begin, refuse)
+        assert run_interruptible(threading.get_ident) == threading.get_ident()
+        with pytest.raises(RuntimeError, match="mine"):
+            run_interruptible(lambda: (_ for _ in ()).throw(RuntimeError("mine")))
