@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +50,16 @@ async def rounds() -> None:
 
 def threads_in(function: str) -> int:
     """How many threads are in a function of this name."""
+    # A collection within the call deadlocks it with a thread that begins or ends (gh-106883).
+    gc.disable()
+    try:
+        innermost = list(sys._current_frames().values())
+    finally:
+        gc.enable()
     found = 0
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None and frame.f_code.co_name != function:
-            frame = frame.f_back
-        found += frame is not None
+    for frame in innermost:
+        above: FrameType | None = frame
+        while above is not None and above.f_code.co_name != function:
+            above = above.f_back
+        found += above is not None
     return found
