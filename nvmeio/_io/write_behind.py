@@ -14,6 +14,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
+from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -52,11 +53,14 @@ class WriteBehind:
 
         Raises:
             TransferError: An earlier part could not be written.
+            ClosedError: It was released meanwhile, by another thread or the end of the program.
         """
         taken = memoryview(data).cast("B")
         done = 0
         while done < len(taken):
             view = self._view
+            if not view:
+                raise ClosedError("the file was closed by another thread while it was written")
             step = min(len(taken) - done, len(view) - self._filled)
             view[self._filled : self._filled + step] = taken[done : done + step]
             self._filled += step
@@ -108,5 +112,7 @@ class WriteBehind:
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """A CPU tensor's bytes; the caller keeps the tensor."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """A CPU tensor's bytes, which it keeps: `release` may come while they are written to."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")

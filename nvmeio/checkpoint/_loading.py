@@ -325,6 +325,16 @@ def _unpickle(reader: _Reader, options: LoadOptions) -> Any:
 # Where the storages go
 
 
+def _is_registered(location: str) -> bool:
+    """Whether somebody's `torch.serialization.register_package` knows what to do with it."""
+    restore: Any = torch.serialization.default_restore_location
+    try:
+        restore(torch.empty(0).untyped_storage(), location)
+    except Exception:  # of another kind for each tag
+        return False
+    return True
+
+
 def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) -> None:
     """Refuse devices that there cannot be; torch's own error names no file.
 
@@ -339,6 +349,8 @@ def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) ->
         try:
             torch.device(location)
         except RuntimeError:
+            if _is_registered(location):
+                continue
             raise IntegrityError(
                 f"{file.path} says that a storage was saved from {location!r}, which is no device "
                 "that torch knows here: the file is damaged, or the device is of an extension that "

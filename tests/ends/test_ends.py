@@ -26,6 +26,9 @@ from nvmeio.offload import SwappedModule, SwappedOptimizer
 STATUS = {"sys.exit": 3, "exception": 1, "ctrl-c": -signal.SIGINT, "sigterm": -signal.SIGTERM}
 # Nothing of Python runs at these ends: what is under way is lost, what was complete is not.
 AT_ONCE = ("sigterm", "os._exit")
+# A daemon thread that computes until the end: it wants the GIL back when there is none, is ended by
+# CPython from within torch's C++, and takes the process with it. With torch alone it is the same.
+WITH_TORCH = (0, -signal.SIGABRT)
 # What a process that ended well has no reason to write.
 BAD_WORDS = ("Exception ignored", "Fatal Python error", "may be lost", "Segmentation fault")
 
@@ -155,7 +158,8 @@ def test_what_is_left(system: str, tmp_path: Path) -> None:
     for end, status in reports.items():
         errors = (tmp_path / f"{end}.errors").read_text()
         try:
-            assert status == STATUS.get(end, 0), f"status {status}"
+            usual = WITH_TORCH if end == "daemon thread" else (STATUS.get(end, 0),)
+            assert status in usual, f"status {status}"
             assert not [words for words in BAD_WORDS if words in errors]
             LEFT[system](tmp_path / end, end, errors)
         except Exception as failed:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support import random_bytes
 
@@ -22,3 +25,22 @@ def test_the_staging_may_be_of_any_size(path: Path, new_handle: Any) -> None:
             stream.write(random_bytes(500))
             stream.finish()
         assert path.read_bytes() == random_bytes(500)
+
+
+def test_memory_that_is_being_written_to_outlives_its_release(path: Path, new_handle: Any) -> None:
+    """A daemon thread wrote while the end of the program released it: a segmentation fault."""
+    staging = nvmeio.empty_aligned(1 << 20, dtype=torch.uint8)
+    kept = weakref.ref(staging.untyped_storage())
+    with nvmeio.open(path, "w") as file:
+        stream = WriteBehind(new_handle("threads"), file, staging)
+        room = stream._view  # as `write` has it in the middle of a copy
+        del staging
+        stream.release()
+        gc.collect()
+        assert kept() is not None
+        room[:3] = b"new"
+        with pytest.raises(nvmeio.ClosedError, match="closed by another thread"):
+            stream.write(b"more")
+        del room
+        gc.collect()
+        assert kept() is None
