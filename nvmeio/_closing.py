@@ -17,6 +17,12 @@ class _ClosesOrDiscards(_Closes, Protocol):
     def discard(self) -> None: ...
 
 
+class _ClosesWork(_Closes, Protocol):
+    _work: str
+
+    async def aclose(self) -> None: ...
+
+
 class Closing:
     """Closed at the end of a with statement, however it ends."""
 
@@ -55,16 +61,8 @@ class ClosingWork(Closing):
 
     _work = "an operation"  # what may have failed
 
-    def close(self) -> None:
-        """Wait for the work, and release everything."""
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        """`close`, awaited."""
-        raise NotImplementedError
-
     def __exit__(
-        self,
+        self: _ClosesWork,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
@@ -72,13 +70,13 @@ class ClosingWork(Closing):
         try:
             self.close()
         except Exception as failed:
-            self._after(exc, failed)
+            _tell(exc, failed, self._work)
 
     async def __aenter__(self: Me) -> Me:
         return self
 
     async def __aexit__(
-        self,
+        self: _ClosesWork,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
@@ -86,9 +84,10 @@ class ClosingWork(Closing):
         try:
             await self.aclose()
         except Exception as failed:
-            self._after(exc, failed)
+            _tell(exc, failed, self._work)
 
-    def _after(self, exc: BaseException | None, failed: Exception) -> None:
-        if exc is None:
-            raise failed
-        warnings.warn(f"{self._work} failed too: {failed}", ResourceWarning, stacklevel=3)
+
+def _tell(exc: BaseException | None, failed: Exception, work: str) -> None:
+    if exc is None:
+        raise failed
+    warnings.warn(f"{work} failed too: {failed}", ResourceWarning, stacklevel=3)
