@@ -39,6 +39,7 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint import async_save as async_save
     from nvmeio.checkpoint import load as load
     from nvmeio.checkpoint import save as save
+    from nvmeio.checkpoint.lazy_safetensors import safe_open as safe_open
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
     from nvmeio.gds import GdsHandle as GdsHandle
@@ -60,6 +61,7 @@ _LATER = {
     "async_save": "nvmeio.checkpoint",
     "load": "nvmeio.checkpoint",
     "load_safetensors": "nvmeio.checkpoint.safetensors",
+    "safe_open": "nvmeio.checkpoint.lazy_safetensors",
     "save": "nvmeio.checkpoint",
     "save_safetensors": "nvmeio.checkpoint.safetensors",
     "stream_model": "nvmeio.inference",
@@ -97,6 +99,7 @@ __all__ = [
     "load",
     "load_safetensors",
     "open",
+    "safe_open",
     "save",
     "save_safetensors",
     "stream_model",

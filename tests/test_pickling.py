@@ -26,11 +26,17 @@ def made_file(path: Path) -> Any:
     return nvmeio.open(path / "data.bin")
 
 
+def made_lazy(path: Path) -> Any:
+    nvmeio.save_safetensors({"weight": torch.ones(4)}, path / "model.safetensors")
+    return nvmeio.safe_open(path / "model.safetensors")
+
+
 MADE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "AioHandle": (lambda path: nvmeio.AioHandle(), "on first use or in worker_init_fn"),
     "File": (made_file, "call nvmeio.open in each process"),
     "PinnedPool": (lambda path: nvmeio.PinnedPool(1 << 20), "make one in each process"),
     "Checkpointer": (nvmeio.Checkpointer, "keep its directory"),
+    "LazyTensors": (made_lazy, "call nvmeio.safe_open in each process"),
     "WeightStream": (made_stream, "call stream_model in each process"),
 }
 

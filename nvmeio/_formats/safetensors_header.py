@@ -33,7 +33,11 @@ MAX_HEADER_BYTES = 100_000_000
 # The first tensor's place in a file: on a block of every drive, so that tensors go direct.
 DATA_ALIGNMENT = max(4096, PAGE_BYTES)
 
-# Bits of an element, by the format's name. The narrow ones are packed.
+# Where the package lets it begin.
+PACKAGE_ALIGNMENT = 8
+
+# Bits of an element, by the format's name. The narrow ones are packed. In the package's order: it
+# writes the tensors of the last dtype first, those of one dtype by name.
 BITS = {
     "BOOL": 8,
     "F4": 4,
@@ -88,6 +92,7 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, torch_name)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RANKS = {DTYPES[name]: rank for rank, name in enumerate(BITS) if name in DTYPES}
 
 _METADATA = "__metadata__"
 _MAX_UNSIGNED = (1 << 64) - 1
@@ -199,23 +204,26 @@ def parse(text: bytes, file_bytes: int, where: str) -> Header:
 
 
 def build(
-    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] | None,
+    alignment: int = DATA_ALIGNMENT,
 ) -> tuple[bytes, dict[str, Entry]]:
     """A header for these tensors, one behind the other, and where each lies.
 
     Args:
         tensors: Name, dtype and torch's shape of each, in the order of the file.
-        metadata: Texts to go with them.
+        metadata: Texts to go with them; None for none.
+        alignment: Where the first tensor begins, in bytes.
 
     Returns:
-        All bytes before the first tensor, `DATA_ALIGNMENT` of them or a multiple; and the entries.
+        All bytes before the first tensor, `alignment` of them or a multiple; and the entries.
 
     Raises:
         TypeError: A dtype is unknown to the format.
         ValueError: A name or text is not valid Unicode, or the header is larger than 100 MB.
     """
     described: dict[str, Any] = {}
-    if metadata:
+    if metadata is not None:
         described[_METADATA] = dict(metadata)
     shapes: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     position = 0
@@ -241,7 +249,7 @@ def build(
     except UnicodeEncodeError as failed:
         raise ValueError(f"a name or metadata text is not valid Unicode: {failed}") from None
     unpadded = LENGTH_BYTES + len(text)
-    base = -(-unpadded // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    base = -(-unpadded // alignment) * alignment
     length = base - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ValueError(
@@ -253,6 +261,11 @@ def build(
         for name, (dtype, shape, start, end) in shapes.items()
     }
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length), entries
+
+
+def package_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors in the order in which the package writes them."""
+    return dict(sorted(tensors.items(), key=lambda item: (-_RANKS[item[1].dtype], item[0])))
 
 
 # Parts of a header

@@ -28,16 +28,22 @@ class Wanted(NamedTuple):
     Attributes:
         tensors: By name.
         path: The file, or the one that shards are named after.
-        metadata: Texts to go with them.
+        metadata: Texts to go with them; None for none.
         limit: Bytes of a shard at the most; None for one file.
         shards: Whether a set was asked for: what there was of file or set goes then.
+        align: Whether tensors lie on blocks of the drive, rather than as the package puts them.
     """
 
     tensors: Mapping[str, torch.Tensor]
     path: Path
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] | None
     limit: int | None
     shards: bool
+    align: bool
+
+
+class WrongTensors(TypeError, ValueError):
+    """What is no dict of tensors: a wrong type, for which the package raises ValueError."""
 
 
 def checked(
@@ -45,6 +51,7 @@ def checked(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
+    align: bool,
 ) -> Wanted:
     """The arguments of `save_safetensors`; raises as it says."""
     _check(tensors)
@@ -58,7 +65,7 @@ def checked(
             f"shards are named after the file: {target} must end in {shards.SUFFIX}, "
             "or be a directory"
         )
-    return Wanted(dict(tensors), target, texts, limit, sets)
+    return Wanted(dict(tensors), target, texts, limit, sets, align)
 
 
 def write(wanted: Wanted, handle: AioHandle, flight: InFlight) -> None:
@@ -84,10 +91,12 @@ def _replace(handle: AioHandle, path: Path, layout: Layout, flight: InFlight) ->
 
 
 def _layout(wanted: Wanted, names: list[str]) -> Layout:
-    ordered = _in_order({name: wanted.tensors[name] for name in names})
+    tensors = {name: wanted.tensors[name] for name in names}
+    ordered = _in_order(tensors) if wanted.align else headers.package_order(tensors)
     text, entries = headers.build(
         [(name, tensor.dtype, tensor.shape) for name, tensor in ordered.items()],
         wanted.metadata,
+        headers.DATA_ALIGNMENT if wanted.align else headers.PACKAGE_ALIGNMENT,
     )
     records = [
         Record(name, entry.start, entry.nbytes, _data_of(ordered[name]), ())
@@ -149,19 +158,20 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse what `safetensors.torch.save_file` refuses, but for tensors that are not contiguous.
 
     Raises:
-        TypeError: Not a mapping of names to tensors with memory of a dtype that the format has.
+        WrongTensors: Not a mapping of names to tensors.
+        TypeError: A name is no text, a tensor has no memory, or a dtype that the format lacks.
         ValueError: A tensor is sparse, or named like the metadata.
         RuntimeError: Tensors share memory.
     """
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"expected a dict of tensors by name, not {type(tensors).__name__}")
+        raise WrongTensors(f"expected a dict of tensors by name, not {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"the name of a tensor must be a str, not {name!r}")
         if name == "__metadata__":
             raise ValueError(f"{name!r} cannot be a tensor's name: the format uses it for metadata")
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name!r} is not a tensor but a {type(tensor).__name__}")
+            raise WrongTensors(f"{name!r} is not a tensor but a {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{name!r} is a {tensor.layout} tensor, which the format cannot hold: save its "
@@ -197,9 +207,11 @@ def _check_shared(tensors: Mapping[str, torch.Tensor]) -> None:
             reached, by = max((reached, by), (end, name))
 
 
-def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     if metadata is None:
-        return {"format": "pt"}  # transformers asks for it
+        return None
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be texts by name, not {metadata!r}")
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata must be texts by name, not {key!r}: {value!r}")

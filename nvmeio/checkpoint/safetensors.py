@@ -31,30 +31,34 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     *,
     max_shard_size: int | str | None = None,
+    align: bool = True,
     handle: AioHandle | None = None,
 ) -> None:
     """Save tensors into a safetensors file, or a set of shards: atomically and durably.
 
-    The safetensors package and transformers read what is written. The header is padded so that the
-    tensors begin on a 4 KiB boundary, those of whole 4 KiB first, so that they are read and written
-    direct.
+    The safetensors package and transformers read what is written.
 
     Args:
         tensors: By name; any device, contiguous or not. They must not be changed meanwhile.
         path: The file; it is the old one or the new one at every moment. Or a directory that is
             there: ``model.safetensors`` in it.
-        metadata: Texts to go with the tensors; ``{"format": "pt"}`` by default.
+        metadata: Texts to go with the tensors; none by default, as the package. Some readers want
+            ``{"format": "pt"}``, transformers before version 5 among them.
         max_shard_size: Bytes, or a text such as "5GB". If the tensors have more, they go into
             ``NAME-00001-of-00003.safetensors`` and so on, with an index
             ``NAME.safetensors.index.json``; a tensor is never divided. The older file or set of
             this name is removed when the new one is complete: until then it stays whole, and where
             its shards have the same names, the new ones get others.
+        align: Pad the header so that the tensors begin on a 4 KiB boundary, those of whole 4 KiB
+            first: all readers take that, and direct reads need no copy. False: the bytes of
+            `safetensors.torch.save_file` (which puts several texts of metadata in any order).
         handle: Writes through this handle; without one, a handle with the setting stored for the
             file system (`AioHandle.tuned`) lives as long as the call.
 
     Raises:
         RuntimeError: Tensors share memory (tied weights): save one of them.
-        TypeError: Not tensors by name, a dtype that the format lacks, a tensor without memory.
+        TypeError: Not tensors by name (a ValueError too, as in the package), a dtype that the
+            format lacks, a tensor without memory.
         ValueError: A sparse tensor, an impossible name or size.
         TransferError: The disk is full, the directory cannot be written in, the drive failed.
 
@@ -63,7 +67,7 @@ def save_safetensors(
     Cost: no copy of contiguous CPU tensors but what the handle bounces; one at a time of those
     that are not contiguous.
     """
-    wanted, flight = checked(tensors, path, metadata, max_shard_size), InFlight()
+    wanted, flight = checked(tensors, path, metadata, max_shard_size, align), InFlight()
     run_interruptible(lambda: _save(wanted, handle, flight), flight.cancel)
 
 
@@ -78,6 +82,7 @@ async def async_save_safetensors(
     metadata: Mapping[str, str] | None = None,
     *,
     max_shard_size: int | str | None = None,
+    align: bool = True,
     handle: AioHandle | None = None,
 ) -> None:
     """`save_safetensors`, awaited: other tasks run meanwhile, but must not change the tensors.
@@ -85,7 +90,7 @@ async def async_save_safetensors(
     Cancelling stops it; `CancelledError` is raised once nothing is in flight and the parts of the
     new file are gone. A save that had reached its last rename is complete.
     """
-    wanted, flight = checked(tensors, path, metadata, max_shard_size), InFlight()
+    wanted, flight = checked(tensors, path, metadata, max_shard_size, align), InFlight()
     await in_thread(lambda: _save(wanted, handle, flight), flight.cancel)
 
 

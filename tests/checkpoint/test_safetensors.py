@@ -132,8 +132,36 @@ def test_metadata_is_written_and_read(file: Path) -> None:
     with pytest.importorskip("safetensors").safe_open(file, "pt") as opened:
         assert opened.metadata() == {"step": "7", "ключ": "значение"}
     assert read_header(file).metadata == {"step": "7", "ключ": "значение"}
-    save_safetensors({"a": torch.ones(1)}, file)
-    assert read_header(file).metadata == {"format": "pt"}
+    save_safetensors({"a": torch.ones(1)}, file)  # none, as the package
+    assert read_header(file).metadata == {}
+    assert b"__metadata__" not in file.read_bytes()
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {'\x00\x7f\t"': "é\n\\/"}])
+def test_without_alignment_the_file_is_the_packages(file: Path, metadata: Any) -> None:
+    tensors = every_dtype() | {
+        "b": torch.randn(700, 901),
+        "a": torch.randn(3),
+        "0-d": torch.tensor(3.5),
+        "empty": torch.empty(0, 5, dtype=torch.bfloat16),
+        "näme/with.dots \N{SNOWMAN}": torch.ones(3),
+    }
+    save_safetensors(tensors, file, metadata, align=False)
+    assert file.read_bytes() == package.save(tensors, metadata)
+    assert_same(load_safetensors(file), tensors)
+
+
+def test_a_file_of_the_package_without_tensors(file: Path) -> None:
+    save_safetensors({}, file, align=False)
+    assert file.read_bytes() == package.save({})
+
+
+def test_shards_without_alignment(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(300), "a": torch.randn(300)}
+    save_safetensors(tensors, tmp_path, align=False, max_shard_size=1200)
+    assert (tmp_path / "model-00002-of-00002.safetensors").read_bytes() == package.save(
+        {"a": tensors["a"]}
+    )
 
 
 def test_tensors_lie_on_blocks_of_the_drive(file: Path) -> None:
@@ -220,8 +248,10 @@ def test_shared_memory_is_refused(file: Path) -> None:
     ("tensors", "error", "told"),
     [
         ([1], TypeError, "expected a dict"),
+        ([1], ValueError, "expected a dict"),  # which the package raises
         ({1: torch.ones(1)}, TypeError, "must be a str"),
         ({"a": 1}, TypeError, "'a' is not a tensor but a int"),
+        ({"a": 1}, ValueError, "'a' is not a tensor but a int"),
         ({"__metadata__": torch.ones(1)}, ValueError, "cannot be a tensor's name"),
         ({"a": torch.ones(2, 2).to_sparse()}, ValueError, "to_dense"),
         ({"a": torch.ones(2, device="meta")}, TypeError, "'a' cannot be saved.*meta"),
@@ -245,7 +275,7 @@ def test_quantised_tensors_are_refused(file: Path) -> None:
         save_safetensors({"q": tensor}, file)
 
 
-@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": None}])
+@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": None}, 5, "a"])
 def test_metadata_is_texts(file: Path, metadata: Any) -> None:
     with pytest.raises(TypeError, match="metadata must be texts"):
         save_safetensors({}, file, metadata)

@@ -1,0 +1,246 @@
+"""`safe_open`, beside the one of the safetensors package: the same tensors, slices and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support import spin_until
+
+import nvmeio
+from nvmeio import safe_open
+
+package = pytest.importorskip("safetensors", reason="safetensors is not installed")
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+NewHandle = Callable[..., nvmeio.AioHandle]
+
+TENSORS = {
+    "b": torch.arange(24.0).reshape(2, 3, 4),
+    "a": torch.arange(6),
+    "0-d": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "bf16": torch.randn(3, 4, dtype=torch.bfloat16),
+    "fp8": torch.arange(12.0).reshape(3, 4).to(torch.float8_e4m3fn),
+    "c64": torch.randn(2, 2, dtype=torch.complex64),
+    "odd": torch.arange(7, dtype=torch.uint8),
+    "large": torch.randn(12, 3, 1100),  # rows with more than a block between them
+}
+
+
+class Picker:
+    """The index that stands in brackets: ``AT[1, ..., 0:2]``."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+AT = Picker()
+
+# fmt: off
+INDICES = [
+    AT[:], AT[...], AT[()], AT[0], AT[-1], AT[1, ...], AT[..., 0], AT[0:1], AT[1:2], AT[None],
+    AT[:, 1], AT[:, 1:2], AT[:, :, ::2], AT[:, :, 7], AT[:, 0:2], AT[:, -2:], AT[2:11:5],
+    AT[0, 1, 2], AT[0, 1, 2, 3], AT[5], AT[-3], AT[0:100], AT[5:3], AT[3:5], AT[-100:1], AT[1:-5],
+    AT[::2], AT[::-1], AT[1:2:0], AT[..., None], AT[..., ...], AT[None, 0], AT[1:9:4, 1, 5:600],
+    AT[numpy.int64(1)], AT[torch.tensor(1)], AT[0 : numpy.int64(1)], AT[True], AT[1.0],
+    AT[[0, 1]], AT[:, [0, 2]], AT[torch.tensor([0, 1])], AT[numpy.array([0, 1])],
+]
+# fmt: on
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def outcome(get: Callable[[], Any]) -> Any:
+    """What is got, or the kind of error."""
+    try:
+        found = get()
+    except (IndexError, ValueError, TypeError) as failed:
+        return type(failed)
+    return found.dtype, tuple(found.shape), found.to(torch.complex128).numpy().tobytes()
+
+
+def test_names_and_metadata_are_the_packages(file: Path) -> None:
+    with safe_open(file, framework="pt") as ours, package.safe_open(file, framework="pt") as theirs:
+        assert ours.keys() == theirs.keys()
+        assert ours.offset_keys() == theirs.offset_keys()
+        assert ours.metadata() == theirs.metadata() == {"format": "pt"}
+    save_file(TENSORS, file)
+    with safe_open(file, "pt", "cpu", backend="mmap") as opened:
+        assert opened.metadata() is None
+
+
+def test_tensors_are_the_packages(file: Path, handle: nvmeio.AioHandle) -> None:
+    with safe_open(file, "pt", handle=handle) as ours, package.safe_open(file, "pt") as theirs:
+        for name in theirs.offset_keys():
+            wanted = outcome(lambda name=name: theirs.get_tensor(name))
+            assert outcome(lambda name=name: ours.get_tensor(name)) == wanted
+        found = ours.get_tensors()
+    assert list(found) == ours_keys(file)
+    assert all(torch.equal(found[name], TENSORS[name]) for name in ("a", "b", "large", "odd"))
+
+
+def ours_keys(file: Path) -> list[str]:
+    with package.safe_open(file, "pt") as theirs:
+        names: list[str] = theirs.offset_keys()
+        return names
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_slices_are_the_packages(file: Path, name: str) -> None:
+    """Every index, errors included."""
+    with safe_open(file, "pt") as ours, package.safe_open(file, "pt") as theirs:
+        mine, wanted = ours.get_slice(name), theirs.get_slice(name)
+        assert mine.get_shape() == wanted.get_shape()
+        assert mine.get_dtype() == wanted.get_dtype()
+        for index in INDICES:
+            found = outcome(lambda index=index: mine[index])
+            assert found == outcome(lambda index=index: wanted[index]), index
+
+
+@pytest.mark.parametrize("engine", ["libaio", "threads"])
+def test_a_slice_reads_what_it_names(direct_path: Path, new_handle: NewHandle, engine: str) -> None:
+    weight = torch.randn(64, 4096)
+    nvmeio.save_safetensors({"weight": weight}, direct_path)
+    handle = new_handle(engine)
+    with safe_open(direct_path, handle=handle) as opened:
+        part = opened.get_slice("weight")
+        before = handle.stats.bytes_read
+        assert torch.equal(part[8:12], weight[8:12])
+        assert handle.stats.bytes_read - before == 4 * 16384
+        columns = part[:, 1024:2048]
+        assert torch.equal(columns, weight[:, 1024:2048])
+        assert columns.is_contiguous()
+        assert columns.untyped_storage().nbytes() == 64 * 4096
+        assert handle.stats.rows == 64
+
+
+def test_arrays_of_numpy(file: Path) -> None:
+    with safe_open(file, framework="np") as ours, package.safe_open(file, "np") as theirs:
+        for name in ("a", "b", "0-d", "empty", "c64", "odd", "large"):
+            found, wanted = ours.get_tensor(name), theirs.get_tensor(name)
+            assert isinstance(found, numpy.ndarray)
+            assert found.dtype == wanted.dtype
+            assert numpy.array_equal(found, wanted)
+        assert numpy.array_equal(ours.get_slice("b")[:, 1:], theirs.get_slice("b")[:, 1:])
+        with pytest.raises(TypeError, match=r"'bf16' has dtype torch\.bfloat16, which numpy lacks"):
+            ours.get_tensor("bf16")
+
+
+def test_other_devices(file: Path) -> None:
+    with safe_open(file, device="meta") as opened:
+        assert opened.get_tensor("b").is_meta
+        assert opened.get_slice("b")[1:].shape == (1, 3, 4)
+        assert opened.get_slice("large")[:, 0].is_meta
+    with safe_open(file, "pt", None) as opened:
+        assert opened.get_tensor("a").device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_slices_on_a_gpu(file: Path) -> None:
+    with safe_open(file, device=0) as opened:
+        for index in (slice(3, 9), (slice(None), 1, slice(5, 600))):
+            part = opened.get_slice("large")[index]
+            assert part.is_cuda
+            assert torch.equal(part.cpu(), TENSORS["large"][index])
+        assert torch.equal(opened.get_tensor("b").cpu(), TENSORS["b"])
+
+
+def test_shards_and_directories(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(300), "b": torch.randn(300)}
+    nvmeio.save_safetensors(tensors, tmp_path, max_shard_size=1200)
+    with safe_open(tmp_path) as opened:
+        assert opened.keys() == ["a", "b"]
+        assert torch.equal(opened.get_tensor("b"), tensors["b"])
+        assert torch.equal(opened.get_slice("a")[7:9], tensors["a"][7:9])
+
+
+# What cannot be
+
+
+def test_what_is_not_there(file: Path, tmp_path: Path) -> None:
+    with safe_open(file) as opened:
+        with pytest.raises(KeyError, match="does not contain tensor 'c'"):
+            opened.get_tensor("c")
+        with pytest.raises(KeyError, match="does not contain tensor 'c'"):
+            opened.get_slice("c")
+    with pytest.raises(FileNotFoundError):
+        safe_open(tmp_path / "none.safetensors", framework="pt")
+    (tmp_path / "bad.safetensors").write_bytes(b"bad")
+    with pytest.raises(nvmeio.IntegrityError):
+        safe_open(tmp_path / "bad.safetensors", framework="pt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"framework": "tf"}, "framework 'tf'"),
+        ({"backend": "rdma"}, "backend must be"),
+        ({"framework": "np", "device": "meta"}, "numpy has no arrays on meta"),
+    ],
+)
+def test_what_there_is_not_is_refused(file: Path, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        safe_open(file, **arguments)
+
+
+def test_a_file_that_is_written_to_is_noticed(file: Path) -> None:
+    with safe_open(file) as opened:
+        with file.open("r+b") as other:
+            other.seek(-1, os.SEEK_END)
+            other.write(b"\xff")
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(nvmeio.IntegrityError):
+            opened.get_tensor("b")
+        with pytest.raises(nvmeio.IntegrityError):
+            opened.get_slice("b")[0]
+
+
+def test_a_file_that_is_replaced_is_read_as_it_was(file: Path) -> None:
+    with safe_open(file) as opened:
+        nvmeio.save_safetensors({"b": torch.zeros(1)}, file)
+        assert torch.equal(opened.get_tensor("b"), TENSORS["b"])
+
+
+# Closing
+
+
+def test_closed_means_closed(file: Path, handle: nvmeio.AioHandle) -> None:
+    opened = safe_open(file, handle=handle)
+    part = opened.get_slice("b")
+    with opened as same:
+        assert same is opened
+    opened.close()
+    for use in (opened.keys, opened.metadata, lambda: part[0], opened.__enter__):
+        with pytest.raises(nvmeio.ClosedError, match="open it again with safe_open"):
+            use()
+    assert "closed" in repr(opened)
+    assert handle.sync_pread(torch.empty(8, dtype=torch.uint8), file) == 8  # which stays open
+
+
+def test_no_descriptor_or_thread_is_left(file: Path) -> None:
+    before = set(threading.enumerate())
+    with safe_open(file) as opened:
+        opened.get_slice("b")[0]
+    assert str(file) not in descriptors()
+    spin_until(lambda: not set(threading.enumerate()) - before)
+
+
+def descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
