@@ -11,6 +11,9 @@ ROWS: dict[str, Row] = {
     "resident": Row(
         "half of the layers resident", passes.measure_resident, lambda size, _: 2 * size
     ),
+    "checksums": Row(
+        "checksums of a packed model", passes.measure_checksums, lambda size, _: 3 * size
+    ),
     "accelerate": Row(
         "accelerate's disk offload", peers_on_disk.measure_accelerate, lambda size, _: 2 * size
     ),

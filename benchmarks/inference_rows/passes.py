@@ -1,4 +1,4 @@
-"""Rows `pass`, `resident` and `blocks`: a pass beside its bounds; memory; micro-batches."""
+"""Rows `pass`, `resident`, `checksums` and `blocks`: a pass beside its bounds, and its options."""
 
 from __future__ import annotations
 
@@ -113,6 +113,51 @@ def measure_resident(session: Session) -> list[Line]:
             samples["none"],
             at_least(1.8),
             "where the drive is the bound: see `pass`",
+        )
+    ]
+
+
+def measure_checksums(session: Session) -> list[Line]:
+    """Row `checksums`: passes of a packed model whose bytes are compared, and are not."""
+    ready = streaming(session)
+    if ready is None:
+        return []
+    worker, directory = ready
+    packed = session.directory / "packed"
+    if not packed.exists() and not session.attempt(
+        "streaming", worker, "pack_model", directory=str(directory), packed=str(packed)
+    ):
+        return []
+    with session.fresh_worker("streaming") as other:
+        if other is None:
+            return []
+        samples = session.measure(
+            "checksums",
+            [
+                calling(
+                    name,
+                    each,
+                    "passes",
+                    before=partial(drop_from_cache, packed),
+                    directory=str(packed),
+                    share=8,
+                    count=PASSES,
+                    checksum=checksum,
+                )
+                for name, each, checksum in (("with", worker, True), ("without", other, False))
+            ],
+        )
+    return [
+        compare(
+            "checksums",
+            "packed model, checksums compared",
+            "checksum=False",
+            "s",
+            seconds_per_pass,
+            samples["with"],
+            samples["without"],
+            at_most(1.05),
+            "an eighth of the weights in memory",
         )
     ]
 

@@ -1,8 +1,9 @@
-"""Rows `step`, `written`, `memory`, `lag` and `deepspeed`: the optimizer's step."""
+"""Rows `step`, `written`, `memory`, `lag`, `checksums` and `deepspeed`: the optimizer's step."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from _lines import Line, at_least, at_most, compare
 from _measure import Contender, Sample, median
@@ -26,14 +27,17 @@ def per_second(sample: Sample) -> float:
 def ready(session: Session) -> tuple[Worker, dict[str, int]] | None:
     """The worker with its optimizers, and what it says of its sizes."""
     worker = session.worker("offload")
-    arguments = {
+    if worker is None or not session.attempt("offload", worker, "prepare", **_sizes(session)):
+        return None
+    return worker, worker.call("sizes")
+
+
+def _sizes(session: Session) -> dict[str, Any]:
+    return {
         "directory": str(session.directory),
         "parameters": session.size // 12,
         "group": GROUP if not session.quick else GROUP // 8,
     }
-    if worker is None or not session.attempt("offload", worker, "prepare", **arguments):
-        return None
-    return worker, worker.call("sizes")
 
 
 def measure(session: Session) -> list[Line]:
@@ -109,6 +113,26 @@ def measure(session: Session) -> list[Line]:
 def _worst(series: list[Sample]) -> str:
     worst = max((sample.extra["worst_ms"] for sample in series), default=0.0)
     return f"worst of all {worst:.1f} ms"
+
+
+def measure_checksums(session: Session) -> list[Line]:
+    """A step that writes and compares checksums, beside one that does not."""
+    made = ready(session)
+    if made is None:
+        return []
+    worker, _ = made
+    if not session.attempt("offload", worker, "prepare_unchecked", **_sizes(session)):
+        return []
+    samples = session.measure(
+        "checksums",
+        [
+            calling("with", worker, "step"),
+            calling("without", worker, "step_unchecked"),
+        ],
+    )
+    work = "step with checksums"
+    sides = samples["with"], samples["without"]
+    return [compare("checksums", work, "without", "s", seconds, *sides, at_most(1.05))]
 
 
 def measure_deepspeed(session: Session) -> list[Line]:

@@ -16,7 +16,7 @@ from _measure import Sample, percentile, timed
 
 import nvmeio
 from nvmeio.cli.measure.worker import PeerUnavailable
-from nvmeio.inference import run_in_blocks
+from nvmeio.inference import pack, run_in_blocks
 
 VOCABULARY = 4096
 
@@ -129,16 +129,20 @@ class Streaming(Decoding):
     def __init__(self) -> None:
         _transformers()
         self._handle = nvmeio.AioHandle()
-        self._key: tuple[str, int] | None = None
+        self._key: tuple[str, int, bool] | None = None
 
     def write_model(self, directory: str, nbytes: int) -> None:
         width = max(256, int((nbytes / 2048) ** 0.5) // 128 * 128)  # about 32 layers
         layer = 4 * (4 * width * width + 3 * width * 4 * width)
         write_llama(Path(directory), width, max(4, nbytes // layer), 16, "model.safetensors")
 
-    def _stream(self, directory: str, share: int) -> None:
+    def pack_model(self, directory: str, packed: str) -> None:
+        pack(directory, packed, handle=self._handle)
+
+    def _stream(self, directory: str, share: int, checksum: bool = True) -> None:
         """`share`: an n-th of the weights in memory; 0 only the window; -2 half of the layers."""
-        if self._key == (directory, share):
+        key = (directory, share, checksum)
+        if self._key == key:
             return
         self._release()
         total = os.stat(Path(directory) / "model.safetensors").st_size
@@ -152,13 +156,15 @@ class Streaming(Decoding):
             probe.weight_stream.close()
             kept = len(layers) // 2 if share == -2 else 0
             budget = others + (kept + 3) * max(layers) + (8 << 20)
-        self.model = nvmeio.stream_model(directory, resident_bytes=budget, handle=self._handle)
-        self._key = (directory, share)
+        self.model = nvmeio.stream_model(
+            directory, resident_bytes=budget, handle=self._handle, checksum=checksum
+        )
+        self._key = key
         self.begin()
         self._pass()  # residents are there and the order is known
 
-    def passes(self, directory: str, share: int, count: int) -> Sample:
-        self._stream(directory, share)
+    def passes(self, directory: str, share: int, count: int, checksum: bool = True) -> Sample:
+        self._stream(directory, share, checksum)
         return self._timed(count, lambda: self.model.weight_stream.stats.bytes_read)
 
     def batches(self, directory: str, share: int, count: int, together: bool) -> Sample:

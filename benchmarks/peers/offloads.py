@@ -23,6 +23,7 @@ class Offloads:
 
     def __init__(self) -> None:
         self._optimizer: Any = None
+        self._unchecked: Any = None
         self._memory: Any = None
         self._half: Any = None
         self._module: Any = None
@@ -104,6 +105,23 @@ class Offloads:
             extra={"p99_ms": percentile(lags, 99), "worst_ms": max(lags)},
         )
 
+    def prepare_unchecked(self, directory: str, parameters: int, group: int) -> None:
+        """A swapped optimizer like that of `prepare`, without checksums."""
+        if self._unchecked is None:
+            self._unchecked = SwappedOptimizer(
+                torch.optim.AdamW,
+                _weights(parameters, torch.float32),
+                swap_dir=_folder(directory, "unchecked"),
+                subgroup_bytes=12 * group,
+                fused=True,
+                checksum=False,
+            )
+            for _ in range(2):
+                self._unchecked.step()
+
+    def step_unchecked(self) -> Sample:
+        return _timed_step(self._unchecked)
+
     # The step as ZeRO-3 does it: bf16 weights, fp32 masters
 
     def prepare_half(self, directory: str, parameters: int, group: int) -> None:
@@ -156,10 +174,11 @@ class Offloads:
 
     def release(self) -> None:
         """Give everything back."""
-        for each in (self._optimizer, self._half, self._module):
+        for each in (self._optimizer, self._unchecked, self._half, self._module):
             if each is not None:
                 each.close()
-        self._optimizer = self._memory = self._half = self._module = self._plain = None
+        self._optimizer = self._unchecked = self._memory = None
+        self._half = self._module = self._plain = None
         gc.collect()
 
     def close(self) -> None:
