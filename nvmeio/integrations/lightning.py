@@ -21,7 +21,7 @@ import torch
 
 from nvmeio._formats.torch_layout import Layout, Record, plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
-from nvmeio._io.handles import new_handle
+from nvmeio._io.handles import CallHandle
 from nvmeio._io.staging import new_staging
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint import load, save
@@ -46,8 +46,9 @@ class NvmeCheckpointIO:
 
     Args:
         checksum: Write the CRC-32 of every record, as torch.save does.
-        handle: Moves the bytes and stays open; None makes one when it is first needed, which
-            `teardown` closes.
+        handle: Moves the bytes and stays open; None makes one for each call. (One that was kept
+            would outlive the Trainer: plugins are used behind its `teardown` as well, and some
+            wrappers, Lightning's own `AsyncCheckpointIO` among them, do not pass that on.)
 
     Raises:
         BackendUnavailableError: Neither `lightning` nor `pytorch_lightning` is installed.
@@ -58,9 +59,7 @@ class NvmeCheckpointIO:
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
         _register(NvmeCheckpointIO)
         self._checksum = checksum
-        self._given = handle
-        self._own: AioHandle | None = None
-        self._pid = 0
+        self._handle = handle
 
     def save_checkpoint(
         self,
@@ -81,7 +80,7 @@ class NvmeCheckpointIO:
             TransferError: The disk is full, or failed; an older file is untouched.
         """
         target = _prepared(path, storage_options)
-        save(checkpoint, target, checksum=self._checksum, handle=self._handle(target))
+        save(checkpoint, target, checksum=self._checksum, handle=self._handle)
 
     def load_checkpoint(
         self,
@@ -105,7 +104,7 @@ class NvmeCheckpointIO:
             target,
             map_location,
             weights_only=weights_only is not False,
-            handle=self._handle(target),
+            handle=self._handle,
         )
         return loaded
 
@@ -114,21 +113,11 @@ class NvmeCheckpointIO:
         _remove(_local(path))
 
     def teardown(self) -> None:
-        """Close the plugin's own handle. It may be used again, and makes another then."""
-        own, self._own = self._own, None
-        if own is not None and self._pid == os.getpid():
-            own.close()
-
-    def _handle(self, path: str) -> AioHandle:
-        if self._given is not None:
-            return self._given
-        if self._own is None or self._pid != os.getpid():  # a handle does not survive a fork
-            self._own, self._pid = new_handle(path), os.getpid()
-        return self._own
+        """Nothing is kept between two calls, so nothing is given back; it may be used again."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that send the Trainer to other processes: without the handle."""
-        return {**self.__dict__, "_given": None, "_own": None}
+        return {**self.__dict__, "_handle": None}
 
 
 class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
@@ -150,7 +139,6 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
 
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
         super().__init__(checksum=checksum, handle=handle)
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: list[concurrent.futures.Future[None]] = []
         self._memory: torch.Tensor | None = None
 
@@ -171,11 +159,10 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         try:
             layout = plan_layout(checkpoint)
         except BackendUnavailableError:  # says so in the log
-            save(checkpoint, target, checksum=self._checksum, handle=self._handle(target))
+            save(checkpoint, target, checksum=self._checksum, handle=self._handle)
             return
         snapshot = self._copied(layout)
-        handle = self._handle(target)
-        self._submit(lambda: self._write(snapshot, target, handle))
+        self._submit(lambda: self._write(snapshot, target))
 
     def load_checkpoint(
         self,
@@ -197,7 +184,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             return
 
         def remove() -> None:
-            # One thread works in order: these are done. What a failed save was to replace stays.
+            # They are done. What a failed save was to replace stays.
             if all(future.exception() is None for future in earlier):
                 _remove(target)
 
@@ -213,15 +200,11 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         self._raise_failures()
 
     def teardown(self) -> None:
-        """Wait, and give back thread, memory and handle; raises what failed."""
+        """Wait, and give back the memory; raises what failed."""
         try:
             self.wait()
         finally:
-            executor, self._executor = self._executor, None
-            if executor is not None:
-                executor.shutdown()
             self._memory = None
-            super().teardown()
 
     def _copied(self, layout: Layout) -> Layout:
         """The layout with the bytes of its storages in memory of ours, as they are now."""
@@ -240,17 +223,28 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             records.append(record._replace(data=room))
         return layout._replace(records=records)
 
-    def _write(self, layout: Layout, target: str, handle: AioHandle) -> None:
-        with Replacement(target) as replacement:
+    def _write(self, layout: Layout, target: str) -> None:
+        with CallHandle(self._handle, target) as handle, Replacement(target) as replacement:
             replacement.reserve(padded_nbytes(layout))
-            write_part(handle, replacement.file, layout, checksum=self._checksum)
+            write_part(handle.get(), replacement.file, layout, checksum=self._checksum)
+            handle.done()
             replacement.truncate(layout.nbytes)
             replacement.commit()
 
     def _submit(self, work: Callable[[], None]) -> None:
-        if self._executor is None:
-            self._executor = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-lightning")
-        self._pending.append(self._executor.submit(work))
+        """Do it after all that was asked for earlier, in a thread that ends with it.
+
+        One of an executor, which the end of the program waits for.
+        """
+        earlier = list(self._pending)
+
+        def in_order() -> None:
+            concurrent.futures.wait(earlier)
+            work()
+
+        executor = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-lightning")
+        self._pending.append(executor.submit(in_order))
+        executor.shutdown(wait=False)
 
     def _raise_failures(self) -> None:
         """The first failure among what is done, which is forgotten with it."""
@@ -263,7 +257,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     def __getstate__(self) -> dict[str, Any]:
         if self._pending:
             raise ClosedError("saves are under way: call wait() before this is sent elsewhere")
-        return {**super().__getstate__(), "_executor": None, "_memory": None}
+        return {**super().__getstate__(), "_memory": None}
 
 
 def _register(plugin: type) -> None:

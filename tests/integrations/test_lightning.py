@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_python
+from support import run_python, spin_until
 
 import nvmeio
 from nvmeio.integrations import lightning as plugins
@@ -216,8 +216,6 @@ def test_it_works_in_a_forked_process(plugin: NvmeCheckpointIO, tmp_path: Path) 
     plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
     if isinstance(plugin, AsyncNvmeCheckpointIO):
         plugin.wait()
-        plugin._executor.shutdown()  # type: ignore[union-attr]
-        plugin._executor = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12: threads and fork
         child = os.fork()
@@ -230,6 +228,74 @@ def test_it_works_in_a_forked_process(plugin: NvmeCheckpointIO, tmp_path: Path) 
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# What is left
+
+
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("nvmeio")}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_no_thread_outlives_the_trainer(
+    pl: ModuleType, kind: Callable[[], Any], tmp_path: Path
+) -> None:
+    """A handle of the plugin's own, and its thread, stayed after a save behind the fit."""
+    before = ours()
+    _, trainer = fit(pl, tmp_path, 1, kind())
+    trainer.save_checkpoint(tmp_path / "behind.ckpt")
+    spin_until(lambda: (tmp_path / "behind.ckpt").exists() and not ours() - before)
+    assert torch.load(tmp_path / "behind.ckpt")["global_step"] == 4
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_lightnings_own_wrapper_around_it(
+    pl: ModuleType, kind: Callable[[], Any], tmp_path: Path
+) -> None:
+    before = ours()
+    wrapper = pl.plugins.io.AsyncCheckpointIO(kind())
+    wanted, _ = fit(pl, tmp_path / "stock", 2)
+    losses, trainer = fit(pl, tmp_path / "ours", 2, wrapper)
+    assert losses == wanted
+    assert trainer.strategy.checkpoint_io is wrapper
+    spin_until(lambda: not ours() - before)
+    assert sorted(os.listdir(tmp_path / "ours")) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    rest, _ = fit(pl, tmp_path / "ours", 3, wrapper, resume=tmp_path / "ours" / "epoch=1.ckpt")
+    assert len(rest) == 4
+
+
+@pytest.mark.stress
+def test_no_thread_is_left_after_spawned_processes(tmp_path: Path) -> None:
+    """The parent saves and loads after them, and its plugin's `teardown` is not called again."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    done = run_python(
+        f"""
+        import threading, time, warnings
+        warnings.simplefilter("ignore")
+        import lightning.pytorch as pl
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        from nvmeio.integrations.lightning import NvmeCheckpointIO
+
+        if __name__ == "__main__":
+            trainer = pl.Trainer(
+                max_epochs=1, limit_train_batches=2, limit_val_batches=0, accelerator="cpu",
+                devices=1, strategy="ddp_spawn", plugins=[NvmeCheckpointIO()], logger=False,
+                enable_progress_bar=False, enable_model_summary=False,
+                default_root_dir={str(tmp_path)!r},
+            )
+            trainer.fit(BoringModel())
+            trainer.save_checkpoint({str(tmp_path / "behind.ckpt")!r})
+            names = ["nvmeio"]
+            while names:
+                names = [t.name for t in threading.enumerate() if t.name.startswith("nvmeio")]
+                time.sleep(0.001)
+            print("none", flush=True)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("none\n")
+    assert (tmp_path / "behind.ckpt").exists()
 
 
 # Meanwhile
