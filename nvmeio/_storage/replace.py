@@ -140,8 +140,12 @@ class Replacement:
         except OSError as failed:
             raise self._error(failed, "truncate") from failed
 
-    def commit(self) -> None:
+    def commit(self, durable: bool = True) -> None:
         """Make the new file durable and put it in its place; all writes must be done.
+
+        Args:
+            durable: False leaves out both fsyncs: after a loss of power there may be the old file,
+                or a new one without all of its bytes.
 
         Raises:
             TransferError: The file could not be made durable or renamed: the target is untouched,
@@ -155,13 +159,15 @@ class Replacement:
         if os.getpid() != self._pid:
             raise ClosedError(f"the replacement of {self._path} belongs to the parent process")
         try:
-            self._step("fsync", lambda: os.fdatasync(self._fd))
+            if durable:
+                self._step("fsync", lambda: os.fdatasync(self._fd))
             self._step("rename", lambda: os.rename(self._temporary, self._target))
         except BaseException:
             self.discard()
             raise
         self._close()
-        self._step("fsync", lambda: sync_directory(self._directory))
+        if durable:
+            self._step("fsync", lambda: sync_directory(self._directory))
 
     def discard(self) -> None:
         """Remove the temporary file; the target stays. Idempotent, and nothing after `commit`.
@@ -215,15 +221,15 @@ class Replacement:
         return self._closed
 
 
-def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a small file at once, durably; as `Replacement`.
+def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
+    """Replace a small file at once; as `Replacement`, and `durable` as for its `commit`.
 
     Raises:
         TransferError: As for `Replacement`, and where the disk is full; `path` is as it was.
     """
     with Replacement(path) as replacement:
         replacement.write(data)
-        replacement.commit()
+        replacement.commit(durable)
 
 
 def remove_leftovers(directory: str) -> list[str]:

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from nvmeio import _checks
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.threads import run_interruptible
@@ -51,9 +52,15 @@ from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names
 from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
+from nvmeio.integrations._dcp.sources import Source, stream_transforms
 from nvmeio.integrations._dcp.writing import write_file
 
 logger = logging.getLogger("nvmeio")
+
+# torch 2.7 and later have more than one format, and a name for each.
+_TORCH_SAVE: Any = getattr(
+    getattr(filesystem, "SerializationFormat", None), "TORCH_SAVE", "torch_save"
+)
 
 PathLike = str | os.PathLike[str]
 Value = TypeVar("Value")
@@ -70,12 +77,12 @@ class _DataFile(NamedTuple):
 class _InDirectory:
     """What torch asks a writer and a reader of a directory alike."""
 
-    _path: Path
+    path: Path
 
     @property
     def checkpoint_id(self) -> PathLike:
         """The directory."""
-        return self._path
+        return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
@@ -83,7 +90,7 @@ class _InDirectory:
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {os.fspath(self._path)!r}>"
+        return f"<{type(self).__name__} {os.fspath(self.path)!r}>"
 
 
 class NvmeStorageWriter(_InDirectory, StorageWriter):
@@ -98,16 +105,28 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
     Args:
         path: The directory of the checkpoint; made if it is missing.
         single_file_per_rank: False for a file for each tensor or object.
+        sync_files: Make every file durable. False leaves that to the kernel, as torch does: a
+            checkpoint is whole whenever a process ends, not where the machine loses power.
         thread_count: Files that a rank writes at the same time; with `single_file_per_rank`, so
             many files are made. One keeps a drive busy.
+        per_thread_copy_ahead: Taken and kept; what is copied ahead of the drive is bounded as under
+            Cost.
+        cache_staged_state_dict: False; for True use the stager that has it, see ValueError.
         overwrite: Whether a checkpoint that is there may be replaced.
-        checksum: Write the CRC-32 of every record; without, 0 stands in their place.
+        _extensions: Stream transforms, as for FileSystemWriter. Items go through them in memory.
         serialization_format: ``SerializationFormat.TORCH_SAVE``, the only one there is here.
+        checksum: Write the CRC-32 of every record; without, 0 stands in their place.
         handle: Moves the bytes, and stays open; None makes one for each save. A writer with a
             handle cannot be sent to another process (``AsyncCheckpointerType.PROCESS``).
 
+    The arguments are FileSystemWriter's, in its order, and so are the attributes `path`, `fs`,
+    `save_id`, `overwrite`, `sync_files` and so on.
+
     Raises:
-        ValueError: Another serialization format, or a `thread_count` below 1.
+        TypeError: `single_file_per_rank`, `sync_files` or `overwrite` is no bool.
+        ValueError: Another serialization format, a `thread_count` below 1, or
+            `cache_staged_state_dict`, which torch's own stager does for this writer as well:
+            ``dcp.async_save(…, async_stager=BlockingAsyncStager(cache_staged_state_dict=True))``.
 
     Errors while saving come as torch reports those of any storage, as a `CheckpointException` on
     every rank, whose ``failures`` has the error of each rank that failed: `TransferError` (disk
@@ -122,11 +141,15 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         self,
         path: PathLike,
         single_file_per_rank: bool = True,
+        sync_files: bool = True,
         thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
         overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
         *,
         checksum: bool = True,
-        serialization_format: Any = None,
         handle: AioHandle | None = None,
     ) -> None:
         super().__init__()
@@ -136,28 +159,37 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
                 "SerializationFormat.TORCH_SAVE, or nvmeio.save_safetensors for the tensors of "
                 "one process"
             )
-        if thread_count < 1:
-            raise ValueError(f"thread_count must be 1 or more, not {thread_count}")
-        self._path = Path(path)
-        self._single_file = single_file_per_rank
-        self._thread_count = thread_count
-        self._overwrite = overwrite
+        if cache_staged_state_dict:
+            raise ValueError(
+                "cache_staged_state_dict is the stager's: pass async_stager="
+                "BlockingAsyncStager(cache_staged_state_dict=True) to dcp.async_save"
+            )
+        self.fs = FileSystem()
+        self.path = Path(path)
+        self.single_file_per_rank = _checks.switch("single_file_per_rank", single_file_per_rank)
+        self.sync_files = _checks.switch("sync_files", sync_files)
+        self.thread_count = _checks.integer("thread_count", thread_count, 1)
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.cache_staged_state_dict = False
+        self.overwrite = _checks.switch("overwrite", overwrite)
+        self.transforms: Any = stream_transforms("_StorageWriterTransforms", _extensions)
+        self.serialization_format = serialization_format or _TORCH_SAVE
         self._checksum = checksum
         self._handle = handle
-        self._save_id = str(uuid.uuid4())
-        self._rank: int | None = None
-        self._use_collectives = True
+        self.save_id = str(uuid.uuid4())
+        self.rank: int | None = None
+        self.use_collectives = True
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Begin a new checkpoint, at `checkpoint_id` if it is given."""
         if checkpoint_id:
-            self._path = Path(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+            self.path = Path(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of ``rank`` and ``use_collectives``, which torch passes by keyword."""
-        self._rank = kwargs.get("rank")
-        self._use_collectives = kwargs.get("use_collectives", True)
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse to overwrite if that is asked for.
@@ -167,14 +199,14 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
             TransferError: The directory cannot be made.
         """
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         except OSError as failed:
             raise TransferError(
-                failed.errno or errno.EIO, operation="mkdir", path=str(self._path)
+                failed.errno or errno.EIO, operation="mkdir", path=str(self.path)
             ) from failed
-        if not self._overwrite and self._exists():
+        if not self.overwrite and self._exists():
             raise RuntimeError(
-                f"Checkpoint already exists in {self._path}, and overwrite is False: save into "
+                f"Checkpoint already exists and {self.overwrite=}. It is in {self.path}: save into "
                 "another directory, or pass overwrite=True, which replaces it at its end"
             )
         if self._own_metadata is None:
@@ -191,14 +223,14 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
     def _exists(self) -> bool:
         """Whether there is a checkpoint to be replaced."""
         # As torch: of ranks that save each for itself, the first one stands for all.
-        return names.metadata_path(self._path, None if self._use_collectives else 0).exists() or (
-            names.metadata_path(self._path, self._own_metadata).exists()
+        return names.metadata_path(self.path, None if self.use_collectives else 0).exists() or (
+            names.metadata_path(self.path, self._own_metadata).exists()
         )
 
     @property
     def _own_metadata(self) -> int | None:
         """This rank, if it saves without the others."""
-        return None if self._use_collectives else self._rank
+        return None if self.use_collectives else self.rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all items of the plan; done when this returns.
@@ -209,7 +241,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         prefix: str = plan.storage_data.prefix
         if self._exists():
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
-            prefix = names.replacing(prefix, self._save_id)
+            prefix = names.replacing(prefix, self.save_id)
         files = [
             _DataFile(f"{prefix}{number}{names.SUFFIX}", items, InFlight())
             for number, items in enumerate(self._split(plan.items))
@@ -225,24 +257,24 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         return results
 
     def _write_files(self, files: Sequence[_DataFile], planner: SavePlanner) -> list[WriteResult]:
-        with CallHandle(self._handle, self._path) as handle:
+        with CallHandle(self._handle, self.path) as handle:
             if len(files) == 1:
                 # The handle is made beside the planning, and closed beside the last fsync.
                 return self._write_file(handle.get, handle.done, planner, files[0])
             mine = handle.get()
             write = partial(self._write_file, lambda: mine, lambda: None, planner)
-            workers = max(1, min(self._thread_count, len(files)))
+            workers = max(1, min(self.thread_count, len(files)))
             with concurrent.futures.ThreadPoolExecutor(workers, "nvmeio-dcp") as pool:
                 return [result for each in pool.map(write, files) for result in each]
 
     def _split(self, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
         """The items of each file: small objects first, then tensors, evenly by size."""
         ordered = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-        if not self._single_file:
+        if not self.single_file_per_rank:
             return [[item] for item in ordered]
-        if self._thread_count == 1:
+        if self.thread_count == 1:
             return [ordered] if ordered else []
-        files: list[list[WriteItem]] = [[] for _ in range(self._thread_count)]
+        files: list[list[WriteItem]] = [[] for _ in range(self.thread_count)]
         sizes = [0] * len(files)
         for item in sorted(ordered, key=_nbytes, reverse=True):
             smallest = sizes.index(min(sizes))
@@ -257,18 +289,19 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         planner: SavePlanner,
         file: _DataFile,
     ) -> list[WriteResult]:
-        name = file.name
+        sources = [Source(planner, item, self.transforms) for item in file.items]
         extents = write_file(
             get_handle,
-            os.fspath(self._path / name),
-            [(item.index.fqn, partial(planner.resolve_data, item)) for item in file.items],
+            os.fspath(self.path / file.name),
+            [(source.item.index.fqn, source.resolve) for source in sources],
             checksum=self._checksum,
             written=written,
             flight=file.flight,
+            durable=self.sync_files,
         )
         return [
-            WriteResult(item.index, extent.nbytes, _StorageInfo(name, extent.offset, extent.nbytes))
-            for item, extent in zip(file.items, extents, strict=True)
+            source.written(file.name, extent)
+            for source, extent in zip(sources, extents, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -286,21 +319,21 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
             result.index: result.storage_data for each in results for result in each
         }
         metadata.storage_meta = self.storage_meta()
-        path = names.metadata_path(self._path, self._own_metadata)
+        path = names.metadata_path(self.path, self._own_metadata)
         data = pickle.dumps(metadata)
 
         def replace() -> list[str]:
             before = names.referred_to(path)
-            replace_file(path, data)
-            return names.remove_stale(self._path, before, self._own_metadata)
+            replace_file(path, data, durable=self.sync_files)
+            return names.remove_stale(self.path, before, self._own_metadata)
 
         removed = run_interruptible(replace)
         if removed:
-            logger.info("%s: removed %d files of older saves", self._path, len(removed))
+            logger.info("%s: removed %d files of older saves", self.path, len(removed))
 
     def storage_meta(self) -> StorageMeta:
         """What identifies this save: the directory, and an id of its own."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
 class NvmeStorageReader(_InDirectory, StorageReader):
@@ -309,6 +342,8 @@ class NvmeStorageReader(_InDirectory, StorageReader):
     What a rank wants of a tensor goes from the drive into the tensor that it loads, in place, where
     it is contiguous in both, with all reads in flight at once. Where it is not (a shard of columns,
     another dtype, a tensor on a GPU) it goes through chunks of 32 MiB.
+
+    The attributes `path`, `fs`, `load_id` and so on are FileSystemReader's.
 
     Args:
         path: The directory of the checkpoint.
@@ -335,18 +370,22 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         handle: AioHandle | None = None,
     ) -> None:
         super().__init__()
-        self._path = Path(path)
+        self.fs = FileSystem()
+        self.path = Path(path)
+        self.transforms: Any = stream_transforms("_StorageReaderTransforms", _extension_registry)
+        self.rank: int | None = None
+        self.use_collectives = True
         self._extension_registry = _extension_registry
         self._handle = handle
-        self._storage_data: dict[MetadataIndex, _StorageInfo] = {}
-        self._load_id = str(uuid.uuid4())
+        self.storage_data: dict[MetadataIndex, _StorageInfo] = {}
+        self.load_id = str(uuid.uuid4())
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Begin a new load, from `checkpoint_id` if it is given."""
-        self._storage_data = {}
+        self.storage_data = {}
         if checkpoint_id:
-            self._path = Path(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+            self.path = Path(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint consists of; of ``rank`` alone, if that is passed by keyword.
@@ -356,7 +395,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
             IntegrityError: The metadata file is damaged, or none, or names what is not DCP's own or
                 lies outside of the checkpoint.
         """
-        path = names.metadata_path(self._path, kwargs.get("rank"))
+        path = names.metadata_path(self.path, kwargs.get("rank"))
         try:
             data = path.read_bytes()
         except OSError as failed:
@@ -367,7 +406,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self._load_id
+            metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(
@@ -380,11 +419,13 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         """
         if not isinstance(metadata.storage_data, dict):
             raise IntegrityError(
-                f"{self._path}: the metadata does not say where the items lie",
+                f"{self.path}: the metadata does not say where the items lie",
                 expected="storage_data",
                 found=metadata.storage_data,
             )
-        self._storage_data = metadata.storage_data
+        self.storage_data = metadata.storage_data
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing is to be prepared."""
@@ -406,9 +447,9 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         flight = InFlight()
 
         def read() -> None:
-            with CallHandle(self._handle, self._path) as handle:
+            with CallHandle(self._handle, self.path) as handle:
                 read_items(
-                    handle.get(), self._path, wanted, planner, self._extension_registry, flight
+                    handle.get(), self.path, wanted, planner, self._extension_registry, flight
                 )
 
         run_interruptible(_as_here(read), flight.cancel)
@@ -417,10 +458,10 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         return done
 
     def _found(self, index: MetadataIndex) -> _StorageInfo:
-        info = self._storage_data.get(index)
+        info = self.storage_data.get(index)
         if info is None:
             raise IntegrityError(
-                f"{self._path}: the metadata does not say where {index.fqn!r} lies",
+                f"{self.path}: the metadata does not say where {index.fqn!r} lies",
                 expected=index,
                 found=None,
             )

@@ -419,6 +419,25 @@ def test_stream_transforms_of_torchs_writer_are_undone(tmp_path: Path) -> None:
     assert_same(load(state, tmp_path, _extension_registry=registry), state)
 
 
+@pytest.mark.parametrize("reader", [dcp.FileSystemReader, NvmeStorageReader])
+def test_torchs_reader_undoes_our_stream_transforms(reader: Any, tmp_path: Path) -> None:
+    view = torch.randn(50, 60)[10:20, ::2]
+    state = {"w": torch.randn(30, 40), "large": torch.randn(600, 500), "text": "words", "v": view}
+    metadata = save(state, tmp_path, _extensions=[Inverting()])
+    theirs = dcp.save(
+        state, storage_writer=dcp.FileSystemWriter(tmp_path / "x", _extensions=[Inverting()])
+    )
+    for index, info in metadata.storage_data.items():
+        of_theirs = theirs.storage_data[index]
+        assert info.transform_descriptors == of_theirs.transform_descriptors
+        assert info.length < 10_000 + 4 * 600 * 500
+    registry = dcp._extension.ExtensionRegistry()
+    registry.register(Inverting)
+    found = blank(state)
+    dcp.load(found, storage_reader=reader(tmp_path, _extension_registry=registry))
+    assert_same(found, state)
+
+
 # Saving over a checkpoint
 
 
@@ -438,9 +457,29 @@ def test_overwriting_can_be_refused(tmp_path: Path) -> None:
     state = {"w": torch.randn(10)}
     save(state, tmp_path, overwrite=False)
     before = {name: (tmp_path / name).read_bytes() for name in files_of(tmp_path)}
-    with refused(RuntimeError, match="Checkpoint already exists in .*, and overwrite is False"):
+    with refused(RuntimeError, match="Checkpoint already exists and self.overwrite=False."):
         save({"w": torch.zeros(10)}, tmp_path, overwrite=False)
     assert {name: (tmp_path / name).read_bytes() for name in files_of(tmp_path)} == before
+
+
+@pytest.mark.parametrize("sync_files", [True, False])
+def test_syncing_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_files: bool
+) -> None:
+    synced: list[str] = []
+    for name in ("fsync", "fdatasync"):
+        real = getattr(os, name)
+
+        def sync(fd: int, real: Any = real) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+            real(fd)
+
+        monkeypatch.setattr(os, name, sync)
+    state = {"w": torch.randn(10)}
+    for _ in range(2):  # a new checkpoint, and one in place of another
+        save(state, tmp_path / "step", sync_files=sync_files)
+    assert len(synced) == (8 if sync_files else 0)
+    assert_same(load(state, tmp_path / "step"), state)
 
 
 class Failing(DefaultSavePlanner):
@@ -816,7 +855,33 @@ def test_other_formats_are_refused() -> None:
         NvmeStorageWriter("x", thread_count=0)
 
 
+def test_what_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"async_stager=BlockingAsyncStager\(cache_staged"):
+        NvmeStorageWriter("x", cache_staged_state_dict=True)
+    with pytest.raises(TypeError, match="sync_files must be true or false, not 4"):
+        NvmeStorageWriter("x", True, 4)  # the place of thread_count once
+
+
 # The contract with torch
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(NvmeStorageWriter, dcp.FileSystemWriter), (NvmeStorageReader, dcp.FileSystemReader)],
+)
+def test_arguments_and_attributes_are_those_of_torch(
+    ours: Any, theirs: Any, tmp_path: Path
+) -> None:
+    wanted = list(inspect.signature(theirs).parameters)
+    assert list(inspect.signature(ours).parameters)[: len(wanted)] == wanted
+    mine, stock = ours(tmp_path), theirs(tmp_path)
+    staging = {"type_check", "state_dict_cache"}  # of the stager that torch's writer is as well
+    for name in set(vars(stock)) - staging:
+        found, expected = getattr(mine, name), getattr(stock, name)
+        assert type(found) is type(expected), name
+        if isinstance(expected, (bool, int, Path, dict)):
+            assert found == expected, name
+    assert len(mine.save_id if "save_id" in vars(stock) else mine.load_id) == 36
 
 
 def test_ids_are_those_of_torch(tmp_path: Path) -> None:

@@ -180,11 +180,11 @@ def _other_layout(tensor: torch.Tensor) -> Layout:
 def _saved_layout(tensor: torch.Tensor) -> Layout:
     """What this torch saves, in memory: where its skeletons are not known."""
     buffer = io.BytesIO()
-    torch.save(_own_storage(tensor.cpu()), buffer)
+    torch.save(own_storage(tensor.cpu()), buffer)
     return _bytes_layout(buffer)
 
 
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where the storage has more than the tensor shows, for all of it would be saved."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return tensor

@@ -39,8 +39,9 @@ def write_file(
     checksum: bool,
     written: Callable[[], None],
     flight: InFlight,
+    durable: bool = True,
 ) -> list[Extent]:
-    """Write a file of items and put it in its place, durably; blocks.
+    """Write a file of items and put it in its place; blocks.
 
     Args:
         get_handle: What moves the bytes.
@@ -49,6 +50,7 @@ def write_file(
         checksum: Compute the CRC-32 of every record.
         written: Called when the handle is not needed any more.
         flight: What is in flight, for somebody else to cancel.
+        durable: As for `Replacement.commit`.
 
     Returns:
         Where each item lies.
@@ -64,7 +66,7 @@ def write_file(
         writer.flush(replacement)
         written()
         replacement.truncate(writer.end)
-        replacement.commit()
+        replacement.commit(durable)
     return writer.extents
 
 
