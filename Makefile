@@ -22,7 +22,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress power native-check lint type format bench bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress power native-check lint type format bench bench-small bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -81,6 +81,9 @@ docs: $(DOCS_STAMP) ## the documentation site, in site/; warnings are errors
 
 bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
 	@$(BIN)/python benchmarks/compare_peers.py $(BENCH_ARGS)
+
+bench-small: $(BENCH_STAMP) ## many small pieces at once beside fio, on a file of 8 GiB
+	@$(BIN)/python benchmarks/small.py $(BENCH_ARGS)
 
 bench-checkpoint: $(BENCH_STAMP) ## checkpoints beside torch, DCP, safetensors and others
 	@$(BIN)/python benchmarks/checkpoint.py $(BENCH_ARGS)

@@ -25,6 +25,7 @@ CALL_TIMEOUT_S = 300
 
 TARGETS = {
     "nvmeio": "peers.nvmeio_side:NvmeioPeer",
+    "gathers": "peers.gathers:Gathers",
     "DeepSpeed": "peers.deepspeed:DeepSpeedPeer",
     "caio": "peers.caio_peer:CaioPeer",
     "thread pool": "peers.plain:ThreadPoolPeer",

@@ -21,6 +21,9 @@ CONDITIONS = (
     "removed and the removal settled before each save.",
     "Loads are cold: the file is dropped from the page cache before each one (what the host or the "
     "drive caches is warm), and every page of what was loaded lazily is touched.",
+    "fio at depth n goes over n blocks of memory again and again; a checkpoint lies in memory of "
+    "its size, which may be slower (benchmarks/windows.py measures how much): fio is the limit of "
+    "the drive here, not the same work.",
 )
 
 

@@ -23,6 +23,9 @@ CONDITIONS = (
     "(caio reads through the page cache, cold), and what the host or the drive caches is warm.",
     "No fsync within any timing; overwrites hit blocks written before; every file was written "
     "whole by this program first, and all contenders use the same one.",
+    "Memory: nvmeio and DeepSpeed move each byte to a place of its own. fio at depth n goes over n "
+    "blocks of memory again and again, which may be faster (benchmarks/windows.py measures how "
+    "much); where it has as many blocks as the file, the line says that the work is the same.",
 )
 
 

@@ -27,8 +27,9 @@ CONDITIONS = (
     "dropped before nvmeio's passes, which leave it empty, and before each pass of accelerate, "
     "which fills it; where a row says warm it holds the whole model for both.",
     "nvmeio holds an eighth of the weights, window included, unless the row says otherwise. "
-    "What the host "
-    "or the drive caches is warm for all.",
+    "What the host or the drive caches is warm for all.",
+    "fio goes over 32 or 128 MiB of memory again and again, as a window of that size would; "
+    "benchmarks/windows.py measures what other sizes cost.",
 )
 
 

@@ -19,7 +19,8 @@ CONDITIONS = (
     "A step is timed without fsync on both sides: nvmeio's runs beside the next forward pass, and "
     "is waited for before the clock starts.",
     "fio reads and writes at the same time, as many bytes as a step does, over files written "
-    "before, on huge pages where they can be had; its time is that of the slower job.",
+    "before, on huge pages where they can be had; its time is that of the slower job. It goes over "
+    "32 or 128 MiB of memory for each direction again and again (see benchmarks/windows.py).",
 )
 
 

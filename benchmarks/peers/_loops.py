@@ -1,13 +1,14 @@
-"""Random reads by coroutines: the part that is the same for every contender."""
+"""What happens on event loops, the same for all: random reads, and how late timers are."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from _measure import Sample, timed
+from _measure import Sample, percentile, timed
 
 _new_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -15,6 +16,8 @@ try:
 except ImportError:
     _new_loop = asyncio.new_event_loop
 HAS_UVLOOP = _new_loop is not asyncio.new_event_loop
+
+TICK_S = 0.001
 
 T = TypeVar("T")
 ReadOne = Callable[[int, int], Awaitable[int]]  # (coroutine's number, file offset) -> bytes
@@ -48,4 +51,30 @@ async def read_blocks(read: ReadOne, offsets: Sequence[int], block: int, workers
 
     with timed(len(offsets) * block, len(offsets)) as sample:
         await asyncio.gather(*(work(number) for number in range(workers)))
+    return sample
+
+
+async def lag_during(work: Awaitable[None], nbytes: int, operations: int) -> Sample:
+    """How late a timer of 1 ms is while the work goes on, in the sample's `extra`."""
+    late_s: list[float] = []
+    done = False
+
+    async def tick() -> None:
+        while not done:
+            start = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            late_s.append(time.perf_counter() - start - TICK_S)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(10 * TICK_S)
+    late_s.clear()
+    with timed(nbytes, operations) as sample:
+        await work
+    done = True
+    await ticking
+    sample.extra = {
+        "p50_ms": percentile(late_s, 50) * 1e3,
+        "p99_ms": percentile(late_s, 99) * 1e3,
+        "worst_ms": max(late_s) * 1e3,
+    }
     return sample

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from _measure import Sample
 
 from nvmeio.cli.measure import fio
 
 BLOCK_SIZE = 1 << 20
+SMALLEST = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,23 @@ class Setting:
     def buffer_bytes(self) -> int:
         """What fio allocates for it and a little more, for whoever reserves huge pages."""
         return (self.queue_depth + 8) * BLOCK_SIZE
+
+
+class Part(NamedTuple):
+    """Some bytes of a file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+def as_much_memory(nbytes: int) -> Setting:
+    """A setting that goes over as many bytes of memory as of the file, as one tensor does.
+
+    At a depth of 32 or 128, fio moves everything over the same 32 or 128 MiB, which drives, or the
+    hosts of virtual machines, may be faster with.
+    """
+    return Setting("libaio", max(1, nbytes // BLOCK_SIZE), "mmaphuge")
 
 
 DEFAULT_BUFFERS = [Setting(e, d) for e in ("libaio", "io_uring") for d in (32, 128)]
@@ -79,17 +99,57 @@ def _durable_write(nbytes: int, setting: Setting) -> list[str]:
     ]
 
 
-def random_reads(path: Path, nbytes: int, count: int, block: int, depth: int) -> Sample:
-    """`count` reads of distinct random blocks with libaio."""
+def random_blocks(
+    path: Path, nbytes: int, count: int, block: int, depth: int, write: bool = False
+) -> Sample:
+    """`count` reads, or overwrites, of distinct random blocks with libaio.
+
+    All of them go over the memory of `depth` blocks.
+    """
     return _run(
         path,
-        "--readonly",
-        "--rw=randread",
+        "--overwrite=1" if write else "--readonly",
+        f"--rw={'randwrite' if write else 'randread'}",
         f"--size={nbytes}",
         f"--io_size={count * block}",
         f"--bs={block}",
         "--ioengine=libaio",
         f"--iodepth={depth}",
+        "--scramble_buffers=0",
+    )
+
+
+def parts_of_files(parts: Sequence[Part], write: bool, setting: Setting, log: Path) -> Sample:
+    """Parts of files, whole, one after the other in blocks of 1 MiB, each file opened at its turn.
+
+    Args:
+        parts: Where.
+        write: Overwrite them instead of reading.
+        setting: With what.
+        log: A file for the list that fio replays.
+    """
+    verb = "write" if write else "read"
+    lines = ["fio version 2 iolog"]
+    lines += [f"{path} add" for path in dict.fromkeys(part.path for part in parts)]
+    path = None
+    for part in parts:
+        if part.path != path:
+            lines += [f"{path} close"] if path else []
+            lines.append(f"{part.path} open")
+        path, end = part.path, part.offset + part.nbytes
+        for at in range(part.offset, end, BLOCK_SIZE):
+            lines.append(f"{path} {verb} {at} {min(BLOCK_SIZE, end - at)}")
+    # What is in flight at the end of a list, fio 3.33 neither times nor counts: let that be small.
+    lines += [f"{path} {verb} {end - SMALLEST} {SMALLEST}"] * setting.queue_depth
+    log.write_text("\n".join([*lines, f"{path} close"]) + "\n")
+    return _run(
+        parts[0].path,
+        f"--read_iolog={log}",
+        "--replay_no_stall=1",
+        f"--ioengine={setting.engine}",
+        f"--iodepth={setting.queue_depth}",
+        f"--mem={setting.memory}",
+        "--scramble_buffers=0",
     )
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from _measure import Sample, percentile, timed
+from _measure import Sample, timed
 
 import nvmeio
-from peers._loops import block_offsets, read_blocks, run_on_uvloop
+from peers._loops import block_offsets, lag_during, read_blocks, run_on_uvloop
 from peers._tensors import TensorPeer
 
 BLOCKED_S = 0.1
-TICK_S = 0.001
 
 Disturbance = Literal["idle", "blocked loop", "GIL hog"]
 
@@ -152,36 +151,11 @@ class NvmeioPeer(TensorPeer):
             ]
             await asyncio.gather(*operations)
 
-        return asyncio.run(_lag_during(move(), self.tensor.nbytes, count))
+        return asyncio.run(lag_during(move(), self.tensor.nbytes, count))
 
     def idle_lag(self, seconds: float) -> Sample:
         """The same clock on a loop with nothing to do: what this machine adds by itself."""
-        return asyncio.run(_lag_during(asyncio.sleep(seconds), 0, 0))
-
-
-async def _lag_during(work: Awaitable[None], nbytes: int, operations: int) -> Sample:
-    late_s: list[float] = []
-    done = False
-
-    async def tick() -> None:
-        while not done:
-            start = time.perf_counter()
-            await asyncio.sleep(TICK_S)
-            late_s.append(time.perf_counter() - start - TICK_S)
-
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(10 * TICK_S)
-    late_s.clear()
-    with timed(nbytes, operations) as sample:
-        await work
-    done = True
-    await ticking
-    sample.extra = {
-        "p50_ms": percentile(late_s, 50) * 1e3,
-        "p99_ms": percentile(late_s, 99) * 1e3,
-        "worst_ms": max(late_s) * 1e3,
-    }
-    return sample
+        return asyncio.run(lag_during(asyncio.sleep(seconds), 0, 0))
 
 
 def _hog(stop: threading.Event) -> None:

@@ -10,10 +10,11 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 
-from _files import remove, write_file
+from _files import huge_pages, remove, write_file
 from _lines import Line, at_least, compare, gb_per_s
 from _measure import Contender, Sample
 from _session import Session
+from peers import fio
 
 from nvmeio.cli.measure.worker import Worker
 from rows.sequential import TENSOR_PEERS
@@ -62,6 +63,11 @@ class TensorFiles:
     def remove(self) -> None:
         remove(*set(self.paths))
 
+    @property
+    def parts(self) -> list[fio.Part]:
+        """The same for fio."""
+        return [*map(fio.Part, self.paths, self.offsets, self._sizes())]
+
     def _sizes(self) -> tuple[int, ...]:
         return sizes(len(self.paths) == QUICK_COUNT)
 
@@ -99,28 +105,53 @@ def _layouts(directory: Path, chosen: tuple[int, ...]) -> list[TensorFiles]:
 def _measure_layout(
     session: Session, layout: TensorFiles, workers: dict[str, Worker]
 ) -> list[Line]:
-    lines = [_line(layout, "new", _round(session, layout, workers, "write_many", new=True))]
+    new = _round(session, layout, _peers(layout, workers, "write_many", new=True), "new")
+    lines = [_line(layout, "new", new, "DeepSpeed")]
     layout.remove()
     layout.create()
-    arguments = layout.arguments
     ready = {
         name: worker
         for name, worker in workers.items()
-        if session.attempt(name, worker, "check_many", **arguments)
+        if session.attempt(name, worker, "check_many", **layout.arguments)
     }
-    for kind, method in (("overwrite", "write_many"), ("read", "read_many")):
-        lines.append(_line(layout, kind, _round(session, layout, ready, method)))
+    same, far = _settings(session)
+    with huge_pages(max(same.buffer_bytes, far.buffer_bytes)) as refused:
+        if refused:
+            session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=2100")
+        for kind, method in (("overwrite", "write_many"), ("read", "read_many")):
+            contenders = _peers(layout, ready, method)
+            if not refused and session.has_fio():
+                contenders += _fio(session, layout, kind == "overwrite")
+            samples = _round(session, layout, contenders, kind)
+            lines.append(_line(layout, kind, samples, "DeepSpeed"))
+            memory = f"over {same.buffer_bytes >> 20} MiB of memory"
+            lines.append(_line(layout, kind, samples, "fio", f"{same.name}: these parts, {memory}"))
+            memory = f"over {far.buffer_bytes >> 20} MiB of memory, as nvmeio"
+            lines.append(_line(layout, kind, samples, "fio, sequential", f"{far.name}: {memory}"))
     return lines
 
 
-def _round(
-    session: Session,
-    layout: TensorFiles,
-    workers: dict[str, Worker],
-    method: str,
-    new: bool = False,
-) -> dict[str, list[Sample]]:
-    contenders = [
+def _settings(session: Session) -> tuple[fio.Setting, fio.Setting]:
+    """For the same parts; and for one large file over as much memory as the tensors have."""
+    far = fio.as_much_memory(min(total_bytes(session.quick), session.size))
+    return fio.HUGE_PAGES[1], far
+
+
+def _fio(session: Session, layout: TensorFiles, write: bool) -> list[Contender]:
+    same, far = _settings(session)
+    (large,) = session.files(1)
+    nbytes = far.queue_depth * fio.BLOCK_SIZE
+    log = session.directory / "parts.log"
+    return [
+        Contender("fio", partial(fio.parts_of_files, layout.parts, write, same, log)),
+        Contender("fio, sequential", partial(fio.sequential, large, nbytes, write, far)),
+    ]
+
+
+def _peers(
+    layout: TensorFiles, workers: dict[str, Worker], method: str, new: bool = False
+) -> list[Contender]:
+    return [
         Contender(
             name,
             partial(worker.call, method, **layout.arguments),
@@ -128,13 +159,21 @@ def _round(
         )
         for name, worker in workers.items()
     ]
-    return session.measure(f"tensors, {layout.title}, {method}", contenders)
 
 
-def _line(layout: TensorFiles, kind: str, samples: dict[str, list[Sample]]) -> Line:
+def _round(
+    session: Session, layout: TensorFiles, contenders: list[Contender], kind: str
+) -> dict[str, list[Sample]]:
+    return session.measure(f"tensors, {layout.title}, {kind}", contenders)
+
+
+def _line(
+    layout: TensorFiles, kind: str, samples: dict[str, list[Sample]], peer: str, note: str = ""
+) -> Line:
     what = {"new": "write, new files", "overwrite": "overwrite", "read": "read"}[kind]
     if kind == "new" and layout.title == "all in one file":
         what = "write, new file"
     work = f"{len(layout.paths):,} tensors, {layout.title}, {what}"
-    ours, theirs = samples.get("nvmeio", []), samples.get("DeepSpeed", [])
-    return compare(ROW, work, "DeepSpeed", "GB/s", gb_per_s, ours, theirs, at_least(1.5))
+    ours, theirs = samples.get("nvmeio", []), samples.get(peer, [])
+    target = at_least(1.5 if peer == "DeepSpeed" else 0.95)
+    return compare(ROW, work, peer, "GB/s", gb_per_s, ours, theirs, target, note)

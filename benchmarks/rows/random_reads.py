@@ -37,7 +37,7 @@ def measure(session: Session) -> list[Line]:
     if not HAS_UVLOOP:
         session.skip("uvloop", "not installed; asyncio's own loop runs", "pip install uvloop")
     if session.has_fio():
-        run = partial(fio.random_reads, path, session.size, count, BLOCK, DEPTH)
+        run = partial(fio.random_blocks, path, session.size, count, BLOCK, DEPTH)
         contenders.append(Contender("fio libaio", run))
     caio = session.worker("caio")
     backends: list[str] = []

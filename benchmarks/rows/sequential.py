@@ -24,7 +24,8 @@ def measure(session: Session) -> list[Line]:
     (path,) = session.files(1)
     tensor_peers = prepared(session, path)
     lines: list[Line] = []
-    with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
+    same = fio.as_much_memory(session.size)
+    with huge_pages(max(s.buffer_bytes for s in [same, *fio.HUGE_PAGES])) as refused:
         settings = _settings(session, refused)
         for write in (False, True):
             contenders = [
@@ -37,7 +38,7 @@ def measure(session: Session) -> list[Line]:
             ]
             title = "overwrite" if write else "read"
             samples = session.measure(f"sequential {title}", contenders)
-            lines += _lines(samples, write, memory_note(tensor_peers))
+            lines += _lines(samples, write, same.name, memory_note(tensor_peers))
     session.release(tensor_peers)
     return lines
 
@@ -94,10 +95,11 @@ def _settings(session: Session, refused: str | None) -> list[fio.Setting]:
     if refused:
         session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=128")
         return fio.DEFAULT_BUFFERS
-    return [*fio.DEFAULT_BUFFERS, *fio.HUGE_PAGES]
+    same = fio.as_much_memory(session.size)  # which may be one of the others
+    return [*dict.fromkeys([*fio.DEFAULT_BUFFERS, *fio.HUGE_PAGES, same])]
 
 
-def _lines(samples: dict[str, list[Sample]], write: bool, note: str) -> list[Line]:
+def _lines(samples: dict[str, list[Sample]], write: bool, same: str, note: str) -> list[Line]:
     work = "overwrite, page-locked" if write else "read, page-locked"
     cost = f"CPU of the {'overwrite' if write else 'read'}"
     ours = samples.get("nvmeio", [])
@@ -112,6 +114,7 @@ def _lines(samples: dict[str, list[Sample]], write: bool, note: str) -> list[Lin
     return [
         speed(common, list(default), 1.1),
         speed(limit, list(huge), 0.97),
+        speed(same, samples.get(same, []), 0.95, "over as much memory: the same work"),
         speed("DeepSpeed", deepspeed, 1.5 if write else 1.4, note),
         compare("cpu", cost, common, "s/GiB", cpu_per_gib, ours, default, at_most(1.3)),
         compare("cpu", cost, limit, "s/GiB", cpu_per_gib, ours, huge, note="for information"),
