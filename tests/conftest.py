@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -38,12 +39,14 @@ def interruptible() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_process() -> None:
+def warm_process() -> Iterator[None]:
     """What is there for good before the first test, so that it is nobody's leak."""
     with contextlib.suppress(ImportError):
         import uvloop
 
         uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
+    with programs.forking():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 import nvmeio
 from nvmeio.engines.threads import Block
@@ -222,16 +223,17 @@ def nvmeio_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("nvmeio")}
 
 
-def run_python(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own."""
+def run_python(
+    script: str, *flags: str, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own; in a `fresh` one nothing was imported before."""
     root = str(Path(nvmeio.__file__).parent.parent)
+    command = [sys.executable, *flags, "-c", textwrap.dedent(script)]
+    variables = {**os.environ, "PYTHONPATH": root, **environment}
+    if not fresh:
+        return run_program(command, env=variables, timeout=550)
     return subprocess.run(
-        [sys.executable, *flags, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": root, **environment},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
+        command, env=variables, capture_output=True, text=True, timeout=550, check=False
     )
 
 

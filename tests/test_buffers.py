@@ -9,13 +9,13 @@ import gc
 import os
 import resource
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import support
 import torch
 
 from nvmeio import _memory, buffers
@@ -62,16 +62,7 @@ def is_mapped(address: int) -> bool:
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own, where limits and forks do no harm."""
-    root = str(Path(buffers.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    return support.run_python(script, "-Wignore")
 
 
 @pytest.fixture

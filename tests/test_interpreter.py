@@ -16,7 +16,7 @@ ROOT = Path(nvmeio.__file__).parents[1]
 
 def said_by(code):
     """What a Python says that runs this code; killed, and the test failed, where it hangs."""
-    ran = run_python(code, timeout_s=200.0)
+    ran = run_python(code, timeout_s=500.0, fresh=True)
     assert (ran.returncode, ran.stderr) == (0, ""), ran
     return ran.stdout
 

@@ -344,7 +344,8 @@ def test_importing_nvmeio_loads_no_more_than_it_needs() -> None:
         modules, loaded = set(sys.modules), libraries()
         import nvmeio
         print(json.dumps([sorted(set(sys.modules) - modules), sorted(libraries() - loaded)]))
-        """
+        """,
+        fresh=True,
     )
     assert done.stderr == ""
     modules, loaded = json.loads(done.stdout)
@@ -362,7 +363,8 @@ def test_packages_are_there_without_an_import_of_their_own() -> None:
         """
         import nvmeio
         print(nvmeio.offload.offload.__name__, nvmeio.inference.pack.__name__)
-        """
+        """,
+        fresh=True,
     )
     assert (done.stdout.split(), done.stderr) == (["offload", "pack"], "")
 
@@ -377,7 +379,8 @@ def test_nothing_starts_when_nvmeio_is_imported() -> None:
         assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
         with open("/proc/self/maps") as maps:
             assert "[aio]" not in maps.read()
-        """
+        """,
+        fresh=True,
     )
     assert (done.stderr, done.returncode) == ("", 0)
 

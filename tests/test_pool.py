@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import os
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import run_python
 
 from nvmeio import _memory, buffers
 from nvmeio._plan import PAGE_BYTES
@@ -522,15 +518,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
         with pool.take(8192):
             print("parent goes on")
     """
-    root = str(Path(buffers.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(script, "-Wignore")
     assert done.returncode == 0, done.stderr
     assert "make a pool of your own after the fork" in done.stdout
     assert done.stdout.endswith("parent goes on\n")

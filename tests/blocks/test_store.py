@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import Program
 
 from nvmeio import AioHandle
 from nvmeio._blocks import catalog
@@ -369,7 +370,7 @@ CHILD = """
 @pytest.mark.parametrize("stored", [1, 40, 75])
 def test_a_killed_process_leaves_whole_blocks(stored: int, tmp_path: Path) -> None:
     text = CHILD.format(tests=str(Path(__file__).parents[1]), directory=str(tmp_path))
-    child = subprocess.Popen(
+    child = Program[str](
         [sys.executable, "-c", textwrap.dedent(text)],
         stdout=subprocess.PIPE,
         text=True,

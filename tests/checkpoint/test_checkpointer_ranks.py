@@ -20,6 +20,7 @@ import torch.distributed as dist
 from checkpoint._checkpointer_rank import MIB, own, replicated, same
 from checkpoint._checkpointers import names
 from faults._support import environment
+from programs import Program
 
 import nvmeio
 from nvmeio._formats.torch_layout import plan_layout
@@ -36,7 +37,7 @@ KILLED = -signal.SIGKILL
 def ranks() -> Iterator[Callable[..., None]]:
     """Runs a function of `_checkpointer_rank` on so many ranks."""
     script = str(Path(__file__).parent / "_checkpointer_rank.py")
-    process = subprocess.Popen(
+    process = Program[str](
         [sys.executable, script],
         env=environment(OMP_NUM_THREADS="1"),
         stdin=subprocess.PIPE,

@@ -296,7 +296,8 @@ def test_memory_of_save_and_load_is_bounded(tmp_path: Path) -> None:
         found = nvmeio.load(path)
         print((peak() - before) // MIB - 1024)
         assert all(bool((found[str(i)] == i).all()) for i in range(15))
-        """
+        """,
+        fresh=True,
     )
     assert ran.returncode == 0, ran.stderr
     saving, loading = map(int, ran.stdout.split())

@@ -175,7 +175,8 @@ def test_memory_is_bounded(path: Path) -> None:
         before = peak()
         assert not verify({str(path)!r}).problems
         print((peak() - before) >> 20)
-        """
+        """,
+        fresh=True,
     )
     path.unlink()
     assert ran.returncode == 0, ran.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from programs import Program
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -51,7 +52,7 @@ def measured(*arguments: object) -> dict[str, Any]:
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return Program[str](
         [sys.executable, "-c", "from nvmeio.cli import main; main()", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import run_program
+
 import nvmeio
 from nvmeio.compat.deepspeed import launching
 
@@ -15,13 +17,10 @@ ROOT = str(Path(nvmeio.__file__).parent.parent)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_program(
         [sys.executable, "-c", "from nvmeio.cli import main; main()", "deepspeed", *arguments],
         env={**os.environ, "PYTHONPATH": ROOT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        timeout=500,
     )
 
 

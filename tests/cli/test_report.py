@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -229,12 +230,10 @@ def test_missing_libaio_is_no_problem(facts: machine.Facts) -> None:
 
 
 def test_a_libaio_that_was_named_and_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = run_program(
         [*CONSOLE_SCRIPT, "report", "--json", "--dir", str(tmp_path)],
         env=os.environ | {"NVMEIO_LIBAIO": str(tmp_path / "libaio.so")},
-        capture_output=True,
-        text=True,
-        check=False,
+        timeout=500,
     )
     told = json.loads(done.stdout)
     assert done.returncode == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Program
 from typer.testing import CliRunner, Result
 
 import nvmeio
@@ -298,7 +299,7 @@ def test_the_page_cache_is_dropped_where_that_is_allowed(
 
 
 def test_interrupted_it_leaves_no_files(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    process = Program[str](
         [sys.executable, "-c", "from nvmeio.cli import main; main()", "tune", str(tmp_path),
          "--io-size", "32M", "--budget", "60s", "--save"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -320,7 +321,7 @@ def test_interrupted_it_tells_what_it_has_measured_and_stores_no_guess(tmp_path:
     """Ctrl-C in the middle of a search threw all of it away."""
     where, logs = tmp_path / "drive", tmp_path / "logs"
     where.mkdir()
-    process = subprocess.Popen(
+    process = Program[str](
         [sys.executable, "-c", "from nvmeio.cli import main; main()", "tune", str(where), "--json",
          "--io-size", "8M", "--budget", "300s", "--save", "--log-dir", str(logs),
          "--html", str(tmp_path / "page.html")],

@@ -18,6 +18,7 @@ import torch
 from ends._programs import ENDS, LOST, TELLING
 from interrupts import _checkpoints, _inference, _offload
 from interrupts._checkpoints import state
+from programs import run_program
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -135,12 +136,10 @@ LEFT: dict[str, Callable[[Path, str, str], None]] = {
 def statuses(system: str, folder: Path) -> dict[str, int]:
     """Have programs end; the status of each, and what is not on stderr is in ``folder``."""
     root, tests = Path(nvmeio.__file__).parents[1], Path(__file__).parents[1]
-    ran = subprocess.run(
+    ran = run_program(
         [sys.executable, "-m", "ends._programs", system, str(folder)],
         env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tests}", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=580,
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Program
 
 import nvmeio
 from nvmeio._shim import load_libaio
@@ -182,10 +183,15 @@ def start_python(
     before: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    fresh: bool = False,
     **popen: Any,
 ) -> subprocess.Popen[str]:
-    """A Python that runs this code, behind a command such as strace where `before` names one."""
-    return subprocess.Popen(
+    """A Python that runs this code, behind a command such as strace where `before` names one.
+
+    In a `fresh` one nothing was imported before.
+    """
+    begin = subprocess.Popen[str] if fresh else Program[str]
+    return begin(
         [*before, sys.executable, *options, "-c", textwrap.dedent(code), *map(str, arguments)],
         env=environment(**(env or {})),
         stdin=subprocess.DEVNULL,

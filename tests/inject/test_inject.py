@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program
 
 import nvmeio
 
@@ -96,7 +97,7 @@ def run(strace: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
     root, tests = Path(nvmeio.__file__).parents[1], Path(__file__).parents[1]
     errors = folder / "errors"
     with open(errors, "w") as stderr:
-        process = subprocess.Popen(
+        process = Program[str](
             [sys.executable, "-m", "inject._runs", str(folder), str(rounds)],
             env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tests}", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

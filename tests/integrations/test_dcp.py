@@ -26,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import Program
 from support import bytes_tensor, random_bytes, raw, run_python
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -551,7 +552,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     save(state, tmp_path)
     root = str(Path(nvmeio.__file__).parent.parent)
     for wait_s in (0.013, 0.16, 0.3):
-        started = subprocess.Popen(
+        started = Program[str](
             [sys.executable, "-c", textwrap.dedent(SAVES), str(tmp_path)],
             env={**os.environ, "PYTHONPATH": root},
             stdout=subprocess.PIPE,
@@ -972,7 +973,8 @@ def test_memory_of_a_save_is_bounded(tmp_path: Path) -> None:
         after_save = peak()
         dcp.load(state, storage_reader=NvmeStorageReader(sys.argv[1] + "/2"))
         print(after_save - before, peak() - before)
-        """.replace("sys.argv[1]", repr(str(tmp_path)))
+        """.replace("sys.argv[1]", repr(str(tmp_path))),
+        fresh=True,
     )
     assert done.returncode == 0, done.stderr
     save_mib, both_mib = map(int, done.stdout.split())

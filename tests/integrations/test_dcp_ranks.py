@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _dcp_rank import wanted
+from programs import Program
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nvmeio
@@ -33,7 +34,7 @@ def run_ranks(world: int, folder: Path, *steps: str) -> None:
     root = str(Path(nvmeio.__file__).parent.parent)
     script = str(Path(__file__).parent / "_dcp_rank.py")
     ranks = [
-        subprocess.Popen(
+        Program[str](
             [sys.executable, script, str(rank), str(world), str(folder), *steps],
             env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

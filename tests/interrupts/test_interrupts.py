@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from interrupts._scenarios import SCENARIOS
+from programs import Program
 
 import nvmeio
 
@@ -32,7 +33,7 @@ def trials(name: str, folder: Path, count: int, seed: int, limit_s: float) -> li
     root, tests = Path(nvmeio.__file__).parents[1], Path(__file__).parents[1]
     command = [sys.executable, "-m", "interrupts._process", name, folder]
     options = ["--trials", count, "--seed", seed, "--limit", TRIAL_LIMIT_S]
-    process = subprocess.Popen(
+    process = Program[str](
         [*map(str, command), *map(str, options)],
         env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tests}", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,

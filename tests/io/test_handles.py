@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 import nvmeio
 from nvmeio import tuned
@@ -169,12 +169,8 @@ print(interrupted)
 """.replace("\nmoments", "\nsignal.signal(signal.SIGALRM, signal.default_int_handler)\nmoments", 1)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script), "1", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
+    done = run_program(
+        [sys.executable, str(script), "1", str(tmp_path)], timeout=500, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50

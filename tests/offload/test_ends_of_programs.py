@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
+from programs import Program
 from support import run_python
 
 from nvmeio.offload import SwappedOptimizer
@@ -132,7 +133,7 @@ def test_interrupted_in_mid_step_the_last_whole_one_is_kept(tmp_path: Path) -> N
     optimizer.step()
     """,
     )
-    with subprocess.Popen(
+    with Program[bytes](
         [sys.executable, "-c", textwrap.dedent(program)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from _kill_points import BEFORE, digest
 from _offload_models import model, train
+from programs import run_program
 
 import nvmeio
 
@@ -25,13 +25,10 @@ def in_memory(steps: int) -> str:
 def test_killed_at_every_point(tmp_path: Path) -> None:
     here = Path(__file__).parent
     root = str(Path(nvmeio.__file__).parent.parent)
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(here / "_kill_points.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
+        timeout=550,
         env={**os.environ, "PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"},
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     told: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]

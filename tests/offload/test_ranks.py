@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from programs import Program
 
 import nvmeio
 
@@ -22,7 +23,7 @@ def test_two_ranks_equal_those_in_memory(kind: str, tmp_path: Path) -> None:
     root = str(Path(nvmeio.__file__).parent.parent)
     script = str(Path(__file__).parent / "_rank.py")
     ranks = [
-        subprocess.Popen(
+        Program[str](
             [sys.executable, script, str(rank), "2", str(tmp_path), kind],
             env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
