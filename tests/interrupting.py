@@ -1,16 +1,20 @@
-"""Ctrl-C at every point of a call where Python would notice it, one after the other.
+"""KeyboardInterrupt at every place of nvmeio's code, in this thread, where Python can raise it.
 
-A signal's handler runs where the interpreter looks for it: after a call, at a function's start, at
-a loop's jump back. `everywhere` raises `KeyboardInterrupt` at the first such point that a piece of
-work comes by in nvmeio's own code, then at the second, and so on until the work gets through, so
-that no window is too small to be hit. What blocks in C is left to tests with real signals.
+That is not between any two bytecodes. CPython looks for signals when a function begins, when a loop
+jumps back, and when a call returns; not, for one, between a lock's ``__enter__`` and the body of
+its ``with``, nor between that body and ``__exit__``. (Source: CHECK_EVAL_BREAKER in
+Python/bytecodes.c.) In destructors Python swallows it, so that none is raised there. What blocks in
+C is left to real signals: `at_random_times`, and `interrupts`, where they come in other processes.
 """
 
 from __future__ import annotations
 
 import dis
-import functools
+import gc
+import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,20 +23,23 @@ from typing import Any
 import nvmeio
 
 _ROOT = str(Path(nvmeio.__file__).parent)
+_known: dict[int, tuple[frozenset[int], CodeType]] = {}  # by id: to hash a code object takes long
 
 
 def _handler(code: CodeType, offset: int) -> int:
-    """Where an exception in this instruction is caught, or -1."""
+    """Where an exception in this instruction is caught, or -1; -1 before Python 3.11."""
     found = -1
-    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+    parse: Callable[[CodeType], Any] = getattr(dis, "_parse_exception_table", lambda _: ())
+    for entry in parse(code):
         if entry.start <= offset < entry.end:
             found = entry.target
     return found
 
 
-@functools.cache
-def _points(code: CodeType) -> frozenset[int]:
+def _places(code: CodeType) -> frozenset[int]:
     """Offsets of instructions before which the interpreter looks for signals."""
+    if id(code) in _known:
+        return _known[id(code)][0]
     found: set[int] = set()
     call: int | None = None
     for instruction in dis.get_instructions(code):
@@ -44,49 +51,108 @@ def _points(code: CodeType) -> frozenset[int]:
             found.add(offset)
         looks = name == "RESUME" or name.startswith("CALL")
         call = offset if looks and not name.startswith("CALL_INTRINSIC") else None
-        if name.startswith("JUMP_BACKWARD"):
+        if name.startswith(("JUMP_BACKWARD", "JUMP_ABSOLUTE")):
             found.add(int(instruction.argval))
-    return frozenset(found)
+    _known[id(code)] = frozenset(found), code
+    return _known[id(code)][0]
 
 
-class _Interrupt:
-    def __init__(self, after: int) -> None:
-        self.left = after
+class _Interrupting:
+    """Counts such places in this thread, and raises at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.seen = 0
         self.where = ""
+        self._at = at
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_ROOT):
+    def __enter__(self) -> _Interrupting:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(_ROOT):
             return None
+        above: FrameType | None = frame
+        while above is not None:
+            if above.f_code.co_name == "__del__":
+                return None
+            above = above.f_back
+        places = _places(code)
+
+        def step(frame: FrameType, event: str, _: object) -> Any:
+            if event == "opcode" and frame.f_lasti in places and not self.where:
+                self.seen += 1
+                if self.seen == self._at:
+                    name = code.co_filename.removeprefix(_ROOT)
+                    self.where = f"{name}:{frame.f_lineno} ({code.co_name})"
+                    sys.settrace(None)
+                    raise KeyboardInterrupt(self.where)
+            return step
+
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        return self.step
-
-    def step(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode" and not self.where and frame.f_lasti in _points(frame.f_code):
-            self.left -= 1
-            if self.left < 0:
-                name = frame.f_code.co_filename.removeprefix(_ROOT)
-                self.where = f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
-                raise KeyboardInterrupt(self.where)
-        return self.step
+        return step
 
 
 def everywhere(work: Callable[[], object], most: int = 5000, step: int = 1) -> Iterator[str]:
-    """Run work over and over, each time with an interrupt one point later; yields where it was.
+    """Run work over and over, each time with an interrupt one place later; yields where it was.
 
     The work may catch the interrupt, or let it through. Ends once it gets through undisturbed.
     """
-    for after in range(0, most, step):
-        interrupt = _Interrupt(after)
-        before = sys.gettrace()
-        sys.settrace(interrupt)
+    for at in range(1, most, step):
+        interrupting = _Interrupting(at)
         try:
-            work()
+            with interrupting:
+                work()
+        except KeyboardInterrupt:
+            pass  # and not a yield here, where the traceback holds the frames
+        if not interrupting.where:
+            return
+        yield interrupting.where
+    raise AssertionError(f"the work has more than {most} places")
+
+
+def at_places(work: Callable[[], object], most: int, seed: int = 0) -> Iterator[str]:
+    """`everywhere`, where there are too many: at so many of them, spread over all of the work."""
+    with _Interrupting(0) as counting:
+        work()
+    chance = random.Random(seed)
+    step = -(-counting.seen // most)
+    for first in range(1, counting.seen + 1, step):
+        interrupting = _Interrupting(first + chance.randrange(step))
+        try:
+            with interrupting:
+                work()
         except KeyboardInterrupt:
             pass
-        finally:
-            sys.settrace(before)
-        if not interrupt.where:
-            return
-        yield interrupt.where
-    raise AssertionError(f"the work has more than {most} points")
+        if interrupting.where:  # there may be fewer in one run than in another
+            gc.collect()
+            yield interrupting.where
+
+
+def at_random_times(work: Callable[[], object], most: int, seed: int = 0) -> Iterator[str]:
+    """Run work with a real signal at so many random moments of it."""
+    began = time.perf_counter()
+    work()
+    took = time.perf_counter() - began
+    chance = random.Random(seed)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(most):
+            after = chance.uniform(1e-4, 1.2 * took)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, after)
+                work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            yield f"after {after} s"
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -231,8 +231,21 @@ def _serve(number: int) -> _Order:
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    _open_standard_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return _Order(*pickle.loads(message))
+
+
+def _open_standard_streams() -> None:
+    """Anew: those that are there know that theirs could be sought in."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        old = getattr(sys, name)
+        buffering = 1 if name == "stderr" else -1
+        new = open(  # noqa: SIM115
+            descriptor, mode, buffering, encoding=old.encoding, errors=old.errors, closefd=False
+        )
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
 
 
 def _import_what_takes_long() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint._objects import assert_same, noise
-from interrupt_points import interrupted
+from interrupting import at_places
 
 import nvmeio
 
@@ -91,7 +91,7 @@ def test_interrupted_at_any_point(kind: str, tmp_path: Path, handle: nvmeio.AioH
     work()
     resources = Resources(tmp_path)
     count = 0
-    for _ in interrupted(work, 120):
+    for _ in at_places(work, 120):
         count += 1
         resources.check()
         assert_same(load(path, handle=handle), wanted)
@@ -221,7 +221,7 @@ def test_checkpointer_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.Ai
         del checkpointer
 
     count = 0
-    for _ in interrupted(work, 150):
+    for _ in at_places(work, 150):
         count += 1
         resources.check()
         deadline = time.monotonic() + 60
@@ -287,7 +287,7 @@ def test_file_objects_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.Ai
     work()
     resources = Resources(tmp_path)
     count = 0
-    for _ in interrupted(work, 80):
+    for _ in at_places(work, 80):
         count += 1
         resources.check()
         assert_same(nvmeio.load(path, handle=handle), saved)

@@ -6,22 +6,33 @@ import asyncio
 import concurrent.futures
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import interrupting
 import pytest
 import torch
-from interrupting import everywhere
 from support import bytes_tensor, open_descriptors, random_bytes, raw
 
 import nvmeio
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
+# One has the Python of libaio, and the other is for tests: at each so many-th place will do there.
+STEPS = {"syscalls": 7, "fake": 7}
+Everywhere = Callable[[Callable[[], object]], Iterator[str]]
+
 SIZE = 5000
 DATA = random_bytes(SIZE)
 PATIENCE_S = 10.0
 Make = Callable[..., nvmeio.AioHandle]
+
+
+@pytest.fixture
+def everywhere(request: pytest.FixtureRequest) -> Everywhere:
+    """All places of the work where Ctrl-C could be noticed, one after the other."""
+    step = STEPS.get(request.node.callspec.params["new_engine"], 1)
+    return lambda work: interrupting.everywhere(work, step=step)
 
 
 @pytest.fixture
@@ -52,7 +63,7 @@ def check(handle: nvmeio.AioHandle, file: Path, where: str, before: dict[int, st
     assert tensor.untyped_storage().resizable(), where
 
 
-def test_a_read_in_a_thread(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_read_in_a_thread(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     tensor = torch.zeros(SIZE, dtype=torch.uint8)
     before = open_descriptors()
     for where in everywhere(lambda: handle.sync_pread(tensor, file)):
@@ -60,14 +71,14 @@ def test_a_read_in_a_thread(handle: nvmeio.AioHandle, file: Path) -> None:
         assert tensor.untyped_storage().resizable(), where
 
 
-def test_a_write_in_a_thread(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_write_in_a_thread(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     tensor = bytes_tensor(DATA)
     before = open_descriptors()
     for where in everywhere(lambda: handle.sync_pwrite(tensor, file)):
         check(handle, file, where, before)
 
 
-def test_a_staged_read(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_staged_read(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     tensor = torch.zeros(2 * SIZE, dtype=torch.uint8)[::2]
     before = open_descriptors()
     for where in everywhere(lambda: handle.sync_pread(tensor, file)):
@@ -75,7 +86,7 @@ def test_a_staged_read(handle: nvmeio.AioHandle, file: Path) -> None:
         assert tensor.untyped_storage().resizable(), where
 
 
-def test_a_gather(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_gather(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     out, places = torch.zeros(50, 60, dtype=torch.uint8), torch.arange(50) * 90
     before = open_descriptors()
     for where in everywhere(lambda: handle.sync_gather(out, file, places)):
@@ -85,7 +96,7 @@ def test_a_gather(handle: nvmeio.AioHandle, file: Path) -> None:
     assert raw(out[49]) == DATA[49 * 90 :][:60]
 
 
-def test_a_scatter(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_scatter(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     rows = bytes_tensor(DATA).clone().view(50, 100)
     before = open_descriptors()
     for where in everywhere(
@@ -95,13 +106,13 @@ def test_a_scatter(handle: nvmeio.AioHandle, file: Path) -> None:
         assert rows.untyped_storage().resizable(), where
 
 
-def test_a_flush(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_flush(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     before = open_descriptors()
     for where in everywhere(lambda: handle.sync_fsync(file)):
         check(handle, file, where, before)
 
 
-def test_a_wait_for_all(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_wait_for_all(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     tensor = torch.zeros(SIZE, dtype=torch.uint8)
     before = open_descriptors()
 
@@ -116,7 +127,9 @@ def test_a_wait_for_all(handle: nvmeio.AioHandle, file: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in its __del__
-def test_a_file_that_is_opened_and_closed(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_a_file_that_is_opened_and_closed(
+    handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere
+) -> None:
     tensor = torch.zeros(SIZE, dtype=torch.uint8)
     before = open_descriptors()
 
@@ -128,7 +141,7 @@ def test_a_file_that_is_opened_and_closed(handle: nvmeio.AioHandle, file: Path) 
         check(handle, file, where, before)
 
 
-def test_an_await(handle: nvmeio.AioHandle, file: Path) -> None:
+def test_an_await(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     """The loop is run on after the interrupt: whoever awaits is woken."""
     before = open_descriptors()
     loop = asyncio.new_event_loop()
@@ -164,7 +177,7 @@ def test_an_await(handle: nvmeio.AioHandle, file: Path) -> None:
         loop.close()
 
 
-def test_closing(make_handle: Make, file: Path) -> None:
+def test_closing(make_handle: Make, file: Path, everywhere: Everywhere) -> None:
     tensor = torch.zeros(SIZE, dtype=torch.uint8)
     made = [make_handle()]
 
@@ -189,7 +202,7 @@ def test_a_lease_of_a_pool() -> None:
         with pools[-1].take(1 << 20) as lease:
             lease.fill_(1)
 
-    for where in everywhere(work):
+    for where in interrupting.everywhere(work):
         gc.collect()
         if "__exit__" in where and pools[-1].in_use_bytes:
             pools.append(nvmeio.PinnedPool(1 << 20))  # as `take` documents

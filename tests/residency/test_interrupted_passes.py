@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from residency.interrupting import at_bytecodes, at_random_times
+from interrupting import at_places, at_random_times
 from support import PATIENCE_S, HeldEngine, spin_until
 from torch import nn
 
@@ -25,7 +25,7 @@ from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
 Interrupts = Callable[[Callable[[], object], int], Iterator[object]]
-HOW = pytest.mark.parametrize("interrupts", [at_bytecodes, at_random_times])
+HOW = pytest.mark.parametrize("interrupts", [at_places, at_random_times])
 WIDTH = 48
 
 
