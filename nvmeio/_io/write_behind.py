@@ -58,14 +58,20 @@ class WriteBehind:
         taken = memoryview(data).cast("B")
         done = 0
         while done < len(taken):
-            view = self._view
-            if not view:
+            # No local name holds the memory: torch's writer keeps the traceback of what interrupts
+            # this (its C++ does not let go of it), and a frame there would keep it for ever.
+            size = len(self._view)
+            step = min(len(taken) - done, size - self._filled)
+            try:
+                self._view[self._filled : self._filled + step] = taken[done : done + step]
+            except ValueError:
+                if self._view:
+                    raise
+            if not self._view:
                 raise ClosedError("the file was closed by another thread while it was written")
-            step = min(len(taken) - done, len(view) - self._filled)
-            view[self._filled : self._filled + step] = taken[done : done + step]
             self._filled += step
             done += step
-            if self._filled == len(view):
+            if self._filled == size:
                 self._run(self._drain)
         return done
 
