@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+if TYPE_CHECKING:
+    import torch
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _SWITCHES = {"true": True, "false": False}
 
 
@@ -61,6 +65,30 @@ def size(name: str, value: int | str | None) -> int | None:
         return parse_size(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+@overload
+def dtype(name: str, value: torch.dtype | str) -> torch.dtype: ...
+@overload
+def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None: ...
+def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype that may be given by its name: "bfloat16", "torch.bfloat16" or "bf16".
+
+    Raises:
+        TypeError: It is neither a dtype nor text.
+        ValueError: It is text, and no name that this torch knows.
+    """
+    import torch  # errors and checks are there before torch is
+
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a torch.dtype or the name of one, not {value!r:.80}")
+    word = value.strip().removeprefix("torch.")
+    found = getattr(torch, _SHORT_DTYPES.get(word, word), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name}: {value!r:.80} is not a dtype of torch: write 'bfloat16', say")
+    return found
 
 
 def switch(name: str, value: Any) -> bool:

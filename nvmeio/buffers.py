@@ -33,7 +33,7 @@ __all__ = [
 
 
 def empty_aligned(
-    *shape: int | tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32
+    *shape: int | tuple[int, ...] | list[int], dtype: torch.dtype | str = torch.float32
 ) -> torch.Tensor:
     """An uninitialised CPU tensor on memory that direct I/O reaches without a copy.
 
@@ -44,7 +44,8 @@ def empty_aligned(
         shape: Sizes as separate ints or as one tuple, as for `torch.empty`. None at all, or
             ``()``, gives a 0-d tensor; a size may be 0.
         dtype: Any dtype of whole bytes that torch can lay over a buffer, bool, bfloat16,
-            complex and float8 included; not the quantised ones, which need a scale as well.
+            complex and float8 included, or its name ("bfloat16"); not the quantised ones, which
+            need a scale as well.
 
     Returns:
         A contiguous tensor. Its address is a multiple of the huge-page size (2 MiB on x86-64)
@@ -65,13 +66,14 @@ def empty_aligned(
         man 2 madvise; Documentation/admin-guide/mm/transhuge.rst in the kernel tree.
     """
     sizes = _sizes(shape)
+    dtype = _checks.dtype("dtype", dtype)
     mapping = _memory.Mapping(_nbytes(sizes, dtype))
     mapping.populate()
     return mapping.tensor(0, sizes, dtype)
 
 
 def empty_pinned(
-    *shape: int | tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32
+    *shape: int | tuple[int, ...] | list[int], dtype: torch.dtype | str = torch.float32
 ) -> torch.Tensor:
     """As `empty_aligned`, and page-locked: for copies to and from a GPU that run beside compute.
 
@@ -101,6 +103,7 @@ def empty_pinned(
         man 2 mlock, man 2 getrlimit; CUDA Runtime API, "Memory Management", cudaHostRegister.
     """
     sizes = _sizes(shape)
+    dtype = _checks.dtype("dtype", dtype)
     mapping = _memory.Mapping(_nbytes(sizes, dtype))
     mapping.lock()
     mapping.populate()
@@ -214,8 +217,6 @@ def _sizes(shape: tuple[int | tuple[int, ...] | list[int], ...]) -> tuple[int, .
 
 
 def _nbytes(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.80}")
     if str(dtype).startswith(("torch.qint", "torch.quint")):
         # torch makes one without a quantizer over a buffer, and crashes when it is reshaped.
         raise TypeError(

@@ -84,10 +84,11 @@ class GdsHandle(AioHandle):
         allow_compat: bool = True,
         cpu_tensors: str = "aio",
         timeout_s: float = _cufile.CALL_LIMIT_S,
-        max_direct_io_bytes: int | None = None,
+        max_direct_io_bytes: int | str | None = None,
     ) -> None:
         task_bytes = _checks.size("task_bytes", task_bytes)
         _check_pages("task_bytes", task_bytes)
+        max_direct_io_bytes = _checks.size("max_direct_io_bytes", max_direct_io_bytes)
         if max_direct_io_bytes is not None:
             _check_pages("max_direct_io_bytes", max_direct_io_bytes)
         if cpu_tensors not in ("aio", "cufile"):

@@ -9,6 +9,9 @@ import torch
 
 import nvmeio
 from nvmeio import _checks
+from nvmeio.inference.packing import pack
+from nvmeio.inference.spilling import spill
+from nvmeio.integrations.accelerate import NvmeWeights
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 
 
@@ -35,6 +38,9 @@ def test_a_handle_and_a_pool_take_them() -> None:
         lambda path: nvmeio.AioHandle(block_size="much"),
         lambda path: nvmeio.AioHandle(ring_bytes="much"),
         lambda path: nvmeio.Checkpointer(path, memory_bytes="much"),
+        lambda path: nvmeio.GdsHandle(max_direct_io_bytes="much"),
+        lambda path: spill([torch.nn.Linear(2, 2)], path, resident_bytes="much"),
+        lambda path: NvmeWeights({}, window_bytes="much"),
         lambda path: nvmeio.stream_model(path, resident_bytes="much"),
         lambda path: SwappedModule(torch.nn.Linear(2, 2), swap_dir=path, resident_bytes="much"),
         lambda path: SwappedOptimizer(
@@ -60,3 +66,49 @@ def test_a_swapped_module_and_optimizer_work_with_them(tmp_path: Path) -> None:
     optimizer.step()
     optimizer.close()
     assert not torch.equal(weight, torch.ones(4))
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16", torch.bfloat16])
+def test_dtypes_are_given_by_name(name: Any) -> None:
+    assert _checks.dtype("dtype", name) is torch.bfloat16
+    assert nvmeio.empty_aligned(3, dtype=name).dtype is torch.bfloat16
+
+
+def test_spilled_modules_and_optimizers_take_sizes_and_dtypes_as_text(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    wanted = module(torch.ones(1, 8))
+    with spill([module], tmp_path, resident_bytes="1M"):
+        assert torch.equal(module(torch.ones(1, 8)), wanted)
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = SwappedOptimizer(
+        torch.optim.AdamW, [weight], swap_dir=tmp_path / "o", master_dtype="float32"
+    )
+    weight.grad = torch.ones(4, dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.close()
+    assert weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path, name: nvmeio.empty_aligned(3, dtype=name),
+        lambda path, name: nvmeio.empty_pinned(3, dtype=name),
+        lambda path, name: nvmeio.stream_model(path, dtype=name),
+        lambda path, name: pack(path, path / "out", dtype=name),
+        lambda path, name: SwappedOptimizer(
+            torch.optim.AdamW, [torch.zeros(2)], swap_dir=path / "o", master_dtype=name
+        ),
+    ],
+)
+def test_what_is_no_dtype_is_named(call: Callable[[Path, Any], Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype: 'bfloat17' is not a dtype of torch"):
+        call(tmp_path, "bfloat17")
+    with pytest.raises(ValueError, match=r"dtype: 'nn' is not a dtype of torch"):
+        call(tmp_path, "nn")
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype or the name of one, not 16"):
+        call(tmp_path, 16)
+    assert list(tmp_path.iterdir()) == []

@@ -10,20 +10,27 @@ import torch
 import typer
 from rich.console import Console
 
+from nvmeio import _checks
 from nvmeio.cli import _progress
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
 from nvmeio.cli._units import binary_size
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """A dtype from its name."""
+    """A dtype from its name, short ones such as "bf16" included."""
     if name is None:
         return None
-    if name not in _DTYPES:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(_DTYPES)}", param_hint="--dtype")
-    return _DTYPES[name]
+    try:
+        found = _checks.dtype("dtype", name)
+    except ValueError:
+        found = None
+    if found not in _DTYPES:
+        raise typer.BadParameter(
+            f"{name!r} is none of float32, bfloat16, float16", param_hint="--dtype"
+        )
+    return found
 
 
 def command(

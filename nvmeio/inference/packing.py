@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import buffers, files
+from nvmeio import _checks, buffers, files
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
@@ -69,7 +69,7 @@ def pack(
     model_directory: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     quant_bits: int | None = None,
     quant_group_size: int = 64,
     handle: AioHandle | None = None,
@@ -85,7 +85,7 @@ def pack(
     Args:
         model_directory: As `save_pretrained` writes it, or a name on the hub (see `stream_model`).
         out: A directory that does not exist yet.
-        dtype: Of the weights in the file; by default the model's.
+        dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's.
         quant_bits: 4 or 8 to quantise the matrices of layers and head, in groups of a row; they
             are converted back to the model's dtype when they are used. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
@@ -105,6 +105,7 @@ def pack(
 
     Cost: each byte is read and written once; memory for two of the largest records.
     """
+    dtype = _checks.dtype("dtype", dtype)
     target = Path(os.path.abspath(out))
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
     if target.exists():

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvmeio import buffers, files
+from nvmeio import _checks, buffers, files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import Checkpoint
@@ -51,7 +51,7 @@ def spill(
     *,
     device: str | torch.device = "cpu",
     window: int | None = None,
-    resident_bytes: int | None = None,
+    resident_bytes: int | str | None = None,
     handle: AioHandle | None = None,
 ) -> WeightStream:
     """Write modules' parameters into files and stream them from there from then on.
@@ -62,7 +62,7 @@ def spill(
         directory: Where the files go; they have no name any more when this returns.
         device: Where the parameters are wanted when a module is called.
         window: As for `stream_model`.
-        resident_bytes: As for `stream_model`; None keeps no layer.
+        resident_bytes: As for `stream_model`, text included; None keeps no layer.
         handle: Moves the bytes and stays open; None makes one.
 
     Returns:
@@ -74,6 +74,7 @@ def spill(
             one tensor; `resident_bytes` is too small, or it or `window` is below 1.
         TypeError: One of these two is no int; a dtype is unknown to safetensors files.
     """
+    resident_bytes = _checks.size("resident_bytes", resident_bytes)
     check_numbers(window, resident_bytes)
     if not modules:
         raise ValueError("there are no modules to spill")
@@ -178,7 +179,7 @@ class Spiller:
         *,
         device: str | torch.device = "cpu",
         window: int | None = None,
-        resident_bytes: int | None = None,
+        resident_bytes: int | str | None = None,
     ) -> WeightStream:
         """Stream what was written from now on; the files lose their names, and this ends.
 
@@ -186,6 +187,7 @@ class Spiller:
             ValueError, TypeError: As `spill`.
             TransferError: A file cannot be read.
         """
+        resident_bytes = _checks.size("resident_bytes", resident_bytes)
         index = self.path / f"model{shards.INDEX_SUFFIX}"
         with contextlib.closing(self), contextlib.ExitStack() as stack:
             with open(create(index), "wb") as file:

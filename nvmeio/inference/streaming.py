@@ -34,7 +34,7 @@ def stream_model(
     window: int | None = None,
     resident_bytes: int | str | None = None,
     handle: AioHandle | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     kv_offload: bool | str | os.PathLike[str] = False,
     layers: Sequence[nn.Module | str] | None = None,
     strict: bool = True,
@@ -64,7 +64,8 @@ def stream_model(
             memory that is left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
         handle: Moves the bytes and stays open; by default one with the setting stored for the file
             system, for as long as the stream is open.
-        dtype: Of the weights, converted when they are used; by default that of the configuration.
+        dtype: Of the weights, converted when they are used, or its name ("bfloat16"); by default
+            that of the configuration.
             Files in this dtype already are faster: ``nvmeio pack --dtype``.
         kv_offload: Keep past keys and values of idle layers out of the way: True in page-locked
             memory (GPU) or a temporary file (CPU), a path in a file in that directory. For
@@ -97,8 +98,7 @@ def stream_model(
     value is computed from such bytes. The model can be used again afterwards, with a new cache.
 
     Cost: headers are read, and the memory is mapped and touched, here (0.1 s per GiB); resident
-        layers
-    are read in the course of the first pass.
+    layers are read in the course of the first pass.
 
     Example:
         >>> model = nvmeio.stream_model("Llama-3-70B", resident_bytes=24 << 30)
@@ -106,6 +106,7 @@ def stream_model(
         >>> model.weight_stream.close()
     """
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
+    dtype = _checks.dtype("dtype", dtype)
     where = torch.device(device)
     named = model_or_config_or_path
     if isinstance(named, (str, os.PathLike)):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import files
+from nvmeio import _checks, files
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
@@ -138,7 +138,8 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         index: For each name where it is: ``safetensors_file`` and ``weight_name``, or the dtype
             and shape of ``NAME.dat`` in the folder; by default that of the folder.
         device: Where tensors are wanted; the CPU by default.
-        window_bytes: Memory for tensors in use and on their way; page-locked where allowed.
+        window_bytes: Memory for tensors in use and on their way, or a size such as "1G";
+            page-locked where allowed.
         handle: Moves the bytes and stays open; None makes one.
 
     Raises:
@@ -157,9 +158,10 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
         index: Mapping[str, Mapping[str, Any]] | None = None,
         device: Any = None,
         *,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int | str = WINDOW_BYTES,
         handle: AioHandle | None = None,
     ) -> None:
+        window_bytes = _checks.size("window_bytes", window_bytes)
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("a state_dict, a save_folder or an index of weights is needed")
         self.state_dict = dict(state_dict or {})

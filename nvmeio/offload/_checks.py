@@ -6,6 +6,7 @@ import operator
 
 import torch
 
+from nvmeio._checks import dtype as dtype
 from nvmeio._checks import size as size
 from nvmeio.handle import AioHandle
 
@@ -25,14 +26,12 @@ def handle(value: AioHandle | None) -> None:
         raise TypeError(f"handle must be an nvmeio.AioHandle, not {value!r:.80}")
 
 
-def master_dtype(value: torch.dtype | None) -> None:
-    """None or a floating-point dtype."""
-    if value is None:
-        return
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"master_dtype must be a torch.dtype or None, not {value!r:.80}")
-    if not value.is_floating_point:
-        raise ValueError(f"master_dtype must be a floating-point dtype, not {value}")
+def master_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """None or a floating-point dtype, which may be given by its name."""
+    found = dtype("master_dtype", value)
+    if found is not None and not found.is_floating_point:
+        raise ValueError(f"master_dtype must be a floating-point dtype, not {found}")
+    return found
 
 
 def choice(name: str, value: str, among: tuple[str, ...]) -> None:

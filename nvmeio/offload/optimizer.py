@@ -60,8 +60,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         buffer_bytes: All buffers together; None gives each stage the largest subgroup. Parameters
             are split to fit where the class works element by element in fp32 or fp64.
         handle: Moves the bytes and stays open; None makes one.
-        master_dtype: Step in this dtype on weights of their own, kept on the drive, and round
-            the result into the parameters: `torch.float32` for bf16 parameters.
+        master_dtype: Step in this dtype (or that of this name) on weights of their own, kept on the
+            drive, and round the result into the parameters: `torch.float32` for bf16 parameters.
         gradients: "memory" leaves them in ``.grad``; "disk" takes each away as backward has made
             it. Then clip with `clip_grad_norm_` of this object: a step after torch's own, which
             would reach one small gradient that stays in memory, is refused.
@@ -113,7 +113,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         subgroup_bytes: int | str = DEFAULT_SUBGROUP_BYTES,
         buffer_bytes: int | str | None = None,
         handle: AioHandle | None = None,
-        master_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | str | None = None,
         gradients: str = "memory",
         ratio: float = 1.0,
         recoverable: bool = True,
@@ -130,7 +130,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         if buffer_bytes is not None:
             _checks.count("buffer_bytes", buffer_bytes, 4096)
         _checks.handle(handle)
-        _checks.master_dtype(master_dtype)
+        master_dtype = _checks.master_dtype(master_dtype)
         _checks.choice("gradients", gradients, ("memory", "disk"))
         _checks.ratio(ratio)
         resume = switch("resume", resume)
