@@ -19,6 +19,7 @@ FILES = (
     "request",
     "rows",
     "rows_request",
+    "batch",
     "lane",
     "engine",
 )

@@ -74,6 +74,16 @@ nv_request *nv_prepare_rows(nv_engine *, nv_cq *, uint64_t token, int opcode, in
                             int buffered_fd, uint64_t address, uint64_t count, uint64_t row_bytes,
                             uint64_t offsets, uint32_t offset_alignment, uint32_t memory_alignment,
                             int foreign);
+/* Many transfers as one request: as nv_prepare takes them. */
+typedef struct {
+  int opcode, direct_fd, buffered_fd;
+  uint64_t address, nbytes, file_offset, span_start, span_end;
+  uint32_t offset_alignment, memory_alignment;
+  int bounce, preallocate, foreign;
+} nv_transfer;
+nv_request *nv_prepare_batch(nv_engine *, nv_cq *, uint64_t token, const nv_transfer *,
+                             uint64_t count);
+const nv_result *nv_batch_result(nv_request *, uint64_t member); /* of one of them, once all are done */
 void nv_start(nv_request *);
 int nv_is_started(nv_request *);
 void nv_cancel(nv_request *);
@@ -131,6 +141,12 @@ typedef struct {
 int nv_can_hold(uint64_t address);
 void nv_hold_flag(nv_hold *, uint64_t address);
 void nv_unhold(nv_hold *);
+typedef struct {
+  uint64_t count;
+  nv_hold each[];
+} nv_holds;
+uint64_t nv_hold_flags(nv_holds *, const uint64_t *addresses); /* how many of them are held */
+void nv_unhold_all(nv_holds *);
 
 /* Descriptors of one file, or -1. */
 typedef struct {

@@ -86,37 +86,59 @@ static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) 
   return (uint32_t)parts;
 }
 
+/* A transfer as a request, which is nobody's yet. */
+nv_request *nv_lay_out(nv_engine *engine, const nv_transfer *transfer) {
+  uint64_t step = 0, start = transfer->span_start, end = transfer->span_end;
+  int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
+  uint32_t nparts = sync ? 1 : share(&engine->options, end - start, &step);
+  nv_request *request = nv_request_alloc(&engine->common, nparts);
+  if (!request) return NULL;
+  request->opcode = transfer->opcode;
+  request->direct_fd = transfer->direct_fd;
+  request->buffered_fd = transfer->buffered_fd;
+  request->bounce = transfer->bounce;
+  request->preallocate = transfer->preallocate;
+  request->foreign = transfer->foreign;
+  request->address = (char *)(uintptr_t)transfer->address;
+  request->nbytes = transfer->nbytes;
+  request->file_offset = request->grow_from = transfer->file_offset;
+  request->grow_end = transfer->file_offset + transfer->nbytes;
+  request->span_start = start;
+  request->span_end = end;
+  request->offset_alignment = transfer->offset_alignment;
+  request->memory_alignment = transfer->memory_alignment;
+  for (uint32_t i = 0; i < nparts; i++) {
+    nv_part *part = &request->parts[i];
+    part->next = start;
+    part->end = (sync || end - start <= step) ? end : start + step;
+    start = part->end;
+  }
+  if (sync) request->parts[0].end = end + 1; /* one block of no bytes */
+  return request;
+}
+
 nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode, int direct_fd,
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
                        uint32_t memory_alignment, int bounce, int preallocate, int foreign) {
   if (nv_forked(&engine->common)) return NULL;
-  uint64_t step = 0;
-  int sync = opcode == NV_FSYNC || opcode == NV_FDATASYNC;
-  uint32_t nparts = sync ? 1 : share(&engine->options, span_end - span_start, &step);
-  nv_request *request = nv_request_new(&engine->common, cq, token, nparts);
-  if (!request) return NULL;
-  request->opcode = opcode;
-  request->direct_fd = direct_fd;
-  request->buffered_fd = buffered_fd;
-  request->bounce = bounce;
-  request->preallocate = preallocate;
-  request->foreign = foreign;
-  request->address = (char *)(uintptr_t)address;
-  request->nbytes = nbytes;
-  request->file_offset = file_offset;
-  request->span_start = span_start;
-  request->span_end = span_end;
-  request->offset_alignment = offset_alignment;
-  request->memory_alignment = memory_alignment;
-  uint64_t start = span_start;
-  for (uint32_t i = 0; i < nparts; i++) {
-    nv_part *part = &request->parts[i];
-    part->next = start;
-    part->end = (sync || span_end - start <= step) ? span_end : start + step;
-    start = part->end;
-  }
-  if (sync) request->parts[0].end = span_start + 1; /* one block of no bytes */
+  nv_transfer transfer = {
+      .opcode = opcode,
+      .direct_fd = direct_fd,
+      .buffered_fd = buffered_fd,
+      .address = address,
+      .nbytes = nbytes,
+      .file_offset = file_offset,
+      .span_start = span_start,
+      .span_end = span_end,
+      .offset_alignment = offset_alignment,
+      .memory_alignment = memory_alignment,
+      .bounce = bounce,
+      .preallocate = preallocate,
+      .foreign = foreign,
+  };
+  nv_request *request = nv_lay_out(engine, &transfer);
+  if (request) nv_request_adopt(request, cq, token);
   return request;
 }
 
@@ -124,6 +146,10 @@ void nv_start(nv_request *request) {
   nv_engine *engine = (nv_engine *)request->common;
   if (nv_forked(&engine->common)) return;
   if (atomic_exchange(&request->started, 1)) return;
+  if (request->batch) {
+    nv_batch_start(engine, request);
+    return;
+  }
   atomic_fetch_add(&engine->common.in_flight, 1);
   uint32_t index = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
   nv_lane *lane = &engine->lanes[index];

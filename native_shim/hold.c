@@ -10,7 +10,7 @@
 
 #include <stdlib.h>
 
-#define BUCKETS 256
+#define BUCKETS 4096
 
 struct nv_held {
   unsigned char *flag;
@@ -61,9 +61,9 @@ int nv_can_hold(uint64_t address) {
   return can;
 }
 
-void nv_hold_flag(nv_hold *hold, uint64_t address) {
+/* With the mutex held. */
+static void hold_flag(nv_hold *hold, uint64_t address) {
   unsigned char *flag = (unsigned char *)(uintptr_t)address;
-  pthread_mutex_lock(&mutex);
   nv_held *held = find(flag);
   if (!held && *flag && (held = malloc(sizeof *held))) {
     nv_held **bucket = bucket_of(flag);
@@ -73,7 +73,27 @@ void nv_hold_flag(nv_hold *hold, uint64_t address) {
   }
   if (held) held->count++;
   hold->held = held;
+}
+
+void nv_hold_flag(nv_hold *hold, uint64_t address) {
+  pthread_mutex_lock(&mutex);
+  hold_flag(hold, address);
   pthread_mutex_unlock(&mutex);
+}
+
+uint64_t nv_hold_flags(nv_holds *holds, const uint64_t *addresses) {
+  uint64_t held = 0;
+  pthread_mutex_lock(&mutex);
+  for (uint64_t i = 0; i < holds->count; i++) {
+    hold_flag(&holds->each[i], addresses[i]);
+    held += holds->each[i].held != NULL;
+  }
+  pthread_mutex_unlock(&mutex);
+  return held;
+}
+
+void nv_unhold_all(nv_holds *holds) {
+  for (uint64_t i = 0; i < holds->count; i++) nv_unhold(&holds->each[i]);
 }
 
 void nv_unhold(nv_hold *hold) {

@@ -40,6 +40,8 @@ typedef struct nv_part {
   int has_block;
 } nv_part;
 
+typedef struct nv_batch nv_batch;
+
 /* What the requests and completion queues of one engine share; its first member. */
 typedef struct nv_common {
   unsigned generation; /* of forks: another one means that our threads do not exist here */
@@ -70,6 +72,9 @@ struct nv_request {
   char *address;
   uint64_t nbytes, file_offset, span_start, span_end;
   uint32_t offset_alignment, memory_alignment;
+  uint64_t grow_from, grow_end; /* what is allocated for the file to grow */
+  nv_batch *batch;              /* its members; NULL: it is no batch */
+  nv_request *whole;            /* the batch that it is a member of, or NULL */
   nv_rows *rows; /* NULL: one span */
   int planned;   /* the rows are sorted, or it is known why not */
 
@@ -145,19 +150,29 @@ struct nv_engine {
 };
 
 /* request.c */
+nv_request *nv_request_alloc(nv_common *, uint32_t nparts);
+void nv_request_adopt(nv_request *, nv_cq *, uint64_t token);
 nv_request *nv_request_new(nv_common *, nv_cq *, uint64_t token, uint32_t nparts);
 int nv_forked(const nv_common *);
 void nv_common_init(nv_common *, void (*last_out)(nv_common *));
 void nv_common_unref(nv_common *);
-int nv_complete(nv_request *);
+int nv_count(nv_request *);
+void nv_report(nv_request *);
 /* lane.c */
 int nv_lane_init(nv_lane *, nv_engine *, uint32_t index);
 void nv_lane_destroy(nv_lane *);
 void nv_lane_push(nv_lane *, nv_part *);
+void nv_lane_push_all(nv_lane *, nv_part *earliest, nv_part *latest);
 void nv_lanes_wake(nv_engine *);
-void nv_finish(nv_request *);
 /* file_facts.c */
 int nv_allocate(int fd, uint64_t from, uint64_t end);
+/* engine.c */
+nv_request *nv_lay_out(nv_engine *, const nv_transfer *);
+/* batch.c */
+void nv_batch_free(nv_batch *);
+void nv_batch_start(nv_engine *, nv_request *);
+void nv_finish(nv_request *);
+void nv_batch_stop(nv_batch *);
 /* rows.c */
 uint64_t nv_rows_count(const nv_rows *);
 /* rows_request.c */

@@ -94,13 +94,16 @@ void nv_lanes_wake(nv_engine *engine) {
 
 /* --- inbox and ring ---------------------------------------------------------------------- */
 
-void nv_lane_push(nv_lane *lane, nv_part *part) {
-  part->following = atomic_load(&lane->inbox);
-  while (!atomic_compare_exchange_weak(&lane->inbox, &part->following, part)) {
+/* Several at once: `following` leads from the latest to the earliest. */
+void nv_lane_push_all(nv_lane *lane, nv_part *earliest, nv_part *latest) {
+  earliest->following = atomic_load(&lane->inbox);
+  while (!atomic_compare_exchange_weak(&lane->inbox, &earliest->following, latest)) {
   }
   /* The lane sets asleep before its last look at the inbox; one of us sees the other. */
   if (atomic_exchange(&lane->asleep, 0)) wake(lane);
 }
+
+void nv_lane_push(nv_lane *lane, nv_part *part) { nv_lane_push_all(lane, part, part); }
 
 /* What has been pushed, first come first. */
 static nv_part *take_inbox(nv_lane *lane) {
@@ -151,11 +154,11 @@ static void fail(nv_request *request, int error) {
  * here: the writes themselves will tell, with the bytes that got through. */
 static void preallocate(nv_request *request) {
   struct stat st;
-  uint64_t end = user_end(request);
+  uint64_t end = request->grow_end;
   int fd = request->direct_fd >= 0 ? request->direct_fd : request->buffered_fd;
   if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || (uint64_t)st.st_size >= end) return;
-  uint64_t from = (uint64_t)st.st_size > request->file_offset ? (uint64_t)st.st_size
-                                                               : request->file_offset;
+  uint64_t from = (uint64_t)st.st_size > request->grow_from ? (uint64_t)st.st_size
+                                                             : request->grow_from;
   request->result.preallocated = nv_allocate(fd, from, end);
 }
 
@@ -173,12 +176,6 @@ static void write_buffered(nv_request *request, uint64_t from, uint64_t to) {
     request->transferred += (uint64_t)n;
     request->buffered_bytes += (uint64_t)n;
   }
-}
-
-/* By whichever thread was the last to do something for it. */
-void nv_finish(nv_request *request) {
-  nv_engine *engine = (nv_engine *)request->common;
-  if (nv_complete(request) && engine->stopping) nv_lanes_wake(engine);
 }
 
 static void finish_part(nv_part *part) {

@@ -215,31 +215,43 @@ void nv_cq_free(nv_cq *cq) {
 
 /* --- requests ---------------------------------------------------------------------------- */
 
-nv_request *nv_request_new(nv_common *common, nv_cq *cq, uint64_t token, uint32_t nparts) {
+/* One that no completion queue knows, and that keeps nothing alive. */
+nv_request *nv_request_alloc(nv_common *common, uint32_t nparts) {
   nv_request *request = calloc(1, sizeof *request + nparts * sizeof(nv_part));
   if (!request) return NULL;
   request->common = common;
-  request->token = token;
-  request->cq = cq;
   request->nparts = nparts;
   atomic_init(&request->parts_left, nparts);
   for (uint32_t i = 0; i < nparts; i++) request->parts[i].request = request;
   request->parts[0].starts = 1;
-  atomic_fetch_add(&common->refs, 1);
+  return request;
+}
+
+/* It will be reported at `cq`. */
+void nv_request_adopt(nv_request *request, nv_cq *cq, uint64_t token) {
+  request->token = token;
+  request->cq = cq;
+  atomic_fetch_add(&request->common->refs, 1);
   atomic_fetch_add(&cq->refs, 1);
+}
+
+nv_request *nv_request_new(nv_common *common, nv_cq *cq, uint64_t token, uint32_t nparts) {
+  nv_request *request = nv_request_alloc(common, nparts);
+  if (request) nv_request_adopt(request, cq, token);
   return request;
 }
 
 static void request_release(nv_request *request) {
   nv_common *common = request->common;
   nv_rows_free(request->rows);
+  nv_batch_free(request->batch);
   free(request);
   nv_common_unref(common);
 }
 
 /* Called once, by the lane that finished the last part: the kernel holds nothing any more. Whether
  * nothing is in flight now. */
-int nv_complete(nv_request *request) {
+int nv_count(nv_request *request) {
   nv_common *common = request->common;
   nv_result *result = &request->result;
   result->transferred = request->transferred;
@@ -262,8 +274,12 @@ int nv_complete(nv_request *request) {
     atomic_fetch_add(&common->cancelled, 1);
   else if (result->error || !whole)
     atomic_fetch_add(&common->errors, 1);
-  int idle = atomic_fetch_sub(&common->in_flight, 1) == 1;
+  return atomic_fetch_sub(&common->in_flight, 1) == 1;
+}
 
+/* Tells whoever waits for it. */
+void nv_report(nv_request *request) {
+  nv_common *common = request->common;
   pthread_mutex_lock(&common->mutex);
   int orphan = request->orphan;
   nv_cq *cq = request->cq, *signal = NULL;
@@ -284,7 +300,6 @@ int nv_complete(nv_request *request) {
     signal_cq(signal);
     atomic_fetch_sub(&signal->signalling, 1);
   }
-  return idle;
 }
 
 void nv_cancel(nv_request *request) {
@@ -292,6 +307,7 @@ void nv_cancel(nv_request *request) {
   atomic_store(&request->cancelled, 1);
   atomic_store(&request->stop, 1);
   if (request->rows) nv_rows_stop(request->rows);
+  if (request->batch) nv_batch_stop(request->batch);
 }
 
 int nv_is_started(nv_request *request) { return request->started; }

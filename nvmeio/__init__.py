@@ -17,6 +17,7 @@ from nvmeio.buffers import empty_pinned as empty_pinned
 from nvmeio.engines.base import Counters as Counters
 from nvmeio.errors import AlignmentError as AlignmentError
 from nvmeio.errors import BackendUnavailableError as BackendUnavailableError
+from nvmeio.errors import BatchError as BatchError
 from nvmeio.errors import ClosedError as ClosedError
 from nvmeio.errors import CuFileError as CuFileError
 from nvmeio.errors import IntegrityError as IntegrityError
@@ -73,6 +74,7 @@ __all__ = [
     "AioHandle",
     "AlignmentError",
     "BackendUnavailableError",
+    "BatchError",
     "Checkpointer",
     "ClosedError",
     "Counters",

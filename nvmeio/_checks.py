@@ -6,12 +6,15 @@ import operator
 import re
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
+from nvmeio.errors import AlignmentError
+
 if TYPE_CHECKING:
     import torch
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+OFFSET_MAX = (1 << 63) - 1  # of a file (off_t)
 _SWITCHES = {"true": True, "false": False}
 
 
@@ -32,6 +35,38 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     if most is not None and number > most:
         raise ValueError(f"{name} must be {most} or less, not {number}")
     return number
+
+
+def file_offset(name: str, value: Any, nbytes: int) -> int:
+    """Where in a file so many bytes may begin.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: They would lie outside of any file.
+    """
+    number = value if type(value) is int else integer(name, value)
+    if not 0 <= number <= OFFSET_MAX - nbytes:
+        raise ValueError(
+            f"{name} must lie between 0 and 2**63 - 1 - {nbytes} (the tensor's bytes), not {number}"
+        )
+    return int(number)
+
+
+def pages(name: str, value: Any, most: int) -> None:
+    """What direct I/O moves is whole pages.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is out of bounds.
+        AlignmentError: It is no multiple of 4096.
+    """
+    integer(name, value, 1, most)
+    if value % 4096:
+        raise AlignmentError(
+            f"{name} {value} is not a multiple of 4096; use {-(-value // 4096) * 4096}",
+            nbytes=value,
+            required=4096,
+        )
 
 
 def parse_size(text: str) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import errno
 import itertools
 import logging
 import os
@@ -30,21 +29,19 @@ import warnings
 from collections.abc import Callable
 
 from nvmeio import _transfer, files
+from nvmeio._batch import Batch
+from nvmeio._batch_record import BatchRecord, Planner
 from nvmeio._completions import CompletionQueues
 from nvmeio._io.threads import run_interruptible
 from nvmeio._loops import Beside, in_a_thread, wake
-from nvmeio._plan import Plan
 from nvmeio._record import Record
 from nvmeio._rows import RowPlaces
-from nvmeio._tensor import Memory, touch
-from nvmeio.engines import base
+from nvmeio._tensor import Memory
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
 
 logger = logging.getLogger("nvmeio")
-
-Planner = Callable[[Opcode, Memory, Descriptors, int], tuple[Plan, Transfer]]
 
 # A blocked thread looks up this often, so that Ctrl-C is served.
 _SLICE_S = 0.1
@@ -115,22 +112,36 @@ class Core:
             raise
         token, nbytes = next(self._tokens), memory.nbytes
         record = Record(token, opcode, memory, opened.path, file_offset, nbytes, check, places)
-        return self._submit(record, opened, planned, transfer)
+        record.opened, record.plan = opened, planned
+        return self._submit(record, transfer)
+
+    def start_batch(self, opcode: Opcode, batch: Batch) -> Record:
+        """Start reads or writes of many; failures of theirs are the record's, not the call's."""
+        record = BatchRecord(next(self._tokens), opcode, batch, self._planner)
+        try:
+            transfers, miscounted = record.go_on()
+        except BaseException:
+            record.let_go()
+            raise
+        self._count(**miscounted)
+        if transfers is not None:
+            return self._submit(record, transfers)
+        failure = record.failure(0)
+        lost = record.let_go()
+        return self._over_at_once(record, failure or lost)
 
     def start_sync(self, opcode: Opcode, opened: Descriptors) -> Record:
         """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
         record = Record(next(self._tokens), opcode, None, opened.path, 0, 0)
-        return self._submit(record, opened, *_transfer.plan_sync(opcode, opened))
-
-    def _submit(
-        self, record: Record, opened: Descriptors, plan: Plan, transfer: Transfer
-    ) -> Record:
         record.opened = opened
-        record.plan = plan
+        record.plan, transfer = _transfer.plan_sync(opcode, opened)
+        return self._submit(record, transfer)
+
+    def _submit(self, record: Record, transfer: Transfer | list[Transfer]) -> Record:
         token = record.token
         try:
             record.home = cq = self._completions.here()
-            record.request = request = base.prepare(self.engine, cq, token, transfer, record.rows)
+            record.request = request = record.prepare(self.engine, cq, transfer)
             with self._lock:
                 self.check_open()
                 self._live[token] = record
@@ -158,16 +169,21 @@ class Core:
         path, nbytes = failed.path, memory.nbytes
         record = Record(next(self._tokens), opcode, None, path, file_offset, nbytes)
         memory.end()
-        record.error, record.state = failed, "failed"
+        self._count(operations=1, errors=1)
+        return self._over_at_once(record, failed)
+
+    def _over_at_once(self, record: Record, failure: BaseException | None) -> Record:
         with self._lock:
-            self._count(operations=1, errors=1)
+            record.error, record.state = failure, "finished" if failure is None else "failed"
             self._finished += 1
-            self._failed[record.token] = record
+            if failure is not None:
+                self._failed[record.token] = record
         return record
 
     def _count(self, **more: int) -> None:
-        counted = self._unissued
-        self._unissued = counted._replace(**{k: getattr(counted, k) + n for k, n in more.items()})
+        with self._lock:
+            sums = {name: getattr(self._unissued, name) + n for name, n in more.items()}
+            self._unissued = self._unissued._replace(**sums)
 
     # --- noticing and concluding --------------------------------------------------------------
 
@@ -252,58 +268,42 @@ class Core:
         request = record.request
         assert request is not None
         moved = request.moved()
-        code = -moved if moved < 0 else 0
-        if code == errno.EINVAL and record.plan is not None and record.plan.direct:
+        if record.goes_on(moved):
             if record.claimed != _HANDED_ON:  # an interrupt must not come between the steps
                 return self._hand_on(record)
-            if self._demoted(record):
+            if self._gone_on(record):
                 return
-        memory = record.memory
-        if memory is not None and memory.changed is not None:
-            touch(memory.changed)  # however it ended: some bytes may have arrived
-        if code == errno.ECANCELED:
+        record.touch()
+        if record.dropped(moved):
             self._settle(record, "cancelled", None)
             return
-        # IOCB_CMD_FSYNC came with Linux 4.18.
-        sync = code == errno.EINVAL and record.opcode >= Opcode.FSYNC
-        if not sync and moved != record.nbytes:
-            self._settle(record, "failed", record.failure())
+        failure = record.failure(moved)
+        if failure is not None:
+            self._settle(record, "failed", failure)
             return
-        if sync or record.check is not None or (memory is not None and memory.copy_back):
+        if record.has_last_steps(moved):
             if not may_block:
                 self._hand_on(record)
                 return
-            (record.sync_here if sync else record.last_steps)()
+            record.last_steps(moved)
         self._settle(record, "finished", None)
 
-    def _demoted(self, record: Record) -> bool:
-        """Refused as direct I/O: once more, through the page cache, and so from now on."""
-        opened, memory, refused = record.opened, record.memory, record.outcome()
-        assert opened is not None and memory is not None
-        try:
-            record.plan, transfer = _transfer.plan_buffered(
-                record.opcode, memory, opened, record.file_offset
-            )
-        except TransferError:
-            return False
-        logger.warning("%s refused direct I/O (EINVAL): buffered instead", record.path)
-        moved = "bytes_read" if record.opcode is Opcode.READ else "bytes_written"
+    def _gone_on(self, record: Record) -> bool:
+        """Have the engine do what is next of an operation; False if nothing is."""
+        transfer, miscounted = record.go_on()
         with self._lock:
-            self._count(
-                operations=-1,
-                errors=-1,
-                direct_bytes=-refused.direct_bytes,
-                bounced_bytes=-refused.bounced_bytes,
-                buffered_bytes=-refused.buffered_bytes,
-                **{moved: -refused.transferred},
-            )
+            self._count(**miscounted)
+            if transfer is None:
+                return False
             # A token of its own: who has the old one still is to take that off the queue only.
             token, cq = next(self._tokens), record.home
             assert cq is not None
-            record.request = base.prepare(self.engine, cq, token, transfer, record.rows)
-            self._live[token] = self._live.pop(record.token)
-            record.token, record.claimed = token, 0
+            record.token, self._live[token] = token, self._live.pop(record.token)
+            record.request = record.prepare(self.engine, cq, transfer)
+            record.claimed = 0
             record.request.start()
+            if record.stop:
+                record.request.cancel()
             while record.gates:  # who waits there may wait for the request itself again
                 record.gates.pop().release()
         return True

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nvmeio import _core, _holds
+from nvmeio import _core, _holds, _transfer
 from nvmeio._core import Core
+from nvmeio._device import Copier
 from nvmeio._io.threads import run_interruptible, start
 from nvmeio._record import Record
-from nvmeio.engines.base import Counters
+from nvmeio.engines.base import Counters, Options
 from nvmeio.engines.ring import RingEngine
 
 
@@ -171,15 +172,18 @@ class Cores:
         return counters
 
 
+def ring_core(copier: Copier, ring_bytes: int, options: Options, host: Core) -> Core:
+    """The core of CUDA tensors that go through host memory."""
+    engine = RingEngine(host.engine, copier, ring_bytes)
+    engine.start(options)
+    return Core(engine, _transfer.plan_device, below=host)
+
+
 def _user_of(storage: int) -> Record | None:
     """What is in flight in a storage, given its `_cdata`."""
     for core in list(_core._unreleased):
         for record in list(core._live.values()):
-            memory = record.memory
-            if memory is not None and memory.keep._cdata == storage:
-                return record
-            places = record.places
-            if places is not None and places.keep._cdata == storage:
+            if record.uses(storage):
                 return record
     return None
 

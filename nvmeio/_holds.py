@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,26 @@ def hold(storage: torch.UntypedStorage) -> Any:
         return held
     except BaseException:
         ffi.release(held)
+        raise
+
+
+def hold_all(storages: Sequence[torch.UntypedStorage]) -> tuple[Any, list[int]]:
+    """`hold` for many.
+
+    Returns:
+        One hold, and the numbers of those storages that it does not hold.
+    """
+    if _OFFSET is None or not storages:
+        return None, list(range(len(storages)))
+    number = len(storages)
+    flags = ffi.new("uint64_t[]", [storage._cdata + _OFFSET for storage in storages])
+    holds = ffi.gc(ffi.new("nv_holds *", {"count": number, "each": number}), lib.nv_unhold_all)
+    try:
+        if lib.nv_hold_flags(holds, flags) == number:
+            return holds, []
+        return holds, [i for i in range(number) if holds.each[i].held == ffi.NULL]
+    except BaseException:
+        ffi.release(holds)
         raise
 
 

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from nvmeio import _transfer
 from nvmeio._plan import Plan
 from nvmeio._rows import RowPlaces
-from nvmeio._tensor import Memory
-from nvmeio.engines.base import CompletionQueue, EngineError, Opcode, Outcome, Request
+from nvmeio._tensor import Memory, touch
+from nvmeio.engines import base
+from nvmeio.engines.base import (
+    CompletionQueue,
+    Engine,
+    EngineError,
+    Opcode,
+    Outcome,
+    Request,
+    Transfer,
+)
 from nvmeio.errors import ShortTransferError, TransferError
 from nvmeio.files import Descriptors
 
@@ -27,7 +38,9 @@ NAMES = {
     Opcode.FDATASYNC: "fsync",
 }
 ROWS_NAMES = {Opcode.READ: "gather", Opcode.WRITE: "scatter"}
-_NOTHING = Outcome(0, 0, 0, 0, 0)
+NOTHING = Outcome(0, 0, 0, 0, 0)
+
+logger = logging.getLogger("nvmeio")
 
 
 class Record:
@@ -62,6 +75,7 @@ class Record:
         "request",
         "rows",
         "state",
+        "stop",
         "token",
         "waiters",
     )
@@ -91,6 +105,7 @@ class Record:
         self.request: Request | None = None
         self.home: CompletionQueue | None = None  # where its end is reported
         self.state = "pending"
+        self.stop = False
         self.claimed = 0  # the thread that concludes it, or HANDED_ON
         self.error: BaseException | None = None
         # Who is told of the end: event loops, threads (by releasing a lock), anybody.
@@ -116,44 +131,87 @@ class Record:
 
     def outcome(self) -> Outcome:
         """What the engine tells of it, once the kernel is done."""
-        return _NOTHING if self.request is None else self.request.outcome()
+        return NOTHING if self.request is None else self.request.outcome()
 
-    def failure(self) -> BaseException | None:
+    # --- for the core, in this order --------------------------------------------------------
+
+    def prepare(self, engine: Engine, cq: CompletionQueue, transfer: Any) -> Request:
+        """The engine's request for it."""
+        return base.prepare(engine, cq, self.token, transfer, self.rows)
+
+    def cancel(self) -> None:
+        """Issue no further block."""
+        self.stop = True  # what is only about to be asked of the engine is cancelled right after
+        request = self.request
+        if request is not None:
+            request.cancel()
+
+    def goes_on(self, moved: int) -> bool:
+        """Whether more is to be done by the finisher, now that the request has moved so much."""
+        return moved == -errno.EINVAL and self.plan is not None and self.plan.direct
+
+    def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
+        """What the engine is to do next, if anything, and what its counters have too much or lack.
+
+        Here what it refused as direct I/O, without.
+        """
+        opened, memory = self.opened, self.memory
+        assert opened is not None and memory is not None
+        try:
+            self.plan, transfer = _transfer.plan_buffered(
+                self.opcode, memory, opened, self.file_offset
+            )
+        except TransferError:
+            return None, {}
+        logger.warning("%s refused direct I/O (EINVAL): buffered instead", self.path)
+        return transfer, refused_once(self.opcode, self.outcome())
+
+    def uses(self, storage: int) -> bool:
+        """Whether it is in flight in a storage, given its `_cdata`."""
+        kept = [each.keep for each in (self.memory, self.places) if each is not None]
+        return any(keep._cdata == storage for keep in kept)
+
+    def touch(self) -> None:
+        """Tell torch what was changed, however it ended: some bytes may have arrived."""
+        memory = self.memory
+        if memory is not None and memory.changed is not None:
+            touch(memory.changed)
+
+    def dropped(self, moved: int) -> bool:
+        """Whether it was cancelled."""
+        return moved == -errno.ECANCELED
+
+    def failure(self, moved: int) -> BaseException | None:
         """The error that the outcome stands for."""
-        outcome = self.outcome()
-        code = outcome.error
-        if not code and outcome.transferred == self.nbytes:
+        if moved == self.nbytes or self._is_no_sync(moved):
             return None
-        about = self._about(outcome.transferred)
-        if isinstance(outcome.cause, EngineError):
-            return outcome.cause.with_context(**about)
-        if outcome.cause is not None:
-            return outcome.cause
-        if code:
-            return TransferError(code, **about)
-        ends = self.file_offset + outcome.transferred
-        detail = (
-            f"the file ends at byte {ends}, the tensor wants bytes up to "
-            f"{self.file_offset + self.nbytes}"
-            if outcome.transferred
-            else "the file ends before the span; nothing could be read"
-        )
-        return ShortTransferError(errno.ENODATA, detail=detail, **about)
+        outcome = self.outcome()
+        return failure_of(outcome, self._about(outcome.transferred))
 
-    def last_steps(self) -> None:
-        """What follows a transfer that went well, and may take long."""
+    def _is_no_sync(self, moved: int) -> bool:
+        """Whether the kernel has no fsync for AIO: IOCB_CMD_FSYNC came with Linux 4.18."""
+        return moved == -errno.EINVAL and self.opcode >= Opcode.FSYNC
+
+    def has_last_steps(self, moved: int) -> bool:
+        """Whether something follows a transfer that went well."""
+        memory = self.memory
+        return (
+            self.check is not None
+            or (memory is not None and memory.copy_back is not None)
+            or self._is_no_sync(moved)
+        )
+
+    def last_steps(self, moved: int) -> None:
+        """What that is; it may take long."""
+        if self._is_no_sync(moved):
+            self._sync_here()
         memory, check = self.memory, self.check
-        if memory is not None and memory.copy_back is not None:
-            try:
-                memory.copy_back()
-            except OSError as failed:
-                detail = failed.strerror or ""
-                about = self._about(0)
-                raise TransferError(failed.errno or errno.EIO, detail=detail, **about) from failed
+        if memory is not None:
+            copy_back(memory, self._about(0))
         if check is not None:
             check()
 
-    def sync_here(self) -> None:
+    def _sync_here(self) -> None:
         """fsync(2) in this thread, where the kernel has none for AIO."""
         assert self.opened is not None
         fd = self.opened.any_fd()
@@ -187,3 +245,43 @@ class Record:
             "nbytes": self.nbytes,
             "transferred": transferred,
         }
+
+
+def failure_of(outcome: Outcome, about: dict[str, Any]) -> BaseException:
+    """The error of a transfer that is not whole; `about` is what `TransferError` takes."""
+    if isinstance(outcome.cause, EngineError):
+        return outcome.cause.with_context(**about)
+    if outcome.cause is not None:
+        return outcome.cause
+    if outcome.error:
+        return TransferError(outcome.error, **about)
+    start, end = about["file_offset"], about["file_offset"] + about["nbytes"]
+    detail = (
+        f"the file ends at byte {start + outcome.transferred}, the tensor wants bytes up to {end}"
+        if outcome.transferred
+        else "the file ends before the span; nothing could be read"
+    )
+    return ShortTransferError(errno.ENODATA, detail=detail, **about)
+
+
+def copy_back(memory: Memory, about: dict[str, Any]) -> None:
+    """Move what was read through a copy on into the tensor."""
+    if memory.copy_back is None:
+        return
+    try:
+        memory.copy_back()
+    except OSError as failed:
+        detail = failed.strerror or ""
+        raise TransferError(failed.errno or errno.EIO, detail=detail, **about) from failed
+
+
+def refused_once(opcode: Opcode, refused: Outcome) -> dict[str, int]:
+    """How counters are to change where a transfer was refused, and is done again."""
+    return {
+        "operations": -1,
+        "errors": -1,
+        "direct_bytes": -refused.direct_bytes,
+        "bounced_bytes": -refused.bounced_bytes,
+        "buffered_bytes": -refused.buffered_bytes,
+        "bytes_read" if opcode is Opcode.READ else "bytes_written": -refused.transferred,
+    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 
-from nvmeio import _holds
+from nvmeio import _checks, _holds
 from nvmeio.engines.base import Rows
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 FileOffsets = Union[torch.Tensor, "numpy.ndarray[Any, Any]", Sequence[int]]
 
-_OFFSET_MAX = (1 << 63) - 1
 _MOST_ROWS = (1 << 32) - 1
 _INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -66,7 +65,7 @@ def places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | None:
     if tensor.is_quantized:
         raise TypeError("a quantized tensor has no rows of bytes; gather its int_repr()")
     lowest, highest = (int(end) for end in torch.aminmax(offsets))
-    if lowest < 0 or highest > _OFFSET_MAX - row_bytes:
+    if lowest < 0 or highest > _checks.OFFSET_MAX - row_bytes:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
             f"file_offsets must lie between 0 and 2**63 - 1 - {row_bytes} (a row's bytes), "

@@ -6,6 +6,7 @@ NvmeioError
 ├ TransferError(OSError)                 errno, operation, path, file_offset, nbytes, transferred
 │  ├ ShortTransferError                  requested, transferred
 │  ├ RowsError                           row, rows, whole, mask()
+│  ├ BatchError                          item, items, whole, failures
 │  └ CuFileError                         cufile_status, cuda_status
 ├ BackendUnavailableError(RuntimeError)  attempts = [(name, reason), …], remedy
 └ IntegrityError                         expected, found
@@ -237,6 +238,70 @@ class RowsError(TransferError):
         import torch  # this module is loaded before anything else
 
         return torch.frombuffer(bytearray(self._whole_rows), dtype=torch.bool)
+
+
+class BatchError(TransferError):
+    """Some items of a batch could not be moved; the others were.
+
+    It says of the first of them what `TransferError` says of a transfer, and has what that one
+    would have raised by itself as its `__cause__`; those of further ones are in `others` as well.
+
+    Attributes:
+        item: The first that failed, by its number in the batch.
+        errno: Why that one did; EIO where it was no error of the kernel's.
+        items: How many items there are.
+        whole: How many of them were moved whole.
+        failures: All that failed: ``((number, error), …)``, in the order of their numbers.
+        transferred: Bytes of all items that got through.
+    """
+
+    item: int
+    items: int
+    whole: int
+    failures: tuple[tuple[int, BaseException], ...]
+    _FIELDS = (*TransferError._FIELDS, "items", "whole", "failures")
+
+    def __new__(
+        cls,
+        errno: int,
+        *,
+        items: int,
+        whole: int,
+        failures: Sequence[tuple[int, BaseException]],
+        operation: str,
+        path: str,
+        file_offset: int = 0,
+        nbytes: int = 0,
+        detail: str = "",
+        **_: Any,
+    ) -> BatchError:
+        """As `TransferError`; the first of `failures` is the one that it tells of."""
+        item = failures[0][0]
+        text = f"{detail or os.strerror(errno)}"
+        if errno in _REMEDIES and not detail:
+            text += f" ({_REMEDIES[errno]})"
+        span = f" [{file_offset}, {file_offset + nbytes})" if nbytes else ""
+        text += f"; item {item}{span}, {whole} of {items} items are whole"
+        made = super().__new__(cls, errno, operation=operation, path=path, detail=text)
+        assert isinstance(made, BatchError)
+        return made
+
+    def __init__(
+        self,
+        errno: int,
+        *,
+        items: int,
+        whole: int,
+        failures: Sequence[tuple[int, BaseException]],
+        **about: Any,
+    ) -> None:
+        super().__init__(errno, **about)
+        self.items = items
+        self.whole = whole
+        self.failures = tuple(failures)
+        self.item = self.failures[0][0]
+        self.others = tuple(error for _, error in self.failures[1:])
+        self.__cause__ = self.failures[0][1]
 
 
 class CuFileError(TransferError):

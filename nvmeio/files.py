@@ -227,7 +227,7 @@ class File(Closing):
         flags = _MODES.get(mode.replace("b", ""))
         if flags is None:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(map(repr, _MODES))}")
-        self._path = _checked_path(path)
+        self._path = checked_path(path)
         self._mode = mode
         self._descriptors = Descriptors.open(self._path, flags)
         self._closed = False
@@ -324,13 +324,19 @@ def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> 
         return file.acquire(bool(writing))
     if isinstance(file, (str, os.PathLike)):
         flags = os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY
-        return Descriptors.open(_checked_path(file), flags)
+        return Descriptors.open(checked_path(file), flags)
     if isinstance(file, int) and not isinstance(file, bool):
         return Descriptors.borrow(file, writing)
     raise TypeError(f"file must be a path, an open descriptor or an nvmeio.File, not {file!r}")
 
 
-def _checked_path(path: str | os.PathLike[str]) -> str:
+def checked_path(path: str | os.PathLike[str]) -> str:
+    """A path as text.
+
+    Raises:
+        TypeError: It is none, or bytes.
+        ValueError: No file can have that name.
+    """
     name = os.fspath(path)
     if not isinstance(name, str):
         raise TypeError(f"a path must be a str, not {name!r}; os.fsdecode turns bytes into one")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from nvmeio._tensor import Data
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
 from nvmeio.engines.cufile.driver import Settings
-from nvmeio.errors import AlignmentError
 from nvmeio.handle import AioHandle
 
 __all__ = ["GdsHandle"]
@@ -87,10 +85,10 @@ class GdsHandle(AioHandle):
         max_direct_io_bytes: int | str | None = None,
     ) -> None:
         task_bytes = _checks.size("task_bytes", task_bytes)
-        _check_pages("task_bytes", task_bytes)
+        _checks.pages("task_bytes", task_bytes, TASK_BYTES_MOST)
         max_direct_io_bytes = _checks.size("max_direct_io_bytes", max_direct_io_bytes)
         if max_direct_io_bytes is not None:
-            _check_pages("max_direct_io_bytes", max_direct_io_bytes)
+            _checks.pages("max_direct_io_bytes", max_direct_io_bytes, TASK_BYTES_MOST)
         if cpu_tensors not in ("aio", "cufile"):
             raise ValueError(f"cpu_tensors must be 'aio' or 'cufile', not {cpu_tensors!r}")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
@@ -132,6 +130,10 @@ class GdsHandle(AioHandle):
     def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         core, memory = super()._memory(opcode, tensor)
         return (self._cores.device if self._host_too else core), memory
+
+    @property
+    def _usual_core(self) -> Core | None:
+        return None if self._host_too else super()._usual_core
 
     # --- registered memory ------------------------------------------------------------------
 
@@ -262,16 +264,6 @@ class GdsHandle(AioHandle):
 
 def _cufile_core(engine: _cufile.CuFileEngine, host: Core) -> Core:
     return Core(engine, _transfer.plan_device, below=host)
-
-
-def _check_pages(name: str, value: Any) -> None:
-    _checks.integer(name, value, 4096, TASK_BYTES_MOST)
-    if value % 4096:
-        raise AlignmentError(
-            f"{name} {value} is not a multiple of 4096; use {-(-value // 4096) * 4096}",
-            nbytes=value,
-            required=4096,
-        )
 
 
 def _start_of(tensor: torch.Tensor) -> int:

@@ -154,9 +154,7 @@ class Operation(Coroutine[Any, Any, int]):
         """
         if self.done():
             return False
-        request = self._record.request
-        if request is not None:
-            request.cancel()
+        self._record.cancel()
         return True
 
     def cancelled(self) -> bool:

@@ -254,6 +254,35 @@ def test_integrity_error() -> None:
     assert (str(error), error.expected, error.found) == ("bytes differ", b"a", b"b")
 
 
+def test_items_that_failed() -> None:
+    first = nvmeio.TransferError(errno.ENOSPC, operation="pwrite_batch", path="/x/y")
+    second = nvmeio.ClosedError("closed")
+    error = nvmeio.BatchError(
+        errno.ENOSPC,
+        items=5,
+        whole=3,
+        failures=[(2, first), (4, second)],
+        operation="pwrite_batch",
+        path="/x/y",
+        file_offset=800,
+        nbytes=100,
+        transferred=200,
+    )
+    assert error.__cause__ is first
+    again = [pickle.loads(pickle.dumps(error)), copy.copy(error), errors.with_context(error, "a")]
+    for each in (error, *again):
+        assert isinstance(each, nvmeio.BatchError)
+        assert (each.errno, each.item, each.items, each.whole) == (errno.ENOSPC, 2, 5, 3)
+        assert (each.file_offset, each.nbytes, each.transferred) == (800, 100, 200)
+        assert [(item, type(failure)) for item, failure in each.failures] == [
+            (2, nvmeio.TransferError),
+            (4, nvmeio.ClosedError),
+        ]
+        assert [type(other) for other in each.others] == [nvmeio.ClosedError]
+        assert "item 2 [800, 900), 3 of 5 items are whole; pwrite_batch /x/y" in str(each)
+    assert "free space" in str(error)
+
+
 def test_rows_that_failed() -> None:
     error = nvmeio.RowsError(
         errno.EIO,

@@ -1,7 +1,8 @@
 """What engines written in Python have in common: completion queues, requests, counting.
 
-`EventfdQueue` serves all of them. `QueuedEngine` and `QueuedRequest` are the base of the engines
-that move device memory: the ring (`nvmeio.engines.ring`) and cuFile (`nvmeio.engines.cufile`).
+`EventfdQueue` and `Batch` serve all of them. `QueuedEngine` and `QueuedRequest` are the base of the
+engines that move device memory: the ring (`nvmeio.engines.ring`) and cuFile
+(`nvmeio.engines.cufile`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from nvmeio._io.threads import SLICE_S
 from nvmeio.engines.base import (
+    BatchRequest,
     CompletionQueue,
     Counters,
     DeviceTransfer,
@@ -23,6 +26,7 @@ from nvmeio.engines.base import (
     Outcome,
     Request,
     Transfer,
+    total,
 )
 
 
@@ -226,6 +230,88 @@ class QueuedRequest:
         self._cq.link(self)
 
 
+class _Landing(EventfdQueue):
+    """In the place of a completion queue: counts a batch's transfers down."""
+
+    def __init__(self, landed: Callable[[], None]) -> None:
+        self._landed = landed
+        self._fd = -1
+
+    def link(self, request: Linkable) -> None:
+        self._landed()
+
+
+class Batch:
+    """Many transfers as one request.
+
+    Args:
+        lock: The engine's; with it held, transfers end.
+        cq: Where its end is reported.
+        token: Its name there.
+        prepare: The engine's.
+        transfers: What it moves.
+    """
+
+    def __init__(
+        self,
+        lock: AbstractContextManager[bool],
+        cq: EventfdQueue,
+        token: int,
+        prepare: Callable[[CompletionQueue, int, Transfer], Request],
+        transfers: Sequence[Transfer],
+    ) -> None:
+        self.token = token
+        self.linked = False
+        self._lock = lock
+        self._cq = cq
+        self._left = len(transfers)
+        self._finished = End()
+        landing = _Landing(self._landed)
+        self._requests = [prepare(landing, 0, transfer) for transfer in transfers]
+
+    def start(self) -> None:
+        for request in self._requests:
+            request.start()
+
+    def started(self) -> bool:
+        return self._requests[0].started()
+
+    def cancel(self) -> None:
+        for request in self._requests:
+            request.cancel()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._finished.wait(timeout_s)
+
+    def move(self, cq: CompletionQueue) -> None:
+        assert isinstance(cq, EventfdQueue)
+        with self._lock:
+            if self._finished.is_set() and not self.linked:
+                return  # reaped already
+            if self.linked:
+                with suppress(ValueError):
+                    self._cq.unlink(self)
+            self._cq = cq
+            if self._finished.is_set():
+                cq.link(self)
+
+    def moved(self) -> int:
+        outcome = self.outcome()
+        return -outcome.error if outcome.error else outcome.transferred
+
+    def outcome(self) -> Outcome:
+        return total(self.outcomes())
+
+    def outcomes(self) -> list[Outcome]:
+        return [request.outcome() for request in self._requests]
+
+    def _landed(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._finished.set()
+            self._cq.link(self)
+
+
 class QueuedEngine:
     """An engine whose work is done by Python threads that look into a queue.
 
@@ -251,6 +337,13 @@ class QueuedEngine:
         assert isinstance(cq, EventfdQueue)
         assert isinstance(transfer, DeviceTransfer)
         return QueuedRequest(self, token, transfer, cq)
+
+    def prepare_batch(
+        self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
+    ) -> BatchRequest:
+        """A request for each, and one for all of them."""
+        assert isinstance(cq, EventfdQueue)
+        return Batch(self.lock, cq, token, self.prepare, transfers)
 
     def enqueue(self, request: QueuedRequest) -> None:
         """For `QueuedRequest.start`: the engine's threads take it from here.

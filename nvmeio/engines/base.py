@@ -7,6 +7,8 @@ out the tokens of finished transfers behind a pollable descriptor.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -185,6 +187,13 @@ class Request(Protocol):
         """How it ended, in full; only once it is done."""
 
 
+class BatchRequest(Request, Protocol):
+    """Many transfers as one request; its outcome is their sum, and the first error of theirs."""
+
+    def outcomes(self) -> list[Outcome]:
+        """How each of them ended, in their order; only once it is done."""
+
+
 class CompletionQueue(Protocol):
     """Where finished transfers wait for one consumer."""
 
@@ -246,6 +255,47 @@ class RowsEngine(Engine, Protocol):
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
     ) -> Request:
         """As `prepare`, for rows: `transfer` tells of memory and file, its span says nothing."""
+
+
+@runtime_checkable
+class BatchEngine(Engine, Protocol):
+    """An engine that moves many transfers as one request as well."""
+
+    def prepare_batch(
+        self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
+    ) -> BatchRequest:
+        """As `prepare`; the token is reported once all of them are done."""
+
+
+def prepare_batch(
+    engine: Engine, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
+) -> BatchRequest:
+    """A batch that is ready to start.
+
+    Raises:
+        BackendUnavailableError: The engine moves no batches.
+    """
+    if not isinstance(engine, BatchEngine):
+        raise BackendUnavailableError(
+            f"the engine {engine.name!r} moves no batches",
+            remedy="give it a prepare_batch (nvmeio.engines.base.BatchEngine), or use 'libaio'",
+        )
+    return engine.prepare_batch(cq, token, transfers)
+
+
+def total(outcomes: Sequence[Outcome]) -> Outcome:
+    """What became of several transfers: the first error, or that some were cancelled."""
+    failed = [each for each in outcomes if each.error]
+    first = next((each for each in failed if each.error != errno.ECANCELED), None)
+    first = first or (failed[0] if failed else None)
+    return Outcome(
+        first.error if first else 0,
+        sum(each.transferred for each in outcomes),
+        sum(each.direct_bytes for each in outcomes),
+        sum(each.bounced_bytes for each in outcomes),
+        sum(each.buffered_bytes for each in outcomes),
+        first.cause if first else None,
+    )
 
 
 def prepare(

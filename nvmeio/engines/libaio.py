@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from nvmeio._io.threads import Thread
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio.engines._rows import with_cause
 from nvmeio.engines.base import (
+    BatchRequest,
     CompletionQueue,
     Counters,
     Options,
@@ -109,6 +111,18 @@ class LibaioEngine:
             raise MemoryError(f"the native shim could not allocate a request of {rows.number} rows")
         return _RowsRequest(ffi.gc(request, lib.nv_request_free), rows)
 
+    def prepare_batch(
+        self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
+    ) -> BatchRequest:
+        """One request for all; the shim hands them to the lanes."""
+        assert isinstance(cq, _CompletionQueue)
+        number = len(transfers)
+        raw = ffi.new("nv_transfer[]", transfers)
+        request = lib.nv_prepare_batch(self._engine, cq.raw, token, raw, number)
+        if request == ffi.NULL:
+            raise MemoryError(f"the native shim could not allocate {number} requests")
+        return _BatchRequest(ffi.gc(request, lib.nv_request_free), number)
+
     def counters(self) -> Counters:
         """Counted by the lanes."""
         raw = ffi.new("nv_counters *")
@@ -156,10 +170,7 @@ class _Request:
         return int(lib.nv_moved(self._raw))
 
     def outcome(self) -> Outcome:
-        raw = lib.nv_request_result(self._raw)
-        return Outcome(
-            raw.error, raw.transferred, raw.direct_bytes, raw.bounced_bytes, raw.buffered_bytes
-        )
+        return _outcome(lib.nv_request_result(self._raw))
 
 
 class _RowsRequest(_Request):
@@ -171,6 +182,24 @@ class _RowsRequest(_Request):
 
     def outcome(self) -> Outcome:
         return with_cause(super().outcome(), lib.nv_request_rows(self._raw), self._rows)
+
+
+class _BatchRequest(_Request):
+    __slots__ = ("_number",)
+
+    def __init__(self, raw: Any, number: int) -> None:
+        super().__init__(raw)
+        self._number = number
+
+    def outcomes(self) -> list[Outcome]:
+        raw = self._raw
+        return [_outcome(lib.nv_batch_result(raw, member)) for member in range(self._number)]
+
+
+def _outcome(raw: Any) -> Outcome:
+    return Outcome(
+        raw.error, raw.transferred, raw.direct_bytes, raw.bounced_bytes, raw.buffered_bytes
+    )
 
 
 class _CompletionQueue:

@@ -15,15 +15,17 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from nvmeio._io.threads import Thread
 from nvmeio._shim import copy_foreign, ffi, lib
-from nvmeio.engines._queued import End, EventfdQueue
+from nvmeio.engines._queued import Batch, End, EventfdQueue
 from nvmeio.engines._rows import with_cause
 from nvmeio.engines.base import (
+    BatchRequest,
     CompletionQueue,
     Counters,
     Opcode,
@@ -267,6 +269,13 @@ class ThreadsEngine:
             raise MemoryError(f"no memory to sort {rows.number} rows in")
         raw = ffi.gc(raw, lib.nv_rows_free)
         return RowsRequest(self, token, transfer, cq, 0, 1, rows=rows, raw=raw)
+
+    def prepare_batch(
+        self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
+    ) -> BatchRequest:
+        """A request for each, and one for all of them."""
+        assert isinstance(cq, EventfdQueue)
+        return Batch(self.lock, cq, token, self.prepare, transfers)
 
     def enqueue(self, request: ThreadsRequest) -> None:
         """For `ThreadsRequest.start`."""

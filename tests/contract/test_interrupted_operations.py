@@ -96,6 +96,20 @@ def test_a_gather(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) 
     assert raw(out[49]) == DATA[49 * 90 :][:60]
 
 
+def test_a_batch(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
+    parts = [torch.zeros(50, dtype=torch.uint8) for _ in range(3)]
+    with nvmeio.open(file) as opened:
+        before = open_descriptors()
+        for where in everywhere(
+            lambda: handle.sync_pread_batch(parts, [file, opened, file], [9, 100, 7])
+        ):
+            settle(handle)
+            assert set(open_descriptors()) <= set(before), where
+            assert handle.sync_pread_batch(parts, opened, [9, 100, 7]) == 150, where
+            assert [raw(part) for part in parts] == [DATA[at : at + 50] for at in (9, 100, 7)]
+            assert all(part.untyped_storage().resizable() for part in parts), where
+
+
 def test_a_scatter(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     rows = bytes_tensor(DATA).clone().view(50, 100)
     before = open_descriptors()

@@ -129,6 +129,44 @@ class AsyncRows(Rows):
         return found
 
 
+class Batches(SyncOperations):
+    """Tensors into two files of their own and one that is shared, and back."""
+
+    def places(self) -> tuple[list[torch.Tensor], list[Any]]:
+        parts = list(self.written[:280_000].split(70_000))
+        return parts, [self.path, f"{self.path}-1", f"{self.path}-2", f"{self.path}-2"]
+
+    def work(self) -> Any:
+        parts, files = self.places()
+        offsets = [0, 0, 5, 100_000]
+        assert self.handle.sync_pwrite_batch(parts, files, offsets) == 280_000
+        found = [torch.zeros_like(part) for part in parts]
+        assert self.handle.sync_pread_batch(found, files, offsets) == 280_000
+        return torch.cat(found)
+
+    def check(self, found: Any) -> None:
+        assert torch.equal(found, self.written[:280_000])
+        self.handle.wait(30)
+        assert self.handle.stats.in_flight == 0
+
+
+class AsyncBatches(Batches):
+    """The same on an event loop."""
+
+    modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
+
+    def work(self) -> Any:
+        return Scenario.work(self)
+
+    async def awork(self) -> Any:
+        parts, files = self.places()
+        offsets = [0, 0, 5, 100_000]
+        assert await self.handle.async_pwrite_batch(parts, files, offsets) == 280_000
+        found = [torch.zeros_like(part) for part in parts]
+        assert await self.handle.async_pread_batch(found, files, offsets) == 280_000
+        return torch.cat(found)
+
+
 class Handles(Scenario):
     """A handle from its making to its end."""
 
@@ -190,6 +228,8 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "operations-async": AsyncOperations,
     "rows": Rows,
     "rows-async": AsyncRows,
+    "batches": Batches,
+    "batches-async": AsyncBatches,
     "handles": Handles,
     "pool": Pool,
 }
