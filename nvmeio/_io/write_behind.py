@@ -98,7 +98,7 @@ class WriteBehind:
 
     def release(self) -> None:
         """Give the memory up, whoever still has this; nothing is written after this."""
-        self._view = memoryview(b"")
+        self._view = memoryview(bytearray())
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._stagings = Stagings.of([self._chunk])
 
