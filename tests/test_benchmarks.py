@@ -1,10 +1,12 @@
 """The benchmarks of small pieces and of windows work and tell, at sizes that take seconds."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +67,55 @@ def test_windows_are_measured_and_files_removed(tmp_path: Path) -> None:
     ]
     assert all(len(row["wall_and_cpu_s"]) == 1 for row in rows)
     assert list(folder.iterdir()) == []
+
+
+# DeepSpeed's run_model.py
+
+RUN_MODEL = """
+    --model tiny --loops 2 --batch-size 3 --prompt-len 7 --gen-len 5 --local_rank 0 --pin-memory 0
+    --disk-offload --kv-offload --offload-dir ~/offload --log-file auto --verbose 2 --quant_bits 4
+    --quant_group_size 32
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def run_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("inference_rows.run_model")
+
+
+@pytest.mark.parametrize("spell", [("-", "-"), ("_", "-"), ("-", "_")])
+def test_flags_of_run_model_are_taken_in_both_spellings(
+    run_model: Any, spell: tuple[str, str]
+) -> None:
+    arguments = [
+        f"--{flag[2:].replace(*spell)}" if flag.startswith("--") else flag for flag in RUN_MODEL
+    ]
+    options = run_model._parse([*arguments, "--resident_bytes=4096"], None)
+    assert (options.quant_bits, options.quant_group_size, options.gen_len) == (4, 32, 5)
+    assert options.dir == Path("~/offload").expanduser()
+    assert options.disk_offload and options.kv_offload
+    assert (options.log_file, options.verbose, options.resident_bytes) == ("auto", 2, 4096)
+
+
+@pytest.mark.parametrize("flag", ["--use_gds", "--pin_kv_cache", "--async_kv_offload"])
+def test_flags_of_run_model_that_are_not_done_are_refused(
+    run_model: Any, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_model._parse(["--model", "tiny", flag], None)
+    assert f"{flag}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_model._parse(["--model", "tiny", "--local_rank", "1"], None)
+    assert "--local_rank: one process" in capsys.readouterr().err
+
+
+def test_the_log_of_run_model_has_a_name_and_the_figures(
+    run_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = run_model._parse([*RUN_MODEL], None)
+    run_model._write_log(options, {"where": "disk", "total, tokens/s": 1.5})
+    (log,) = tmp_path.iterdir()
+    assert log.name == "nvmeio-tiny-bs3-prompt7-gen5-disk.log"
+    assert log.read_text() == "where: disk\ntotal, tokens/s: 1.5\n"

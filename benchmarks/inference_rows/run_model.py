@@ -26,6 +26,23 @@ DUMMIES = {
 }
 
 
+# Flags of DeepSpeed's run_model.py that mean nothing here, and what to do instead.
+REFUSED = (
+    (
+        "--use-gds",
+        "weights go through host memory here; `nvmeio bench --gds` measures GPUDirect Storage",
+    ),
+    (
+        "--pin-kv-cache",
+        "--kv-offload chooses the memory: page-locked for a GPU, a file for a CPU; leave it away",
+    ),
+    (
+        "--async-kv-offload",
+        "how past keys and values are copied cannot be chosen here; leave it away",
+    ),
+)
+
+
 def main(arguments: list[str], description: str | None) -> int:
     options = _parse(arguments, description)
     with warnings.catch_warnings():
@@ -38,6 +55,8 @@ def main(arguments: list[str], description: str | None) -> int:
     for name, value in result.items():
         table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
+    if options.log_file:
+        _write_log(options, result)
     if options.json:
         text = json.dumps(result, indent=1) + "\n"
         if options.json == "-":
@@ -67,12 +86,46 @@ def _parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     parser.add_argument("--quant-group-size", type=int, default=64)
     parser.add_argument("--resident-bytes", type=int, help="memory for weights")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dir", type=Path, default=Path("."), help="for --dummy and --quant-bits")
+    parser.add_argument(
+        "--dir",
+        "--offload-dir",
+        type=lambda text: Path(text).expanduser(),
+        default=Path("."),
+        help="for --dummy and --quant-bits",
+    )
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--log-file", metavar="FILE", help="the table as text; auto makes a name")
+    parser.add_argument("--verbose", type=int, default=1, help="2 tells every loop as well (1)")
+    for flag, _ in REFUSED:
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args([_dashed(argument) for argument in arguments])
+    for flag, instead in REFUSED:
+        if getattr(options, flag.removeprefix("--").replace("-", "_")):
+            parser.error(f"{flag.replace('-', '_').replace('__', '--', 1)}: {instead}")
+    if options.local_rank > 0:
+        parser.error("--local_rank: one process runs the model; start it without a launcher")
     if options.dummy and options.model not in DUMMIES:
         parser.error(f"with --dummy --model is one of {', '.join(DUMMIES)}")
     return options
+
+
+def _dashed(argument: str) -> str:
+    """A flag as it is spelled here; DeepSpeed's have underscores in them, some of them."""
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+
+def _write_log(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """The table as text, into the file of --log-file."""
+    name = options.log_file
+    if name == "auto":
+        kept = "disk" if options.disk_offload else "cpu" if options.cpu_offload else "gpu"
+        name = (
+            f"nvmeio-{Path(options.model).name}-bs{options.batch_size}-prompt{options.prompt_len}-"
+            f"gen{options.gen_len}-{kept}.log"
+        )
+    Path(name).write_text("".join(f"{each}: {value}\n" for each, value in result.items()))
 
 
 def _directory(options: argparse.Namespace, scratch: Path) -> Path:
@@ -164,6 +217,9 @@ def _run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 "computation waited for weights": (stats.waited_s - waited) / total,
             }
         )
+    if options.verbose > 1:
+        for run in runs:
+            print(", ".join(f"{name} {value:.3f}" for name, value in run.items()), file=sys.stderr)
     result: dict[str, Any] = {
         "where": where,
         "batch": options.batch_size,

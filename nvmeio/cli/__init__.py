@@ -126,7 +126,7 @@ _ALIASES = {
 
 
 def _normal(token: str) -> str:
-    """ds_io and ds_nvme_tune spell flags with underscores: both spellings mean the same option."""
+    """DeepSpeed's tools spell flags with underscores: both spellings mean the same option."""
     name = token.replace("_", "-")
     return _ALIASES.get(name, name)
 
@@ -137,8 +137,8 @@ app.command("bench", context_settings=_UNDERSCORES)(bench.command)
 app.command("tune", context_settings=_UNDERSCORES)(tune.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
-app.command("pack")(pack.command)
-app.command("generate")(generate.command)
+app.command("pack", context_settings=_UNDERSCORES)(pack.command)
+app.command("generate", context_settings=_UNDERSCORES)(generate.command)
 
 # rich keeps the line breaks of a paragraph, where a narrow terminal makes its own.
 for _registered in app.registered_commands:

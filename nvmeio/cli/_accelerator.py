@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from nvmeio.cli.measure import machine
@@ -26,7 +28,14 @@ def require(gpu: bool, gds: bool, devices: tuple[int, ...] = (0,), asked: str = 
         _require_cuda(devices, asked)
 
 
+def _as_typed(flag: str) -> str:
+    """The flag as the user spelled it: with underscores, where that is how it stands there."""
+    underscored = f"--{flag.removeprefix('--').replace('-', '_')}"
+    return underscored if underscored in sys.argv else flag
+
+
 def _require_cuda(devices: tuple[int, ...], asked: str) -> None:
+    asked = _as_typed(asked)
     cuda = _cuda()
     if cuda:
         raise BackendUnavailableError(

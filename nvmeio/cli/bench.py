@@ -319,7 +319,7 @@ def command(
     errors = Console(stderr=True)
     with exit_statuses(errors):
         devices = tuple(place.device for place in places)
-        asked = "--gpu" if gpu or gds else "--use-accelerator-pin-memory"
+        asked = "--gds" if gds else "--gpu" if gpu else "--use-accelerator-pin-memory"
         _accelerator.require(gpu or gds or accelerator_memory, gds, devices, asked)
         measurement = ask.Measurement(
             workload,

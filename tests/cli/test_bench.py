@@ -287,6 +287,19 @@ def test_a_gpu_that_is_not_there_is_unavailable(
     assert "how to fix it" in done.stderr
 
 
+def test_a_refused_flag_is_named_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was named with dashes, which nobody had typed."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    flags = ["--io-size", "1M", "--use_accelerator_pin_memory"]
+    monkeypatch.setattr(sys, "argv", ["nvmeio", "bench", str(tmp_path), *flags])
+    done = invoke(tmp_path, *flags)
+    assert "not available: --use_accelerator_pin_memory: there is no CUDA" in done.stderr
+    assert "leave --use_accelerator_pin_memory away" in done.stderr
+
+
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_go_both_ways(tmp_path: Path) -> None:
     if not torch.cuda.is_available():

@@ -43,6 +43,14 @@ def test_programs_get_one_object(tmp_path: Path) -> None:
     assert found["bytes_read"] > 0
 
 
+def test_flags_have_underscores_as_well(tmp_path: Path) -> None:
+    """As in DeepSpeed's run_model.py."""
+    saved(llama, tmp_path)
+    status, out, errors = run(tmp_path, "--max_new_tokens", "2", "--kv_offload", "--dtype", "fp32")
+    assert status == 0, errors
+    assert 1 <= len(out.split()) <= 2
+
+
 def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     saved(llama, tmp_path)
