@@ -57,6 +57,9 @@ def _flag_offset() -> int | None:
     return found[0] if len(found) == 1 and _is_flag(found[0]) else None
 
 
+_HOLD = ffi.typeof("nv_hold *")
+_gc, _new, _unhold = ffi.gc, ffi.new, lib.nv_unhold
+
 try:
     _OFFSET = _flag_offset()
 except (AttributeError, RuntimeError, TypeError):  # another torch than those we know
@@ -80,7 +83,7 @@ def hold(storage: torch.UntypedStorage) -> Any:
     if not lib.nv_can_hold(flag):
         return None
     # Owned before it is held, and ended by a C function: an interrupt may come between two steps.
-    held = ffi.gc(ffi.new("nv_hold *"), lib.nv_unhold)
+    held = _gc(_new(_HOLD), _unhold)
     try:
         lib.nv_hold_flag(held, flag)
         return held

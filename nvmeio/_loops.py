@@ -13,11 +13,14 @@ from nvmeio._io.threads import start
 
 logger = logging.getLogger("nvmeio")
 
+_running_loop = asyncio._get_running_loop
+
 
 def wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
     """Resolve a future of this loop; nobody is left to be woken if the loop is closed."""
-    if asyncio._get_running_loop() is loop:
-        _resolve(waiter)
+    if _running_loop() is loop:
+        if not waiter.done():
+            waiter.set_result(None)
         return
     try:
         loop.call_soon_threadsafe(_resolve, waiter)

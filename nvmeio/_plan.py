@@ -20,6 +20,7 @@ import mmap
 from typing import NamedTuple
 
 PAGE_BYTES = mmap.PAGESIZE
+_new = tuple.__new__
 
 
 class Alignment(NamedTuple):
@@ -51,7 +52,9 @@ def plan_read(file_offset: int, nbytes: int, alignment: int) -> Plan:
     end = file_offset + nbytes
     if not alignment or not nbytes:
         return Plan(file_offset, end, False, True)
-    return Plan(file_offset // alignment * alignment, -(-end // alignment) * alignment, True, False)
+    before, behind = file_offset % alignment, -end % alignment
+    # Not by Plan(): its __new__ is a function of Python's.
+    return _new(Plan, (file_offset - before, end + behind, True, False))
 
 
 def plan_write(file_offset: int, nbytes: int, alignment: int) -> Plan:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Data: TypeAlias = "torch.Tensor | Buffer"
 
 _CPU = torch.device("cpu")
+_STRIDED = torch.strided
 _LOOKED_UP_BYTES = 64 << 10
 
 
@@ -161,9 +162,11 @@ def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
     """A contiguous CPU tensor's own memory."""
     storage = tensor.untyped_storage()
     held = _holds.hold(storage)
-    address, nbytes = tensor.data_ptr(), _nbytes(tensor)
+    address = tensor.data_ptr()
+    nbytes = _nbytes(tensor) if tensor.is_quantized else tensor.nbytes
     foreign = held is None and _is_foreign(storage, address, nbytes)
-    return Memory(address, nbytes, storage, None, None, None, changed, foreign, held)
+    # Not by Memory(): its __new__ is a function of Python's, as long as all that is done here.
+    return _new(Memory, (address, nbytes, storage, None, None, None, changed, foreign, held))
 
 
 def in_place(tensors: Sequence[Data], reading: bool) -> tuple[list[Memory | None], Any]:
@@ -399,6 +402,7 @@ def touch(tensor: torch.Tensor) -> None:
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_new = tuple.__new__
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -407,7 +411,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.strided
+        tensor.layout is _STRIDED
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -229,6 +229,7 @@ class File(Closing):
             raise ValueError(f"mode {mode!r} is not one of {', '.join(map(repr, _MODES))}")
         self._path = checked_path(path)
         self._mode = mode
+        self._read_only = flags == os.O_RDONLY
         self._descriptors = Descriptors.open(self._path, flags)
         self._closed = False
 
@@ -236,7 +237,7 @@ class File(Closing):
         """The descriptors, with one more user; release it when the transfer is done."""
         if self._closed:
             raise ClosedError(f"{self._path} is closed; open it again with nvmeio.open")
-        if writing and self._mode.replace("b", "") == "r":
+        if writing and self._read_only:
             raise _open_error(errno.EBADF, self._path, 'the file was opened with mode "r"')
         return self._descriptors.retain()
 
@@ -321,7 +322,7 @@ def acquire(file: str | os.PathLike[str] | int | File, writing: bool | None) -> 
         TransferError: It cannot be opened.
     """
     if isinstance(file, File):
-        return file.acquire(bool(writing))
+        return file.acquire(writing is True)
     if isinstance(file, (str, os.PathLike)):
         flags = os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY
         return Descriptors.open(checked_path(file), flags)

@@ -47,30 +47,28 @@ class Operation(Coroutine[Any, Any, int]):
 
     # --- awaiting -------------------------------------------------------------------------
 
-    def __await__(self) -> Generator[Any, Any, int]:
-        return self._await(None)
-
-    def _await(self, thrown: BaseException | None) -> Generator[Any, Any, int]:
-        if self._record.state == "pending":
+    def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, int]:
+        record = self._record
+        if record.state == "pending":
             loop = asyncio.get_running_loop()
             try:
                 if thrown is not None:
                     raise thrown
-                yield from self._core.watch(self._record, loop)
+                yield from self._core.watch(record, loop)
             except asyncio.CancelledError:
                 self.cancel()
-                while self._record.state == "pending":
+                while record.state == "pending":
                     try:
-                        yield from self._core.watch(self._record, loop)
+                        yield from self._core.watch(record, loop)
                     except asyncio.CancelledError:
                         continue  # asked again; the kernel is not done all the same
-                self._core.retrieved(self._record)
+                self._core.retrieved(record)
                 raise
         elif thrown is not None:
             raise thrown
-        if self._record.state == "cancelled":
+        if record.state == "cancelled":
             raise asyncio.CancelledError(f"{self!r} was cancelled")
-        return self._value()
+        return self.nbytes if record.error is None else self._value()
 
     # An awaitable is enough for `await`; create_task and TaskGroup want a coroutine. Several tasks
     # may be made of one operation, and each of them drives an await of its own.
@@ -107,7 +105,7 @@ class Operation(Coroutine[Any, Any, int]):
         try:
             if driven is None:
                 # Thrown into a generator that has not begun, an error would come straight back.
-                driven = self._driven[task] = self._await(thrown)
+                driven = self._driven[task] = self.__await__(thrown)
                 return driven.send(None)
             return step(driven)
         except BaseException:  # StopIteration too: this await is over

@@ -85,7 +85,7 @@ class LibaioEngine:
         """A request for one of the lanes."""
         assert isinstance(cq, _CompletionQueue)
         request = lib.nv_prepare(self._engine, cq.raw, token, *transfer)
-        if request == ffi.NULL:
+        if not request:
             raise MemoryError("the native shim could not allocate a request")
         return _Request(ffi.gc(request, lib.nv_request_free))
 
@@ -167,7 +167,8 @@ class _Request:
         lib.nv_move(self._raw, cq.raw)
 
     def moved(self) -> int:
-        return int(lib.nv_moved(self._raw))
+        moved: int = lib.nv_moved(self._raw)
+        return moved
 
     def outcome(self) -> Outcome:
         return _outcome(lib.nv_request_result(self._raw))
