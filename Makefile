@@ -9,8 +9,10 @@ VENV   ?= .venv
 TORCH ?= torch==2.13.0
 
 PYTEST_ARGS ?=
-# Processes that run the tests, a file at a time each: many tests wait for the drive, or for other processes.
-TEST_JOBS   ?= 2
+# Processes that run the tests, a file at a time each, those first that take longest: one more than there
+# are cores in a small machine, for many tests wait for the drive, or for other processes.
+TEST_JOBS   ?= 3
+TEST_RUNS   := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
@@ -31,13 +33,13 @@ demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
 	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)
 
 test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
-	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(TEST_RUNS) $(PYTEST_ARGS)
 
 # Those that `make test` skips by name where a library is absent.
 CLIENT_TESTS := tests/compat tests/gds tests/inference tests/integrations tests/test_examples.py
 
 test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, cuFile
-	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(CLIENT_TESTS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(TEST_RUNS) $(CLIENT_TESTS) $(PYTEST_ARGS)
 
 # A server brings its own versions of everything, so it has an environment of its own, kept between runs: 3 GB, minutes.
 VLLM_STAMP := $(VENV)-vllm/.nvmeio-installed

@@ -65,6 +65,41 @@ def lost_on_purpose() -> Iterator[None]:
     ending._untold.clear()
 
 
+# Modules that take longest, most of them with few tests: whoever began with one of them last would
+# keep the others waiting.
+LONGEST = (
+    "compat/test_deepspeed_training.py",
+    "test_examples.py",
+    "ends/test_ends.py",
+    "interrupts/test_interrupts.py",
+    "contract/test_interrupted_operations.py",
+    "contract/test_transfers.py",
+    "compat/test_deepspeed_installed.py",
+    "offload/test_optimizer.py",
+    "cli/test_tune_search.py",
+    "native/test_native.py",
+    "checkpoint/test_checkpointer_ranks.py",
+    "inference/test_beyond_memory.py",
+    "gds/test_fake.py",
+    "faults/test_faulty_kernel.py",
+    "faults/test_fork_exit.py",
+    "checkpoint/test_checkpointer_crash.py",
+    "cli/test_tune.py",
+    "cli/test_bench.py",
+    "cli/test_interrupted_commands.py",
+    "compat/test_deepspeed_installing.py",
+    "faults/test_strace.py",
+    "offload/test_offload_crash.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest modules first."""
+    here = Path(__file__).parent
+    places = {here / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 _failed = pytest.StashKey[bool]()
 
 
