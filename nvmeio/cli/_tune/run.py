@@ -110,9 +110,10 @@ class Run:
                 self._look_at_blocks(rig, outcome.winner, latency_s)
 
     def result(self) -> Result | None:
-        """What is known by now; None where nothing was measured."""
+        """What is known by now; None where it was interrupted before anything was measured."""
         outcome = self._search.outcome(self._complete)
-        if self._rig is None or not any(s.stage != "probe" for s in outcome.samples):
+        told = self._complete or any(s.stage != "probe" for s in outcome.samples)
+        if self._rig is None or not told:
             return None
         return Result(
             outcome,
