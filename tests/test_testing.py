@@ -56,7 +56,7 @@ def test_delay(new_handle: Make, file: Path) -> None:
     handle = new_handle(FakeEngine(delay_s=0.05))
     before = time.monotonic()
     handle.sync_pread(target(4096), file)
-    assert 0.05 <= time.monotonic() - before < 5
+    assert time.monotonic() - before >= 0.05
 
 
 def test_delay_by_block(new_handle: Make, file: Path) -> None:
@@ -69,7 +69,7 @@ def test_delay_by_block(new_handle: Make, file: Path) -> None:
     handle = new_handle(FakeEngine(delay_s=delay), queue_depth=1)
     before = time.monotonic()
     handle.sync_pread(target(64 * KIB), file)
-    assert 0.05 <= time.monotonic() - before < 5
+    assert time.monotonic() - before >= 0.05
     assert asked == [("pread", n * 16 * KIB, 16 * KIB) for n in range(4)]
     asked.clear()
     handle.sync_pwrite(target(16 * KIB), file)

@@ -323,11 +323,13 @@ def disagree(me: Rank) -> None:
 
 def late(me: Rank) -> None:
     """A rank that does not come is given up after the time limit, by all; then all go on."""
-    with me.new(timeout_s=0.5) as checkpointer:
-        if me.rank == 1:
-            time.sleep(1.5)
-        with me.raises(nvmeio.TransferError, "rank 1 of", "made no progress for 0.5 s") as told:
+    with me.new(timeout_s=2.5) as checkpointer:
+        if me.rank == 1:  # which comes when the others have given up
+            me.meet_others()
+        with me.raises(nvmeio.TransferError, "rank 1 of", "made no progress for 2.5 s") as told:
             checkpointer.save_sync(me.state(1), 1)
+        if me.rank != 1:
+            me.meet_others()
         assert isinstance(told[0], TimeoutError) and told[0].errno == errno.ETIMEDOUT
         me.meet_others()
         me.saved(checkpointer, 1)
@@ -359,10 +361,8 @@ def cancel(me: Rank) -> None:
         me.meet_others()
         for _ in range(2):
             if me.rank == 0:  # it waits for rank 1, which has not called yet
-                began = time.monotonic()
-                with me.raises(asyncio.TimeoutError, within_s=5):
+                with me.raises(asyncio.TimeoutError, within_s=PATIENCE_S - 2):
                     await asyncio.wait_for(checkpointer.save(me.state(2), 2), 0.2)
-                assert time.monotonic() - began < 5
                 me.meet_others()
             else:
                 me.meet_others()

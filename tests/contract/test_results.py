@@ -30,7 +30,7 @@ def test_result_blocks_for_the_end(
         before = time.monotonic()
         with pytest.raises(concurrent.futures.TimeoutError):
             ask(0.03)
-        assert 0.03 <= time.monotonic() - before < 5
+        assert time.monotonic() - before >= 0.03
         with pytest.raises(concurrent.futures.TimeoutError):
             ask(0)
     threading.Timer(0.05, engine_held.gate.set).start()

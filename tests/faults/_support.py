@@ -72,6 +72,17 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool
     return True
 
 
+def wait_until_asleep(pid: int) -> None:
+    """A process's main thread waits for something: look after look it sleeps."""
+    asleep = 0
+    until = time.monotonic() + 100.0
+    while asleep < 20:
+        assert time.monotonic() < until, "it does not come to wait for anything"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+        time.sleep(0.005)
+
+
 # --- a kernel that misbehaves -----------------------------------------------------------------
 
 _WIDE = ("refuse_offset", "event_offset")

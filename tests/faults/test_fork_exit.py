@@ -25,6 +25,7 @@ from faults._support import (
     noise,
     run_python,
     start_python,
+    wait_until_asleep,
 )
 from support import nvmeio_threads
 
@@ -82,7 +83,7 @@ def start_script(faulty_library, tmp_path):
 @pytest.fixture
 def script(start_script):
     """Runs a script behind the prelude, to its end."""
-    return lambda code, **options: finish(start_script(code, **options), 60)
+    return lambda code, **options: finish(start_script(code, **options), 300)
 
 
 def succeeded(ran):
@@ -237,7 +238,7 @@ def test_memory_of_reads_in_flight_stays_the_parents(tmp_path):
         handle.close()
         """,
         tmp_path,
-        timeout_s=90,
+        timeout_s=300,
     )
     assert succeeded(ran) == ""
 
@@ -409,11 +410,11 @@ def test_exit_without_close_is_silent_and_quick(tmp_path, engine, turns):
             """,
             engine,
             tmp_path / "file",
-            timeout_s=30,
+            timeout_s=300,
             options=("-X", "dev", "-W", "error"),
         )
         ended = time.time()
-        assert ended - float(succeeded(ran)) < 5
+        assert ended - float(succeeded(ran)) < 15  # no wait of ours takes less than 20
 
 
 def test_os_exit_in_flight(script, tmp_path):
@@ -666,12 +667,11 @@ def test_ctrl_c_is_served_while_blocked(start_script, tmp_path):
     )
     for block in BLOCKING:
         assert process.stdout.readline() == "blocked\n", block
-        time.sleep(0.2)
-        began = time.monotonic()
+        wait_until_asleep(process.pid)
         process.send_signal(signal.SIGINT)
+        # While it is held: nothing but the signal ends it.
         assert process.stdout.readline() == "interrupted\n", block
-        assert time.monotonic() - began < 2, block
-    ran = finish(process, 30)
+    ran = finish(process, 200)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "finished\n", "")
 
 
@@ -701,12 +701,12 @@ def test_ctrl_c_cancels_what_asyncio_run_awaits(start_script, tmp_path):
         """
     )
     assert process.stdout.readline() == "awaiting\n"
-    time.sleep(0.2)
+    wait_until_asleep(process.pid)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - began < 2
-    ran = finish(process, 30)
+    assert time.monotonic() - began < 8  # the blocks themselves give up after ten
+    ran = finish(process, 200)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
@@ -719,14 +719,22 @@ def test_uncaught_ctrl_c_ends_the_process(start_script, tmp_path, block):
         hold()
         operation = handle.async_pread(misaligned(MIB), folder / "file")
         print("blocked", flush=True)
-        later(1.5, let_go)
+
+        def wait():
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+            let_go()
+
+        threading.Thread(target=wait, daemon=True).start()
         {block}
         """
     )
     assert process.stdout.readline() == "blocked\n"
-    time.sleep(0.2)
+    wait_until_asleep(process.pid)
     process.send_signal(signal.SIGINT)
-    ran = finish(process, 30)
+    time.sleep(0.5)  # it comes to its end, which waits for what is in flight
+    (tmp_path / "go").touch()
+    ran = finish(process, 200)
     assert ran.returncode == -signal.SIGINT
     assert ran.stderr.strip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in ran.stderr
@@ -758,8 +766,7 @@ def test_ctrl_c_at_any_moment_strands_no_operation(tmp_path):
         chance = random.Random(0)
         interrupts = 0
         tensor = misaligned(300 << 10)
-        until = time.monotonic() + 4
-        while time.monotonic() < until:
+        while interrupts < 500:
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0002, 0.003))
                 while True:
@@ -768,8 +775,7 @@ def test_ctrl_c_at_any_moment_strands_no_operation(tmp_path):
                 interrupts += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        assert interrupts > 100, interrupts
-        handle.wait(10)
+        handle.wait(100)
         assert handle.stats.in_flight == 0
         tensor.fill_(0)
         handle.sync_pread(tensor, path)
@@ -778,7 +784,7 @@ def test_ctrl_c_at_any_moment_strands_no_operation(tmp_path):
         handle.close()
         """,
         tmp_path / "file",
-        timeout_s=40,
+        timeout_s=300,
     )
     assert succeeded(ran) == ""
 
