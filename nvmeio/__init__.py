@@ -3,8 +3,8 @@
 Reading order for newcomers: `errors`, `_plan` (what goes direct), `engines.base` (the contract),
 `native_shim/lane.c` (the pump), `operation`, `_core` (who notices an end), `handle`. The map is
 docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
-`inference/__init__.py` and `offload/__init__.py`; its names and `GdsHandle` (`gds.py`,
-`engines/cufile/`) are loaded when they are first asked for.
+`inference/__init__.py`, `offload/__init__.py` and `data/__init__.py`; its names and `GdsHandle`
+(`gds.py`, `engines/cufile/`) are loaded when they are first asked for.
 """
 
 import importlib
@@ -68,7 +68,7 @@ _LATER = {
     "stream_model": "nvmeio.inference",
 }
 # Packages whose names are not all up here: there as attributes too, without an import of their own.
-_PACKAGES = ("inference", "offload")
+_PACKAGES = ("data", "inference", "offload")
 
 __all__ = [
     "AioHandle",

@@ -51,7 +51,7 @@ def places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | None:
     if not tensor.dim():
         raise ValueError("a tensor of no dimensions has no rows; tensor.unsqueeze(0) has one")
     count = tensor.shape[0]
-    offsets = _as_tensor(file_offsets)
+    offsets = as_integers("file_offsets", file_offsets)
     if offsets.dim() != 1 or len(offsets) != count:
         raise ValueError(
             f"file_offsets must be one for each of the {count} rows, not of shape "
@@ -79,26 +79,39 @@ def places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | None:
     return RowPlaces(rows, lowest, offsets.untyped_storage(), held)
 
 
-def _as_tensor(file_offsets: FileOffsets) -> torch.Tensor:
-    if isinstance(file_offsets, torch.Tensor):
-        found = file_offsets
-    elif hasattr(file_offsets, "__array_interface__"):  # numpy's, which torch warns of if read-only
-        array: Any = file_offsets
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"file_offsets must be integers, not {array.dtype}")
+def as_integers(name: str, given: FileOffsets) -> torch.Tensor:
+    """A tensor of int64 on the CPU, contiguous: the given one where it is that.
+
+    Args:
+        name: Of the argument.
+        given: A tensor, a numpy array or a sequence of integers.
+
+    Raises:
+        TypeError: It is none of these, or holds bools, which would be taken for 0 and 1.
+    """
+    if isinstance(given, torch.Tensor):
+        found = given
+    elif hasattr(given, "__array_interface__"):  # numpy's, which torch warns of if read-only
+        array: Any = given
+        if array.dtype.kind not in "iu" or array.dtype == "uint64":
+            raise TypeError(f"{name} must be integers of 64 bits, not {array.dtype}")
         found = torch.from_numpy(array.astype("int64"))
-    elif isinstance(file_offsets, Sequence) and not isinstance(file_offsets, (str, bytes)):
-        if not len(file_offsets):
+    elif isinstance(given, range):
+        return torch.arange(given.start, given.stop, given.step)
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        if not len(given):
             return torch.empty(0, dtype=torch.int64)
+        if bool in set(map(type, given)):
+            raise TypeError(f"{name} must be integers, and there are bools among them")
         try:
-            found = torch.tensor(file_offsets)
+            found = torch.tensor(given)
         except (TypeError, ValueError, RuntimeError, OverflowError) as failed:
-            raise TypeError(f"file_offsets must be integers below 2**63: {failed}") from failed
+            raise TypeError(f"{name} must be integers below 2**63: {failed}") from failed
     else:
         raise TypeError(
-            "file_offsets must be a tensor, a numpy array or a sequence of integers, not "
-            f"{type(file_offsets).__name__}"
+            f"{name} must be a tensor, a numpy array or a sequence of integers, not "
+            f"{type(given).__name__}"
         )
     if found.dtype not in _INTEGERS:
-        raise TypeError(f"file_offsets must be integers of 64 bits, not {found.dtype}")
+        raise TypeError(f"{name} must be integers of 64 bits, not {found.dtype}")
     return found.detach().to("cpu", torch.int64).contiguous()

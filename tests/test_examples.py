@@ -55,6 +55,11 @@ RUNS = {
         "the drive's endurance",
     ),
     "14_offload_by_hand.py": (["--size", "32M"], "three steps over weights"),
+    "15_embedding_beyond_memory.py": (["--size", "24M", "--steps", "6"], "times as long"),
+    "16_shuffled_tokens.py": (
+        ["--size", "8M", "--epoch", "640", "--workers", "1"],
+        "cold and shuffled",
+    ),
 }
 
 

@@ -67,10 +67,11 @@ LAYERS = {
     "checkpoint": 6,
     "inference": 6,
     "offload": 6,
+    "data": 6,
     "integrations": 7,
     "cli": 8,
 }
-SYSTEMS = ("checkpoint", "inference", "offload")  # each on layer 4 alone, none on another
+SYSTEMS = ("checkpoint", "inference", "offload", "data")  # each on layer 4 alone, none on another
 
 
 def modules() -> dict[str, Path]:

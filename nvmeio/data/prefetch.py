@@ -1,0 +1,186 @@
+"""`Prefetch`: batches that are on their way while the one before them is worked on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import torch
+
+from nvmeio import _checks
+from nvmeio._closing import ClosingWork
+from nvmeio._io import threads
+from nvmeio._rows import FileOffsets
+from nvmeio.data.gather import Gather
+from nvmeio.errors import ClosedError
+
+_CLOSED = "this prefetch is closed: begin another one"
+_CUT_SHORT = (
+    "this prefetch ended with an error or an interrupt, and a batch of it may be lost: begin "
+    "another one"
+)
+
+
+class Prefetch(ClosingWork):
+    """Batches of records, in order, each being read before it is asked for.
+
+    Made by `Records.prefetch`. An iterator with and without an event loop: ``async for`` and
+    ``for``. It may be shared: each batch goes to one of the threads or tasks that ask.
+
+    A batch that cannot be had (an index out of range, a file that was cut short, an error in the
+    iterable) raises when its turn has come, not before. That ends the prefetch, as an interrupt
+    or a cancelled task does: what is in flight is cancelled, and who goes on asking gets
+    `ClosedError`, never the batch behind the lost one.
+
+    Leaving the loop early is fine: what is in flight is cancelled when the prefetch is closed (by
+    ``with``, ``async with``, `close` or `aclose`, which wait for it) or dropped.
+
+    Args:
+        start: Starts reading a batch.
+        batches: The numbers of the records of each batch.
+        depth: How many batches are in flight, or there, beside the one that was handed out.
+    """
+
+    _work = "a prefetched batch"
+
+    def __init__(
+        self,
+        start: Callable[[FileOffsets], Gather],
+        batches: Iterable[FileOffsets],
+        depth: int,
+    ) -> None:
+        self._pid = os.getpid()
+        self._ahead: deque[Gather | Exception] = deque()
+        self._depth = _checks.integer("depth", depth, 1)
+        self._start = start
+        self._batches = iter(batches)
+        self._exhausted = False
+        self._refusal = ""  # why there are no more batches
+        self._turn = threading.RLock()  # of who asks; never held while a batch is waited for
+
+    # --- the next batch -----------------------------------------------------------------------
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        try:
+            gather = self._take()
+            if gather is not None:
+                return gather.result()
+        except BaseException:
+            self._end(_CUT_SHORT)
+            raise
+        raise StopIteration
+
+    def __aiter__(self) -> Prefetch:
+        return self
+
+    async def __anext__(self) -> torch.Tensor:
+        try:
+            gather = self._take()
+            if gather is not None:
+                return await gather
+        except BaseException:
+            self._end(_CUT_SHORT)
+            raise
+        raise StopAsyncIteration
+
+    def _take(self) -> Gather | None:
+        """The next batch, with others started behind it; None behind the last."""
+        with self._turn:
+            if self._refusal:
+                raise ClosedError(self._refusal)
+            self._refusal = _CUT_SHORT  # what is cut in half stays so
+            self._fill()
+            gather = None
+            if self._ahead:
+                first = self._ahead.popleft()
+                if isinstance(first, Exception):
+                    raise first
+                gather = first
+                self._fill()
+            self._refusal = ""
+            return gather
+
+    def _fill(self) -> None:
+        while len(self._ahead) < self._depth and not self._exhausted:
+            try:
+                self._ahead.append(self._start(next(self._batches)))
+            except StopIteration:
+                self._exhausted = True
+            except Exception as failed:  # it has its turn, behind the batches before it
+                self._exhausted = True
+                self._ahead.append(failed)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Cancel what is in flight, and wait for its end. Idempotent."""
+        for gather in self._end(_CLOSED):
+            gather.wait()
+        self._ahead.clear()
+
+    async def aclose(self) -> None:
+        """`close`, awaited; a task that is cancelled meanwhile waits all the same."""
+        ends = [asyncio.ensure_future(gather.operation) for gather in self._end(_CLOSED)]
+        cancelled: asyncio.CancelledError | None = None
+        while not all(end.done() for end in ends):
+            try:
+                await asyncio.wait(ends)
+            except asyncio.CancelledError as again:
+                cancelled = again
+        for end in ends:
+            if not end.cancelled():
+                end.exception()  # seen
+        self._ahead.clear()
+        if cancelled is not None:
+            raise cancelled
+
+    def _end(self, why: str) -> list[Gather]:
+        """Hand out no more, and cancel what is in flight; that."""
+        with self._turn:
+            self._refusal = self._refusal or why
+            if os.getpid() != self._pid:  # in a forked child everything is the parent's
+                return []
+            gathers = [gather for gather in self._ahead if isinstance(gather, Gather)]
+        for gather in gathers:
+            gather.cancel()
+        return gathers
+
+    def __del__(self) -> None:
+        # By a thread: the collector may have come here from anywhere, and it is to be waited for.
+        ahead = getattr(self, "_ahead", ())  # not there where __init__ was interrupted
+        gathers = [gather for gather in ahead if isinstance(gather, Gather)]
+        if gathers and os.getpid() == self._pid:
+            with contextlib.suppress(Exception):  # the program is at its end: the handle waits
+                threads.start(functools.partial(_drop, gathers), "nvmeio-prefetch", _ignore)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more batches are handed out."""
+        return bool(self._refusal)
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(self, "pickle the records, and begin one in each process")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._refusal else "open"
+        return f"<nvmeio.data.Prefetch depth={self._depth} {state}, {len(self._ahead)} ahead>"
+
+
+def _drop(gathers: list[Gather]) -> None:
+    for gather in gathers:
+        gather.cancel()
+    for gather in gathers:
+        gather.wait()
+
+
+def _ignore(_: BaseException) -> None:
+    """No thread can be had: what is in flight finishes by itself."""

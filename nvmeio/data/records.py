@@ -1,0 +1,539 @@
+"""`Records`: a file as a sequence of tensors of one shape, read and written in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from nvmeio import _checks, _rows, files
+from nvmeio._closing import ClosingWork
+from nvmeio._io import threads
+from nvmeio._io.handles import new_handle
+from nvmeio._rows import FileOffsets
+from nvmeio._storage import durable
+from nvmeio.data.gather import Gather
+from nvmeio.data.prefetch import Prefetch
+from nvmeio.errors import ClosedError, IntegrityError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.operation import Operation
+
+_MODES = ("r", "r+")
+
+
+class Records(Dataset[torch.Tensor], ClosingWork):
+    """Records of one length in a file: a data set, or a table larger than memory.
+
+    Record i lies at byte ``file_offset + i * stride_bytes``. A batch of any size is one operation
+    of the drive, whose rows are sorted, and read together where they are near each other
+    (`AioHandle.async_gather`).
+
+    `gather` and `scatter` start at once, and are awaited, or waited for with ``result()``.
+    ``records[i]``, ``records[[3, 1, 3]]``, ``records[10:20]`` and ``records[indices] = rows``
+    block. `prefetch` keeps the next batches coming beside a loop.
+
+    It is a `torch.utils.data.Dataset` with ``__getitems__``: a `DataLoader` asks for batches, and
+    its workers may be forked or spawned. It is pickled as its path and settings. The file and a
+    handle are opened at first use, in each process that uses it, and it is an error
+    (`IntegrityError`) if there is another file, or a shorter one, by then.
+
+    Args:
+        path: The file; it has to be there. `Records.create` makes a new one.
+        dtype: Of the elements, such as ``torch.uint16`` for tokens. Not a quantised one.
+        shape: Of one record; ``()`` for a single element.
+        file_offset: Bytes before the first record, such as a header.
+        stride_bytes: Bytes from the start of one record to the start of the next; None for a
+            record's own length. More leaves room between them, less makes them overlap (windows
+            over a text): those can be read, and not written.
+        count: How many there are; None for as many as the file holds, which has to end with one.
+        mode: "r" to read, "r+" to write as well.
+        handle: What moves the bytes; stays open. None for one of its own, with the settings that
+            `nvmeio tune --save` stored. A forked or spawned process always makes its own.
+
+    Raises:
+        TransferError: The file cannot be opened, also as `FileNotFoundError` and the like.
+        ValueError: The file does not end with a record, or has fewer than `count`; or an argument
+            is out of range.
+        TypeError: An argument is of the wrong type.
+
+    May be used from several threads and event loops at once. Writing a record while it is read is
+    a race, as with `pwrite` and `pread`.
+
+    Example:
+        >>> with nvmeio.data.Records("tokens.bin", torch.uint16, (1025,)) as records:
+        ...     for batch in records.prefetch(torch.randperm(len(records)).split(64)):
+        ...         step(batch.long())
+    """
+
+    _work = "a gather or scatter"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype,
+        shape: int | Sequence[int] = (),
+        *,
+        file_offset: int = 0,
+        stride_bytes: int | None = None,
+        count: int | None = None,
+        mode: str = "r",
+        handle: AioHandle | None = None,
+    ) -> None:
+        self._layout = layout = _layout(dtype, shape, file_offset, stride_bytes)
+        if mode not in _MODES:
+            raise ValueError(f'mode must be "r" or "r+", not {mode!r}')
+        if handle is not None and not isinstance(handle, AioHandle):
+            raise TypeError(f"handle must be an AioHandle or None, not {type(handle).__name__}")
+        self._path = os.path.abspath(path)
+        self._mode = mode
+        self._closed = False
+        self._handle = handle
+        self._born = _generation
+        self._opened: dict[int, _Opened] = {}  # by generation: see `_here`
+        with files.open(self._path, mode) as file:
+            size = file.size()
+        self._count = _count(self._path, layout, size, count)
+        self._identity = _identity(self._path)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        count: int,
+        dtype: torch.dtype,
+        shape: int | Sequence[int] = (),
+        *,
+        file_offset: int = 0,
+        stride_bytes: int | None = None,
+        handle: AioHandle | None = None,
+    ) -> Records:
+        """A new file of `count` records, all zero, opened for reading and writing.
+
+        Args:
+            path: Must not exist yet.
+            count: How many records.
+            dtype: As for the class, like all below.
+            shape: See `dtype`.
+            file_offset: See `dtype`.
+            stride_bytes: See `dtype`.
+            handle: See `dtype`.
+
+        Raises:
+            FileExistsError: There is such a file (a `TransferError`, like the next).
+            TransferError: There is no room for it on the drive, which is taken now where the file
+                system can do that; no file is left then.
+            ValueError, TypeError: As for the class.
+        """
+        layout = _layout(dtype, shape, file_offset, stride_bytes)
+        size = layout.end(_checks.integer("count", count, 0))
+        name = os.path.abspath(path)
+        threads.run_interruptible(lambda: _create(name, size))
+        return cls(
+            name,
+            dtype,
+            shape,
+            file_offset=file_offset,
+            stride_bytes=stride_bytes,
+            count=count,
+            mode="r+",
+            handle=handle,
+        )
+
+    # --- batches ------------------------------------------------------------------------------
+
+    def gather(self, indices: FileOffsets, out: torch.Tensor | None = None) -> Gather:
+        """Start reading records, in any order, as often as they are named.
+
+        Args:
+            indices: N numbers from 0 to ``len(records) - 1``: a tensor, a numpy array, a sequence
+                or a range.
+            out: Where to: of shape (N, *shape) and the records' dtype, on the CPU or a CUDA
+                device. None for new memory on the CPU.
+
+        Returns:
+            The batch on its way: await it, or call ``result()``, for the tensor.
+
+        Raises:
+            IndexError: A number is out of range; negative ones do not count from the end.
+            TypeError: They are no integers (a mask is ``mask.nonzero().flatten()``); or `out` is
+                no tensor, or of another dtype.
+            ValueError: `indices` has more than one dimension; `out` has another shape.
+            ClosedError: The records are closed.
+            IntegrityError: There is another file by now, or it is shorter.
+
+        It fails with `RowsError` if the file was cut short since, or the drive fails.
+        """
+        opened, offsets = self._here(), self._offsets(indices)
+        shape = (len(offsets), *self._layout.shape)
+        if out is None:
+            out = torch.empty(shape, dtype=self._layout.dtype)
+        else:
+            self._check_rows("out", out, shape)
+        return Gather(opened.handle.async_gather(out, opened.file, offsets), out, opened.handle)
+
+    def scatter(self, indices: FileOffsets, source: torch.Tensor) -> Operation:
+        """Start writing records, each at its number.
+
+        Args:
+            indices: As for `gather`, each at most once.
+            source: What to write, of shape (N, *shape) and the records' dtype. Leave it unchanged
+                until the operation is done.
+
+        Returns:
+            The operation: await it, or call ``result()``. Written is not durable: see `fsync`.
+
+        Raises: As `gather`; ValueError also where records overlap, and TransferError where they
+        were opened to be read. The operation fails with ValueError, before anything is written, if
+        a number is named twice (sum such rows up first: ``index_add_``), and with `RowsError` if
+        some cannot be written; all others are.
+        """
+        layout = self._layout
+        if layout.stride < layout.nbytes:
+            raise ValueError(
+                f"records that overlap cannot be written: each has {layout.nbytes} bytes, and the "
+                f"next begins {layout.stride} behind its start"
+            )
+        opened, offsets = self._here(), self._offsets(indices)
+        self._check_rows("source", source, (len(offsets), *layout.shape))
+        opened.file.acquire(True).release()  # raises now where it may not be written
+        return opened.handle.async_scatter(source, opened.file, offsets)
+
+    def prefetch(self, batches: Iterable[FileOffsets], depth: int = 2) -> Prefetch:
+        """Read batches ahead of a loop, in order.
+
+        Args:
+            batches: The numbers of each batch, as for `gather`: a list of tensors, a generator, a
+                `torch.utils.data.BatchSampler`. It is asked for the next when there is room.
+            depth: How many batches are in flight, or there, beside the one that the loop has.
+
+        Returns:
+            Tensors of shape (N, *shape), for ``async for`` as well as for ``for``.
+
+        Memory: that of ``depth + 1`` batches. A record that is written while it is on its way is a
+        race: leave those out that the loop is about to change.
+        """
+        return Prefetch(self.gather, batches, depth)
+
+    async def fsync(self) -> None:
+        """Make what was written durable, once it is."""
+        opened = self._here()
+        await opened.handle.fsync(opened.file)
+
+    def sync_fsync(self) -> None:
+        """`fsync`, blocking."""
+        opened = self._here()
+        opened.handle.sync_fsync(opened.file)
+
+    # --- a sequence, and a data set -----------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[number] for number in range(self._count))
+
+    def __getitem__(self, index: int | slice | FileOffsets) -> torch.Tensor:
+        """One record, or for a slice or a batch of numbers a tensor with a dimension more."""
+        if _is_number(index):
+            return self.gather(_only(index)).result()[0]
+        return self.gather(self._numbers(index)).result()
+
+    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """A batch as a list of records, which is what a `DataLoader` collates."""
+        return list(self.gather(indices).result().unbind(0))
+
+    def __setitem__(self, index: int | slice | FileOffsets, rows: torch.Tensor) -> None:
+        if _is_number(index):
+            self._check_rows("a record", rows, self._layout.shape)
+            self.scatter(_only(index), rows.unsqueeze(0)).result()
+        else:
+            self.scatter(self._numbers(index), rows).result()
+
+    def _numbers(self, index: Any) -> FileOffsets:
+        return range(*index.indices(self._count)) if isinstance(index, slice) else index
+
+    # --- checks -------------------------------------------------------------------------------
+
+    def _offsets(self, indices: FileOffsets) -> torch.Tensor:
+        numbers = _rows.as_integers("indices", indices)
+        if numbers.dim() != 1:
+            raise ValueError(
+                f"indices must have one dimension, not the shape {tuple(numbers.shape)}: flatten() "
+                "them, and unflatten() the records"
+            )
+        if len(numbers):
+            low, high = (int(end) for end in torch.aminmax(numbers))
+            if low < 0 or high >= self._count:
+                at = int(((numbers < 0) | (numbers >= self._count)).nonzero()[0])
+                raise IndexError(
+                    f"indices[{at}] is {int(numbers[at])}, and the {self._count} records of "
+                    f"{self._path} are numbered from 0"
+                )
+        return numbers * self._layout.stride + self._layout.file_offset
+
+    def _check_rows(self, name: str, rows: object, shape: tuple[int, ...]) -> None:
+        if not isinstance(rows, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(rows).__name__}")
+        if rows.dtype != self._layout.dtype:
+            raise TypeError(f"{name} must be of {self._layout.dtype}, not {rows.dtype}")
+        if tuple(rows.shape) != shape:
+            raise ValueError(f"{name} must have the shape {shape}, not {tuple(rows.shape)}")
+
+    # --- opening and closing ------------------------------------------------------------------
+
+    def _here(self) -> _Opened:
+        """What is open in this process; opened now, if it is the first use.
+
+        What a forked child has of its parent's stays under the parent's generation. No lock of our
+        own: another thread may hold it when this process is forked.
+        """
+        opened = self._opened.get(_generation)
+        if self._closed:
+            raise ClosedError(f"the records of {self._path} are closed: open them again")
+        if opened is None:
+            made = self._open()
+            opened = self._opened.setdefault(_generation, made)
+            if opened is not made:  # another thread was faster
+                made.close()
+            if self._closed:
+                opened.close()
+                raise ClosedError(f"the records of {self._path} are closed: open them again")
+        return opened
+
+    def _open(self) -> _Opened:
+        file = files.open(self._path, self._mode)
+        try:
+            self._check_unchanged(file)
+            if self._handle is not None and self._born == _generation:
+                return _Opened(file, self._handle, False)
+            return _Opened(file, new_handle(self._path), True)
+        except BaseException:
+            file.close()
+            raise
+
+    def _check_unchanged(self, file: File) -> None:
+        identity = _identity(self._path)
+        # Where it was opened on another machine, other numbers may be the same file's.
+        if identity.machine == self._identity.machine and identity != self._identity:
+            raise IntegrityError(
+                f"{self._path} is another file than the one that these records were opened from: "
+                "it was replaced; make new Records",
+                expected=self._identity.inode,
+                found=identity.inode,
+            )
+        held = self._layout.held(file.size())
+        if held < self._count:
+            raise IntegrityError(
+                f"{self._path} was cut short: {held} of {self._count} records are left",
+                expected=self._count,
+                found=held,
+            )
+
+    def close(self) -> None:
+        """Close the file, and a handle of its own once nothing is in flight. Idempotent.
+
+        Raises the first failure that nobody has seen, as `AioHandle.close` does.
+        """
+        self._closed = True
+        opened = self._opened.get(_generation)
+        if opened is not None:
+            opened.close()
+
+    async def aclose(self) -> None:
+        """`close`, awaited."""
+        self._closed = True
+        opened = self._opened.get(_generation)
+        if opened is not None:
+            await opened.aclose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The handle stays here, and what is open; a copy is open, whatever this one is.
+        return {**self.__dict__, "_handle": None, "_opened": {}, "_closed": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._born = _generation
+        self._opened = {}
+
+    # --- properties ---------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The file, as an absolute path."""
+        return self._path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self._layout.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one record."""
+        return self._layout.shape
+
+    @property
+    def record_bytes(self) -> int:
+        """The length of a record in bytes."""
+        return self._layout.nbytes
+
+    @property
+    def handle(self) -> AioHandle:
+        """What moves the bytes in this process; opened now, if it is the first use."""
+        return self._here().handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        layout = self._layout
+        return (
+            f"<nvmeio.data.Records {self._path!r} {self._count} x {layout.shape} {layout.dtype} "
+            f"mode={self._mode!r} {'closed' if self._closed else 'open'}>"
+        )
+
+
+class _Layout(NamedTuple):
+    """Where records lie."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    file_offset: int
+    stride: int
+
+    def end(self, count: int) -> int:
+        """The size of a file that holds so many."""
+        return self.file_offset + ((count - 1) * self.stride + self.nbytes if count else 0)
+
+    def held(self, size: int) -> int:
+        """How many a file of this size holds."""
+        return max(0, (size - self.file_offset - self.nbytes) // self.stride + 1)
+
+
+def _layout(
+    dtype: torch.dtype, shape: int | Sequence[int], file_offset: int, stride_bytes: int | None
+) -> _Layout:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.80}")
+    if str(dtype).startswith(("torch.q", "torch.bits")):
+        raise TypeError(f"records are not of {dtype}: read them as torch.uint8, and view() them")
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    sizes = tuple(_checks.integer("a size in shape", each, 1) for each in sizes)
+    nbytes = math.prod(sizes) * dtype.itemsize
+    stride = nbytes
+    if stride_bytes is not None:
+        stride = _checks.integer("stride_bytes", stride_bytes, 1)
+    return _Layout(dtype, sizes, nbytes, _checks.integer("file_offset", file_offset, 0), stride)
+
+
+def _count(path: str, layout: _Layout, size: int, count: int | None) -> int:
+    """How many records there are, if the file agrees."""
+    held = layout.held(size)
+    if count is not None:
+        if _checks.integer("count", count, 0) > held:
+            raise ValueError(f"{path} has {size} bytes, which hold {held} records, not {count}")
+        return count
+    if size < layout.file_offset:
+        raise ValueError(f"{path} has {size} bytes, and ends before byte {layout.file_offset}")
+    over = size - layout.end(held)
+    padding = layout.stride - layout.nbytes if held else 0
+    if over not in (0, padding):
+        raise ValueError(
+            f"{path} has {size} bytes: {held} records of {layout.nbytes} bytes from byte "
+            f"{layout.file_offset} on, and {over} bytes more. Check dtype, shape, file_offset and "
+            f"stride_bytes; count={held} leaves the rest out"
+        )
+    return held
+
+
+class _Identity(NamedTuple):
+    """Which file it is."""
+
+    machine: str
+    inode: tuple[int, int]
+
+
+def _identity(path: str) -> _Identity:
+    facts = os.stat(path)
+    return _Identity(os.uname().nodename, (facts.st_dev, facts.st_ino))
+
+
+def _is_number(index: object) -> bool:
+    return hasattr(index, "__index__") and not getattr(index, "ndim", 0)  # arrays have it too
+
+
+def _only(index: Any) -> FileOffsets:
+    """One number as a batch; the tensor True is none."""
+    if isinstance(index, torch.Tensor):
+        return index.reshape(1)
+    return [_checks.integer("index", index)]
+
+
+def _create(path: str, size: int) -> None:
+    with files.open(path, "x"):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        durable.reserve(fd, size, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+class _Opened:
+    """What is open in a process.
+
+    Args:
+        file: The file.
+        handle: What moves its bytes.
+        own: Whether the handle is closed with the file.
+    """
+
+    def __init__(self, file: File, handle: AioHandle, own: bool) -> None:
+        self.file = file
+        self.handle = handle
+        self.own = own
+        _open_here.add(self)
+
+    def close(self) -> None:
+        """Close what is ours; once more where that was interrupted."""
+        self.file.close()
+        if self.own:
+            self.handle.close()
+
+    async def aclose(self) -> None:
+        """The same, awaited."""
+        self.file.close()
+        if self.own:
+            await self.handle.aclose()
+
+
+_generation = 0  # how many forks lie between this process and the first one
+_open_here: weakref.WeakSet[_Opened] = weakref.WeakSet()
+_inherited: list[_Opened] = []
+
+
+def _forked() -> None:
+    """In the child: what the parent has open is not for use, and not to be closed here either.
+
+    Another thread of the parent may have held its locks, and nobody here would let go of them.
+    """
+    global _generation
+    _generation += 1
+    _inherited.extend(_open_here)
+    _open_here.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
