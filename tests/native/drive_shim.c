@@ -417,6 +417,118 @@ static void rows_that_fail(fds f) {
   free(much);
 }
 
+/* Batches by several threads, of more members than are with the lanes at once; some are cancelled, some are
+ * freed while they run. */
+typedef struct {
+  nv_engine *engine;
+  fds f;
+  uint64_t seed;
+  int cancels;
+} batcher;
+
+static void *move_batches(void *argument) {
+  batcher *b = argument;
+  state = b->seed * 2654435761u + 99;
+  enum { MEMBERS = 150 };
+  char *blocks[MEMBERS];
+  nv_cq *cq = nv_cq_new(b->engine);
+  CHECK(cq);
+  for (int turn = 0; turn < 4; turn++) {
+    nv_transfer members[MEMBERS];
+    uint64_t count = chance(MEMBERS + 1), total = 0;
+    for (uint64_t i = 0; i < count; i++) {
+      uint64_t nbytes = chance(3) ? PAGE : chance(90000);
+      uint64_t offset = chance(FILE_BYTES - nbytes);
+      char *memory = take(nbytes, (int)chance(2), &blocks[i]);
+      int direct = nbytes ? b->f.direct : -1;
+      uint64_t unit = direct >= 0 ? alignment : 1;
+      members[i] = (nv_transfer){
+          .opcode = NV_READ,
+          .direct_fd = direct,
+          .buffered_fd = b->f.buffered,
+          .address = (uint64_t)(uintptr_t)memory,
+          .nbytes = nbytes,
+          .file_offset = offset,
+          .span_start = offset / unit * unit,
+          .span_end = (offset + nbytes + unit - 1) / unit * unit,
+          .offset_alignment = alignment ? alignment : 1,
+          .memory_alignment = alignment ? alignment : 1,
+          .bounce = (int)chance(2),
+          .foreign = (int)chance(2),
+      };
+      total += nbytes;
+    }
+    nv_request *request = nv_prepare_batch(b->engine, cq, 3, members, count);
+    CHECK(request && !nv_is_started(request));
+    nv_start(request);
+    if (b->cancels && chance(2)) nv_cancel(request);
+    wait_for(request);
+    const nv_result *result = nv_request_result(request);
+    CHECK(result->error == 0 || (b->cancels && result->error == ECANCELED));
+    CHECK(b->cancels || nv_moved(request) == (int64_t)total);
+    uint64_t token = 0, sum = 0;
+    while (!nv_cq_reap(cq, &token, 1)) nap(20);
+    CHECK(token == 3 && !nv_cq_reap(cq, &token, 1));
+    for (uint64_t i = 0; i < count; i++) {
+      const nv_result *one = nv_batch_result(request, i);
+      char *memory = (char *)(uintptr_t)members[i].address;
+      CHECK(canaries(blocks[i], memory, members[i].nbytes));
+      CHECK(one->error || holds(memory, members[i].file_offset, members[i].nbytes, 0));
+      CHECK(one->error ? one->error == ECANCELED : one->transferred == members[i].nbytes);
+      sum += one->transferred;
+      free(blocks[i]);
+    }
+    CHECK(sum == result->transferred);
+    nv_request_free(request);
+    nv_request_free(nv_prepare_batch(b->engine, cq, 4, members, count)); /* never started */
+  }
+  nv_cq_free(cq);
+  return NULL;
+}
+
+static void batches_of_many(fds f, int cancels) {
+  enum { THREADS = 3 };
+  running r;
+  start_engine(&r, some_options());
+  pthread_t threads[THREADS];
+  batcher movers[THREADS];
+  for (uint64_t i = 0; i < THREADS; i++) {
+    movers[i] = (batcher){r.engine, f, chance(1 << 30), cancels};
+    CHECK(pthread_create(&threads[i], NULL, move_batches, &movers[i]) == 0);
+  }
+  for (int i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  nv_counters counted;
+  nv_engine_counters(r.engine, &counted);
+  CHECK(counted.in_flight == 0 && counted.errors == 0);
+
+  /* An orphan, whose memory stays until the lanes are through. */
+  char *block, *memory = take(64 * PAGE, 1, &block);
+  nv_transfer members[64];
+  for (uint64_t i = 0; i < 64; i++)
+    members[i] = (nv_transfer){
+        .opcode = NV_READ,
+        .direct_fd = -1,
+        .buffered_fd = f.buffered,
+        .address = (uint64_t)(uintptr_t)(memory + i * PAGE),
+        .nbytes = PAGE,
+        .file_offset = i * PAGE,
+        .span_start = i * PAGE,
+        .span_end = (i + 1) * PAGE,
+        .offset_alignment = 1,
+        .memory_alignment = 1,
+    };
+  nv_cq *cq = nv_cq_new(r.engine);
+  nv_request *request = nv_prepare_batch(r.engine, cq, 5, members, 64);
+  CHECK(request);
+  nv_start(request);
+  nv_request_free(request);
+  nv_cq_free(cq);
+  join_lanes(&r);
+  nv_engine_free(r.engine);
+  CHECK(holds(memory, 0, 64 * PAGE, 0));
+  free(block);
+}
+
 /* A descriptor that does not allow it: the error comes from io_submit, which then is asked for the
  * blocks behind. */
 static void refused(fds f) {
@@ -818,6 +930,8 @@ int main(int argc, char **argv) {
     rows_of_many(0);
     rows_of_many(1);
     rows_that_fail(f);
+    batches_of_many(f, 0);
+    batches_of_many(f, 1);
     many_threads(f, 0);
     many_threads(f, 1);
     moved_while_completing(f);
