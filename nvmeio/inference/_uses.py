@@ -26,7 +26,7 @@ from nvmeio._io.threads import SLICE_S
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill
 from nvmeio._residency.window import Keeper, Window
-from nvmeio.errors import ClosedError, TransferError, with_context
+from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.inference._binding import check, install, names_in, shows, uninstall
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources
@@ -447,22 +447,17 @@ class Uses:
 
     def _read_beside(self, slot: Slot, reads: Sequence[Any]) -> None:
         """Read past the queue, for somebody who waits."""
-        handle, files = self.resources.handle, self.resources.checkpoint.files
-        started = []
-        failed: BaseException | None = None
-        try:
-            for read in reads:
-                memory = slot.host[read.at : read.at + read.end - read.start]
-                started.append(handle.async_pread(memory, files[read.file], read.start))
-        except BaseException as error:
-            failed = error
-        for operation, read in zip(started, reads, strict=False):
-            error_of = operation.exception()
-            if failed is None and error_of is not None:
-                failed = error_of
-                if isinstance(failed, TransferError):
-                    names = names_in(slot.unit, read.at, read.end - read.start)
-                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
+        files = self.resources.checkpoint.files
+        failed = self.resources.handle.async_pread_batch(
+            [slot.host[read.at : read.at + read.end - read.start] for read in reads],
+            [files[read.file] for read in reads],
+            [read.start for read in reads],
+        ).exception()
+        if isinstance(failed, BatchError):
+            item, failed = failed.failures[0]
+            if isinstance(failed, TransferError):
+                names = names_in(slot.unit, reads[item].at, reads[item].end - reads[item].start)
+                failed = with_context(failed, f"weights {names} of {slot.unit.name}")
         if failed is not None:
             raise failed
         for index in {read.file for read in reads}:
