@@ -18,7 +18,6 @@ be run twice.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import itertools
 import logging
@@ -28,13 +27,13 @@ import time
 import warnings
 from collections.abc import Callable
 
-from nvmeio import _transfer, files
+from nvmeio import _transfer, _unreleased, files
 from nvmeio._batch import Batch
 from nvmeio._batch_record import BatchRecord, Planner
 from nvmeio._completions import CompletionQueues
 from nvmeio._io.threads import run_interruptible
 from nvmeio._loops import Beside, in_a_thread, wake
-from nvmeio._record import Record
+from nvmeio._record import Record, let_go_plain
 from nvmeio._rows import RowPlaces
 from nvmeio._tensor import Memory
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
@@ -78,7 +77,7 @@ class Core:
         self._tokens = itertools.count(1)
         self._completions = CompletionQueues(engine, self.reap, self._adopt)
         self._finisher = Beside("nvmeio-finish", self._finish_again)
-        _unreleased.add(self)
+        _unreleased.cores.add(self)
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -201,7 +200,16 @@ class Core:
                     if record is not None and not record.claimed:
                         mine.append(record)
                         record.claimed = here
-            for record in mine:
+            plain, others = let_go_plain(mine)
+            with self._lock:
+                for record in plain:
+                    self._end(record, "finished" if record.error is None else "failed")
+            for record in plain:
+                try:
+                    self._tell(record)
+                except Exception as failed:
+                    self._settle(record, "failed", failed)
+            for record in others:
                 if record.claimed == here:  # a callback before it may have waited for it
                     self._finish(record, may_block)
             cq.acknowledge(tokens)
@@ -320,11 +328,17 @@ class Core:
 
     def _publish(self, record: Record, state: str) -> None:
         with self._lock:
-            if state == "failed" and record.state == "pending":
-                self._failed[record.token] = record
-            record.state = state
-            if self._live.pop(record.token, None) is not None:
-                self._finished += 1
+            self._end(record, state)
+        self._tell(record)
+
+    def _end(self, record: Record, state: str) -> None:
+        if state == "failed" and record.state == "pending":
+            self._failed[record.token] = record
+        record.state = state
+        if self._live.pop(record.token, None) is not None:
+            self._finished += 1
+
+    def _tell(self, record: Record) -> None:
         # Nobody is added any more. Struck off only once told: told twice is better than never.
         waiters, gates, callbacks = record.waiters, record.gates, record.callbacks
         while waiters:
@@ -534,7 +548,7 @@ class Core:
             self._finisher.close()
             self.engine.stop()
             self._completions.release()
-            _unreleased.discard(self)
+            _unreleased.cores.discard(self)
             self._shut = True
 
     @property
@@ -558,13 +572,13 @@ class Core:
 
     # --- fork and exit --------------------------------------------------------------------------
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         # Locks may have been copied while held, lanes do not exist here: only refuse.
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._completions.after_fork()
         self._refusal = _FORKED
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         if self._refusal is _FORKED:
             return
         try:
@@ -578,23 +592,3 @@ class Core:
         finally:  # warnings may be errors
             # Idle ones too: the interpreter freezes daemon threads, with whatever lock they hold.
             self.close_quietly()
-
-
-# Strong references. In a cycle, the collector finalises the shim's objects together with the handle
-# whose `__del__` hands them on; what is reachable from here it leaves alone until it is released.
-_unreleased: set[Core] = set()
-
-
-def _after_fork_in_child() -> None:
-    for core in list(_unreleased):
-        core._after_fork()
-
-
-def _at_exit() -> None:
-    # What works through another core's engine comes first.
-    for core in sorted(_unreleased, key=lambda core: core.below is None):
-        core._at_exit()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_at_exit)

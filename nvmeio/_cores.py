@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nvmeio import _core, _holds, _transfer
+from nvmeio import _holds, _transfer, _unreleased
 from nvmeio._core import Core
 from nvmeio._device import Copier
 from nvmeio._io.threads import run_interruptible, start
@@ -181,7 +181,8 @@ def ring_core(copier: Copier, ring_bytes: int, options: Options, host: Core) -> 
 
 def _user_of(storage: int) -> Record | None:
     """What is in flight in a storage, given its `_cdata`."""
-    for core in list(_core._unreleased):
+    cores: list[Core] = list(_unreleased.cores)
+    for core in cores:
         for record in list(core._live.values()):
             if record.uses(storage):
                 return record

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from nvmeio import _transfer
 from nvmeio._plan import Plan
 from nvmeio._rows import RowPlaces
@@ -245,6 +247,41 @@ class Record:
             "nbytes": self.nbytes,
             "transferred": transferred,
         }
+
+
+def let_go_plain(records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """Let go of those that went well and have no steps of their own, all at once; and the others.
+
+    It may be done twice. What the file's closing told is the record's error.
+    """
+    plain: list[Record] = []
+    others: list[Record] = []
+    changed: list[torch.Tensor] = []
+    for record in records:
+        memory, request = record.memory, record.request
+        if (
+            memory is None
+            or memory.copy_back is not None
+            or record.check is not None
+            or request is None
+            or request.moved() != record.nbytes
+        ):
+            others.append(record)
+            continue
+        plain.append(record)
+        if memory.changed is not None:
+            changed.append(memory.changed)
+    try:
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+    except Exception:  # of one of them, an inference tensor for one: each for itself
+        return [], records
+    for record in plain:
+        try:
+            record.error = record.let_go()
+        except Exception as failed:
+            record.error = failed
+    return plain, others
 
 
 def failure_of(outcome: Outcome, about: dict[str, Any]) -> BaseException:

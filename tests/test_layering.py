@@ -48,6 +48,7 @@ LAYERS = {
     "_validate": 4,
     "operation": 4,
     "_core": 4,
+    "_unreleased": 4,
     "_record": 4,
     "_batch_record": 4,
     "_cores": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import threading
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from contract.operating import CONTENT, SIZE, WAIT_S, Make, target
 from support import HeldEngine, on_every_loop, raw, spin_until, until
 
@@ -46,6 +48,35 @@ def test_result_raises_what_failed(handle: nvmeio.AioHandle, tmp_path: Path) -> 
         operation.result(WAIT_S)
     assert operation.exception() is caught.value
     assert operation.done()
+
+
+def test_each_of_many_that_end_together_ends_as_it_would_alone(
+    handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
+) -> None:
+    """What went well is finished at once for all of a wake-up; the others one by one."""
+    whole = [target(4096) for _ in range(8)]
+    strided = torch.zeros(4096, 2, dtype=torch.uint8)[:, 0]
+    before = [tensor._version for tensor in whole]
+    seen: list[int] = []
+
+    async def main() -> list[int | BaseException]:
+        reads = [handle_held.async_pread(tensor, file) for tensor in whole[:4]]
+        reads.append(handle_held.async_pread(target(4096), file, SIZE))
+        reads.append(handle_held.async_pread(strided, file))
+        reads += [handle_held.async_pread(tensor, file) for tensor in whole[4:]]
+        # Called while others that have ended are not concluded yet, it waits for one of them.
+        reads[0].add_done_callback(lambda _: seen.append(reads[5].result(WAIT_S)))
+        engine_held.gate.set()
+        spin_until(lambda: engine_held.counters().in_flight == 0)
+        return await asyncio.gather(*reads, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert isinstance(results.pop(4), nvmeio.ShortTransferError)
+    assert results == [4096] * 9
+    assert seen == [4096]
+    assert all(raw(tensor) == CONTENT[:4096] for tensor in (*whole, strided.clone()))
+    assert all(tensor._version > old for tensor, old in zip(whole, before, strict=True))
+    assert handle_held.stats.in_flight == 0
 
 
 def test_done_can_be_polled_without_a_loop(handle: nvmeio.AioHandle, file: Path) -> None:
