@@ -539,9 +539,11 @@ static void note_events(nv_lane *lane) {
   lane->last_event_ns = now;
 }
 
-/* Watches for work for a moment, if it is likely to come; whether it came. */
+/* Watches for work for a moment, if it is likely to come; whether it came. Not where more blocks wait
+ * than the queue takes: it is full, the drive does not notice when a place is taken 5 us later, and
+ * nobody waits to have this thread woken. */
 static int spin(nv_lane *lane) {
-  if (!lane->inflight || lane->gap_ns > SPIN_NS) return 0;
+  if (!lane->inflight || lane->gap_ns > SPIN_NS || lane->ring) return 0;
   uint64_t until = now_ns() + 2 * SPIN_NS;
   do {
     for (int i = 0; i < 16; i++) {
