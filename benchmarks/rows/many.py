@@ -1,4 +1,4 @@
-"""A model's worth of tensors of all sizes: 1,000 operations started, then one wait."""
+"""A model's worth of tensors of all sizes: one batch, or 1,000 operations started and one wait."""
 
 from __future__ import annotations
 
