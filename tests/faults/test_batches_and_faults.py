@@ -72,22 +72,6 @@ def test_a_cancelled_batch_leaves_memory_alone_once_it_is_over(faulty, tmp_path)
         assert all(tensor.untyped_storage().resizable() for tensor in found)
 
 
-def test_a_single_read_does_not_wait_for_a_batch(faulty, tmp_path):
-    """Of a batch, the lanes have two queues' worth at a time."""
-    path = make_file(tmp_path / "file", noise(SIZE, seed=1))
-    with faulty.handle(block_size=4 * KIB, queue_depth=2) as handle:
-        order = []
-        faulty.close_gate()
-        found = [torch.zeros(4096, dtype=torch.uint8) for _ in range(128)]
-        batch = handle.async_pread_batch(found, path)
-        single = handle.async_pread(torch.zeros(4096, dtype=torch.uint8), path)
-        batch.add_done_callback(lambda _: order.append("batch"))
-        single.add_done_callback(lambda _: order.append("single"))
-        faulty.open_gate()
-        handle.wait(60)
-        assert order == ["single", "batch"]
-
-
 FEW = """
 import os, resource, torch, nvmeio
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
