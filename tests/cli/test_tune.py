@@ -313,12 +313,12 @@ def test_interrupted_it_leaves_no_files(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(tmp_path.glob(".nvmeio-tune-*/tune.bin")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert output == ""
     assert list(tmp_path.iterdir()) == []
@@ -337,12 +337,12 @@ def test_interrupted_it_tells_what_it_has_measured_and_stores_no_guess(tmp_path:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     log = logs / "measurements.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not log.is_file() or log.read_text().count("\n") < 12:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     told = json.loads(output)
     assert told["aio"] == DEFAULT._asdict()

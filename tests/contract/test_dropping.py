@@ -133,12 +133,16 @@ def test_a_dropped_handle_is_given_up_even_where_warnings_are_errors(file: Path)
         f"""
         import sys, threading, time, torch, nvmeio
         tensor = torch.zeros({SIZE}, dtype=torch.uint8)
-        handle = nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(delay_s=0.05))
+        gate = threading.Event()
+        handle = nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(hold=gate))
         operation = handle.async_pread(tensor, {str(file)!r})
-        sys.unraisablehook = lambda unraisable: print(unraisable.exc_type.__name__)
+        def unraisable(told):
+            print(told.exc_type.__name__)
+            gate.set()
+        sys.unraisablehook = unraisable
         del handle
-        assert operation.result(10) == {SIZE}
-        patience = time.monotonic() + 10
+        assert operation.result(100) == {SIZE}
+        patience = time.monotonic() + 100
         while [t for t in threading.enumerate() if t.name.startswith("nvmeio")]:
             assert time.monotonic() < patience, threading.enumerate()
             time.sleep(0.001)
@@ -154,7 +158,7 @@ def test_the_interpreter_may_end_with_operations_in_flight(path: Path) -> None:
         f"""
         import torch, nvmeio, nvmeio.testing
         data = torch.full((1 << 20,), 7, dtype=torch.uint8)
-        handle = nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(delay_s=0.05))
+        handle = nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(delay_s=1.0))
         operation = handle.async_pwrite(data, {str(path)!r})
         """,
         "-W",

@@ -98,7 +98,7 @@ def test_many_futures_from_many_threads_are_all_told(make_handle: Make, file: Pa
 
     def read_many(opened: nvmeio.File) -> int:
         futures = [nvmeio.as_future(handle.async_pread(nothing, opened)) for _ in range(2500)]
-        return len(concurrent.futures.wait(futures, timeout=5).done)
+        return len(concurrent.futures.wait(futures, timeout=100).done)
 
     with nvmeio.open(file) as opened, concurrent.futures.ThreadPoolExecutor(6) as pool:
         counts = [pool.submit(read_many, opened) for _ in range(6)]

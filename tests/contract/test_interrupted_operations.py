@@ -24,7 +24,7 @@ Everywhere = Callable[[Callable[[], object]], Iterator[str]]
 
 SIZE = 5000
 DATA = random_bytes(SIZE)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 Make = Callable[..., nvmeio.AioHandle]
 
 

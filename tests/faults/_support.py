@@ -62,7 +62,7 @@ def make_file(path: Path, content: torch.Tensor) -> Path:
     return path
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
     """Whether a condition comes true in time; for what happens beside the test."""
     until = time.monotonic() + timeout_s
     while not condition():

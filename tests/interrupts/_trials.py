@@ -321,7 +321,7 @@ def _held() -> tuple[dict[int, str], set[threading.Thread], int]:
 
 def _left(before: tuple[dict[int, str], set[threading.Thread], int]) -> str:
     """What is held now and was not before; what ends by itself is given time."""
-    patience = time.monotonic() + 10.0
+    patience = time.monotonic() + 40.0
     while True:
         gc.collect()
         descriptors, threads, mapped = _held()

@@ -25,6 +25,8 @@ from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
 Interrupts = Callable[[Callable[[], object], int], Iterator[object]]
+# A real signal may come in a destructor, where Python swallows what it raises.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 HOW = pytest.mark.parametrize("interrupts", [at_places, at_random_times])
 WIDTH = 48
 
