@@ -72,7 +72,7 @@ def plan_all(
     planned = []
     for memory, offset in zip(memories, offsets, strict=True):
         nbytes = memory.nbytes
-        if not whole or nbytes >= BOUNCE_FROM_BYTES or (offset | nbytes) % whole or not nbytes:
+        if not unit or nbytes >= BOUNCE_FROM_BYTES or (offset | nbytes) % whole or not nbytes:
             planned.append(plan(opcode, memory, opened, offset)[1])
             continue
         planned.append(
