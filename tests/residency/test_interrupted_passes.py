@@ -233,6 +233,7 @@ def test_gather_is_whole_or_has_not_happened(
             weight.zero_()
     before = value()
     for _ in interrupts(change, 60):
+        torch.set_grad_enabled(True)  # no_grad above is Python, and Ctrl-C may leave it in force
         in_memory = value()
         swapped.evict()
         on_drive = value()
