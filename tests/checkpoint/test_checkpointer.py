@@ -179,13 +179,13 @@ async def test_a_second_save_waits_for_the_first(
     """And the event loop goes on meanwhile."""
     first = await held.save(state_of(0), 0)
     second = asyncio.create_task(held.save(state_of(1), 1))
-    for _ in range(20):
+    for _ in range(60):
         await asyncio.sleep(0.005)
         assert not second.done()
     assert held.steps() == []
     engine_held.gate.set()
     report = await second
-    assert report.waited_s >= 0.1 and first.waited_s < 0.1
+    assert report.waited_s > first.waited_s
     assert report.snapshot_bytes == first.snapshot_bytes  # memory of one, not of two
     assert 0 in held.steps()
     await held.wait()
