@@ -183,6 +183,14 @@ class Mapping(mmap.mmap):
         # At the end of the interpreter the globals may be gone; so is the process, soon.
         if finalizing() or not hasattr(self, "nbytes"):
             return
+        try:
+            self._leave()
+        except BaseException:  # Ctrl-C, which Python lets nobody see here: once more
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Out of the registry, as often as it takes."""
         with contextlib.suppress(OSError):  # a destructor has nobody to tell
             unpin(self.address)
         mapped.remove(self.address)

@@ -778,6 +778,27 @@ def test_locked_memory_is_registered_with_cuda_until_freed(
     assert runtime.known == {}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_destructor_leaves_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python goes on after a KeyboardInterrupt there: nobody would do it again."""
+    registry, calls = _memory.mapped, []
+
+    class Interrupted:
+        def remove(self, address: int) -> None:
+            calls.append(address)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            registry.remove(address)
+
+    mapping = _memory.Mapping(4096)
+    address = mapping.address
+    assert registry.covers(address, 1)
+    monkeypatch.setattr(_memory, "mapped", Interrupted())
+    del mapping
+    assert calls == [address, address]
+    assert not registry.covers(address, 1)
+
+
 def test_a_refusal_by_cuda_leaves_nothing_locked(
     monkeypatch: pytest.MonkeyPatch, locked_before: int
 ) -> None:

@@ -126,7 +126,7 @@ def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
     odd[1][0].weight = nn.Parameter(torch.empty(96, 96, device="meta"))
     with pytest.raises(ValueError, match="has no memory"):
         spill(odd, tmp_path)
-    for options, error in (({"window": 0}, ValueError), ({"resident_bytes": "1G"}, TypeError)):
+    for options, error in (({"window": 0}, ValueError), ({"resident_bytes": 1.5}, TypeError)):
         with pytest.raises(error):
             spill(layers(), tmp_path, **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
