@@ -313,8 +313,8 @@ class AioHandle(ClosingWork):
         The operation fails with `BatchError` if some items cannot be read; all others are. It
         tells of the first, and has the errors of all.
 
-        Cost: one call into the shim, one completion, and a third of the Python of as many
-        operations, or less. Files given as paths are opened once, and up to 128 at a time (fewer
+        Cost: one call into the shim, one completion, and about a third of the Python of as many
+        operations. Files given as paths are opened once, and up to 128 at a time (fewer
         where `ulimit -n` is below 1024); the first of them by the call, others in a thread.
         """
         return self._start_batch(Opcode.READ, tensors, files, file_offsets)
