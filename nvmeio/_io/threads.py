@@ -100,12 +100,21 @@ class _SignOfLife(threading.Event):
     birth: weakref.ref[Any] | None = None  # dies with the thread, whether or not it ever began
 
     def wait(self, timeout: float | None = None) -> bool:
-        until = time.monotonic() + (_BIRTH_S if timeout is None else timeout)
-        while not super().wait(_BIRTH_LOOK_S):
-            dead = self.birth is not None and self.birth() is None
-            if (dead or time.monotonic() >= until) and not self.is_set():
-                raise MemoryError("a new thread did not begin: is there memory left for it?")
+        _await_birth(super().wait, self.birth, _BIRTH_S if timeout is None else timeout)
         return True
+
+
+def _await_birth(
+    seen: Callable[[float], bool], birth: weakref.ref[Any] | None, timeout_s: float
+) -> None:
+    """Wait until `seen`, which takes how long it may look, has seen the sign of life."""
+    until = time.monotonic() + timeout_s
+    while not seen(_BIRTH_LOOK_S):
+        dead = birth is not None and birth() is None
+        if dead or time.monotonic() >= until:
+            if seen(0):
+                return
+            raise MemoryError("a new thread did not begin: is there memory left for it?")
 
 
 def start(run: Callable[[], object], name: str, failed: Callable[[BaseException], object]) -> None:
@@ -132,13 +141,14 @@ def _new_launcher() -> SimpleQueue[Any]:
     """Two callers may come here at once: either launcher will do, and one is forgotten."""
     global _launches
     queue: SimpleQueue[Any] = SimpleQueue()
-    alive = _SignOfLife()
-    launch = functools.partial(_launch, queue, alive)
-    alive.birth = weakref.ref(launch)
+    silent = _thread.allocate_lock()  # until it lives; this may be the main thread
+    silent.acquire()
+    launch = functools.partial(_launch, queue, silent)
+    birth = weakref.ref(launch)
     _thread.start_new_thread(launch, ())
     del launch
     try:
-        alive.wait()
+        _await_birth(lambda seconds: silent.acquire(timeout=seconds), birth, _BIRTH_S)
     except BaseException:
         queue.put(None)
         raise
@@ -146,9 +156,9 @@ def _new_launcher() -> SimpleQueue[Any]:
     return queue
 
 
-def _launch(queue: SimpleQueue[Any], alive: _SignOfLife) -> None:
-    alive.set()
-    del alive
+def _launch(queue: SimpleQueue[Any], silent: _thread.LockType) -> None:
+    silent.release()
+    del silent
     while (asked := queue.get()) is not None:
         run, name, failed = asked
         try:

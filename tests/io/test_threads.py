@@ -6,8 +6,11 @@ import _thread
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
+from types import FrameType
+from typing import Any
 
 import pytest
 from support import die_at_birth
@@ -245,3 +248,30 @@ def test_at_the_end_of_the_program_work_is_done_in_place(
         assert run_interruptible(threading.get_ident) == threading.get_ident()
         with pytest.raises(RuntimeError, match="mine"):
             run_interruptible(lambda: (_ for _ in ()).throw(RuntimeError("mine")))
+
+
+def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one() -> None:
+    """`threading.Event.wait`, cut short, may have given up its lock: "release unlocked lock"."""
+    for after in range(1000):
+        left = [after]
+
+        def trace(frame: FrameType, _: str, __: Any, left: list[int] = left) -> Any:
+            if frame.f_code.co_filename not in (threads.__file__, threading.__file__):
+                return None
+            frame.f_trace_opcodes = True
+            if frame.f_code.co_filename == threading.__file__:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            queue = threads._new_launcher()
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(None)
+        queue.put(None)
+        return
+    raise AssertionError("it never got through")
