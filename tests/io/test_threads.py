@@ -250,8 +250,11 @@ def test_at_the_end_of_the_program_work_is_done_in_place(
             run_interruptible(lambda: (_ for _ in ()).throw(RuntimeError("mine")))
 
 
-def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one() -> None:
+def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`threading.Event.wait`, cut short, may have given up its lock: "release unlocked lock"."""
+    monkeypatch.setattr(threads, "_launches", threads._launches)  # it sets its own there
     for after in range(1000):
         left = [after]
 
