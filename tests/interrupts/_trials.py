@@ -138,6 +138,7 @@ class Trials:
         self._limit_s = limit_s
         self._made = 0
         self._ignored = 0
+        self._lost = 0  # of these in the destructor of a mapping
         self._most: tuple[int, int, int] = (0, 0, 0)
         self._held: tuple[HeldEngine, nvmeio.AioHandle] | None = None
         if report.mode == "twice":
@@ -148,7 +149,9 @@ class Trials:
 
     def _unraisable(self, unraisable: Any) -> None:
         """Of finalisers: nobody can do better."""
-        self._ignored += isinstance(unraisable.exc_value, KeyboardInterrupt)
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._ignored += 1
+            self._lost += unraisable.object is _memory.Mapping.__del__
 
     def fresh(self) -> Scenario:
         self._made += 1
@@ -188,7 +191,7 @@ class Trials:
         del scenario
         if self._held is not None:
             self._held[1].close()
-        self._report.leaked = _left(before, self._ignored)
+        self._report.leaked = _left(before, self._lost)
         faulthandler.cancel_dump_traceback_later()
 
     def _measure(self, scenario: Scenario) -> float:
