@@ -1,8 +1,8 @@
 """What engines written in Python have in common: completion queues, requests, counting.
 
-`EventfdQueue` and `Batch` serve all of them. `QueuedEngine` and `QueuedRequest` are the base of the
-engines that move device memory: the ring (`nvmeio.engines.ring`) and cuFile
-(`nvmeio.engines.cufile`).
+`QueuedEngine` and `QueuedRequest` are the base of all of them: the portable engine
+(`nvmeio.engines.threads`), and those that move device memory (`DeviceRequest`), which are the ring
+(`nvmeio.engines.ring`) and cuFile (`nvmeio.engines.cufile`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import errno
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 from nvmeio._io.threads import SLICE_S
 from nvmeio.engines.base import (
@@ -28,13 +29,6 @@ from nvmeio.engines.base import (
     Transfer,
     total,
 )
-
-
-class Linkable(Protocol):
-    """What an `EventfdQueue` reports."""
-
-    token: int
-    linked: bool
 
 
 class End:
@@ -77,7 +71,7 @@ class EventfdQueue:
     def __init__(self, lock: AbstractContextManager[bool]) -> None:
         self._lock = lock
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._finished: list[Linkable] = []
+        self._finished: dict[Reported, None] = {}  # in their order
 
     def fileno(self) -> int:
         return self._fd
@@ -88,28 +82,26 @@ class EventfdQueue:
                 return []
             with suppress(BlockingIOError):
                 os.eventfd_read(self._fd)
-            taken, self._finished = self._finished, []
-            for request in taken:
-                request.linked = False
+            taken, self._finished = self._finished, {}
         return [request.token for request in taken]
 
     def peek(self) -> list[int]:
         with self._lock:
-            if self._fd >= 0 and not self._finished:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._fd)
+            self._hush()
             return [request.token for request in self._finished]
 
     def acknowledge(self, tokens: list[int]) -> None:
         with self._lock:
-            for token in tokens:
-                for request in self._finished:
-                    if request.token == token:
-                        self.unlink(request)
-                        break
-            if self._fd >= 0 and not self._finished:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._fd)
+            known = set(tokens)
+            for request in [each for each in self._finished if each.token in known]:
+                self.unlink(request)
+            self._hush()
+
+    def _hush(self) -> None:
+        """Not readable, with nothing to reap."""
+        if self._fd >= 0 and not self._finished:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
 
     def wake(self) -> None:
         with self._lock:
@@ -128,41 +120,90 @@ class EventfdQueue:
         if fd >= 0:
             os.close(fd)
 
-    def link(self, request: Linkable) -> None:
-        """Report a request; with the lock held."""
+    def link(self, request: Reported) -> None:
+        """Report a request; with the lock held. Once more does no harm."""
         if self._fd >= 0:
-            request.linked = True
-            self._finished.append(request)
+            self._finished[request] = None
             self.wake()
 
-    def unlink(self, request: Linkable) -> None:
-        """Take back what was not yet reaped; with the lock held."""
-        request.linked = False
-        self._finished.remove(request)
+    def unlink(self, request: Reported) -> None:
+        """Take back what was not yet reaped, if it is there; with the lock held."""
+        self._finished.pop(request, None)
+
+    def reports(self, request: Reported) -> bool:
+        """Whether a request is linked and was not yet reaped; with the lock held."""
+        return request in self._finished
 
 
-class QueuedRequest:
+class Reported(ABC):
+    """What ends once, and is reported at one completion queue after the other.
+
+    Args:
+        lock: The engine's; with it held, this ends.
+        cq: Where its end is reported.
+        token: Its name there.
+    """
+
+    def __init__(self, lock: AbstractContextManager[bool], cq: CompletionQueue, token: int) -> None:
+        assert isinstance(cq, EventfdQueue)
+        self.token = token
+        self._lock = lock
+        self._cq = cq
+        self._finished = End()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._finished.wait(timeout_s)
+
+    def move(self, cq: CompletionQueue) -> None:
+        # Interrupted anywhere, it is reported at one of them at least, and can be moved again.
+        assert isinstance(cq, EventfdQueue)
+        with self._lock:
+            before = self._cq
+            if self.done:
+                if not before.reports(self):
+                    return  # reaped already
+                cq.link(self)
+            self._cq = cq
+            if before is not cq:
+                before.unlink(self)
+
+    def moved(self) -> int:
+        outcome = self.outcome()
+        return -outcome.error if outcome.error else outcome.transferred
+
+    @abstractmethod
+    def outcome(self) -> Outcome: ...
+
+    def finish(self) -> None:
+        """Report the end; with the lock held."""
+        self._finished.set()
+        self._cq.link(self)
+
+
+class QueuedRequest(Reported):
     """A transfer in the hands of a `QueuedEngine`.
 
-    The engine's threads change it with the engine's condition held; `stop` alone is read without.
+    The engine's threads change it with the engine's lock held; `stop` alone is read without.
     """
 
     def __init__(
-        self, engine: QueuedEngine, token: int, transfer: DeviceTransfer, cq: EventfdQueue
+        self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue
     ) -> None:
+        super().__init__(engine.lock, cq, token)
         self.engine = engine
-        self.token = token
         self.transfer = transfer
-        self.linked = False
+        self.begun = False
         self.stop = False
         self.cancelled = False
         self.error = 0
         self.cause: BaseException | None = None
         self.direct = self.bounced = self.buffered = 0
         self.parts_out = 0
-        self._cq = cq
-        self.begun = False
-        self._finished = End()
 
     # --- the contract ---------------------------------------------------------------------
 
@@ -175,24 +216,6 @@ class QueuedRequest:
     def cancel(self) -> None:
         self.cancelled = self.stop = True
         self.engine.nudge()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._finished.wait(timeout_s)
-
-    def move(self, cq: CompletionQueue) -> None:
-        assert isinstance(cq, EventfdQueue)
-        with self.engine.lock:
-            if self._finished.is_set() and not self.linked:
-                return  # reaped already
-            if self.linked:
-                self._cq.unlink(self)
-            self._cq = cq
-            if self._finished.is_set():
-                cq.link(self)
-
-    def moved(self) -> int:
-        outcome = self.outcome()
-        return -outcome.error if outcome.error else outcome.transferred
 
     def outcome(self) -> Outcome:
         error = self.error
@@ -209,25 +232,32 @@ class QueuedRequest:
         """Bytes that got through."""
         return self.direct + self.bounced + self.buffered
 
-    @property
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self._finished.is_set()
-
     def fail(self, code: int, cause: BaseException | None = None) -> None:
         """The first failure counts; no further part begins."""
         if not self.error:
             self.error, self.cause = code, cause
         self.stop = True
 
+
+class DeviceRequest(QueuedRequest):
+    """A transfer of device memory: it holds the memory and the file."""
+
+    transfer: DeviceTransfer
+
+    def __init__(
+        self, engine: QueuedEngine[Any], token: int, transfer: Transfer, cq: CompletionQueue
+    ) -> None:
+        assert isinstance(transfer, DeviceTransfer)
+        super().__init__(engine, token, transfer, cq)
+
     def let_go(self) -> None:
         """Memory and file are their owners' alone again; the numbers stay."""
         self.transfer = DeviceTransfer(*self.transfer)
 
     def finish(self) -> None:
-        """Report the end; with the condition held."""
-        self._finished.set()
-        self._cq.link(self)
+        if not self.parts_out:
+            self.let_go()  # operations outlive their transfers, and hold their requests
+        super().finish()
 
 
 class _Landing(EventfdQueue):
@@ -237,11 +267,11 @@ class _Landing(EventfdQueue):
         self._landed = landed
         self._fd = -1
 
-    def link(self, request: Linkable) -> None:
+    def link(self, request: Reported) -> None:
         self._landed()
 
 
-class Batch:
+class Batch(Reported):
     """Many transfers as one request.
 
     Args:
@@ -255,17 +285,13 @@ class Batch:
     def __init__(
         self,
         lock: AbstractContextManager[bool],
-        cq: EventfdQueue,
+        cq: CompletionQueue,
         token: int,
         prepare: Callable[[CompletionQueue, int, Transfer], Request],
         transfers: Sequence[Transfer],
     ) -> None:
-        self.token = token
-        self.linked = False
-        self._lock = lock
-        self._cq = cq
+        super().__init__(lock, cq, token)
         self._left = len(transfers)
-        self._finished = End()
         landing = _Landing(self._landed)
         self._requests = [prepare(landing, 0, transfer) for transfer in transfers]
 
@@ -280,25 +306,6 @@ class Batch:
         for request in self._requests:
             request.cancel()
 
-    def wait(self, timeout_s: float) -> bool:
-        return self._finished.wait(timeout_s)
-
-    def move(self, cq: CompletionQueue) -> None:
-        assert isinstance(cq, EventfdQueue)
-        with self._lock:
-            if self._finished.is_set() and not self.linked:
-                return  # reaped already
-            if self.linked:
-                with suppress(ValueError):
-                    self._cq.unlink(self)
-            self._cq = cq
-            if self._finished.is_set():
-                cq.link(self)
-
-    def moved(self) -> int:
-        outcome = self.outcome()
-        return -outcome.error if outcome.error else outcome.transferred
-
     def outcome(self) -> Outcome:
         return total(self.outcomes())
 
@@ -308,15 +315,17 @@ class Batch:
     def _landed(self) -> None:
         self._left -= 1
         if not self._left:
-            self._finished.set()
-            self._cq.link(self)
+            self.finish()
 
 
-class QueuedEngine:
+RequestT = TypeVar("RequestT", bound=QueuedRequest)
+
+
+class QueuedEngine(ABC, Generic[RequestT]):
     """An engine whose work is done by Python threads that look into a queue.
 
-    Subclasses bring the threads, which ask for what was `admitted`; they override `nudge` where a
-    thread sleeps elsewhere than on the condition.
+    Subclasses bring the threads, which ask for what was `admitted`; they override `nudge` where one
+    of them is enough, or sleeps elsewhere than on the condition.
     """
 
     def __init__(self) -> None:
@@ -324,7 +333,7 @@ class QueuedEngine:
         self.lock = threading.RLock()
         self.condition = threading.Condition(self.lock)
         self.in_flight = 0
-        self.arrivals: deque[QueuedRequest] = deque()
+        self.arrivals: deque[RequestT] = deque()
         self.stopping = False
         self._counters = Counters()
 
@@ -332,20 +341,17 @@ class QueuedEngine:
         """A list with an eventfd."""
         return EventfdQueue(self.lock)
 
+    @abstractmethod
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that is not started yet."""
-        assert isinstance(cq, EventfdQueue)
-        assert isinstance(transfer, DeviceTransfer)
-        return QueuedRequest(self, token, transfer, cq)
 
     def prepare_batch(
         self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
     ) -> BatchRequest:
         """A request for each, and one for all of them."""
-        assert isinstance(cq, EventfdQueue)
         return Batch(self.lock, cq, token, self.prepare, transfers)
 
-    def enqueue(self, request: QueuedRequest) -> None:
+    def enqueue(self, request: RequestT) -> None:
         """For `QueuedRequest.start`: the engine's threads take it from here.
 
         An interrupt may come before, or after it is handed over, but not between.
@@ -355,9 +361,9 @@ class QueuedEngine:
             self.arrivals.append(request)
         self.nudge()
 
-    def admitted(self) -> list[QueuedRequest]:
-        """What has arrived, counted in; with the condition held, by a thread of the engine's."""
-        taken: list[QueuedRequest] = []
+    def admitted(self) -> list[RequestT]:
+        """What has arrived, counted in; with the lock held, by a thread of the engine's."""
+        taken: list[RequestT] = []
         while self.arrivals:
             taken.append(self.arrivals.popleft())
             self.in_flight += 1
@@ -373,15 +379,13 @@ class QueuedEngine:
         with self.lock:
             return self._counters._replace(in_flight=self.in_flight + len(self.arrivals))
 
-    def conclude(self, request: QueuedRequest) -> None:
-        """Count a request out and report it; with the condition held."""
+    def conclude(self, request: RequestT) -> None:
+        """Count a request out and report it; with the lock held."""
         transfer = request.transfer
         self._counters = counted(
             self._counters, transfer.opcode, transfer.nbytes, request.outcome()
         )
         self.in_flight -= 1
-        if not request.parts_out:
-            request.let_go()  # operations outlive their transfers, and hold their requests
         request.finish()
         if not self.in_flight:
             self.condition.notify_all()  # a stopping engine is done now

@@ -36,7 +36,7 @@ from nvmeio._device import Copier, Mark
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES, Plan
 from nvmeio._tensor import Memory
-from nvmeio.engines._queued import QueuedEngine, QueuedRequest, counted
+from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
@@ -66,7 +66,7 @@ _LOOK_MS = 1  # how often copies under way are looked at
 class _Turn:
     """A transfer that has parts left, and how far it got."""
 
-    request: QueuedRequest
+    request: DeviceRequest
     next: int = 0  # the first byte of the tensor that no part has
 
     @property
@@ -110,7 +110,7 @@ class _Part:
         return self.turn.transfer.file_offset + self.start
 
 
-class RingEngine(QueuedEngine):
+class RingEngine(QueuedEngine[DeviceRequest]):
     """Moves device memory through a host engine.
 
     Args:
@@ -152,6 +152,10 @@ class RingEngine(QueuedEngine):
             raise
         self._pump = pump
 
+    def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
+        """A request that the pump takes up once it is started."""
+        return DeviceRequest(self, token, transfer, cq)
+
     def nudge(self) -> None:
         with self.lock:
             if not self._closed:
@@ -179,7 +183,7 @@ class RingEngine(QueuedEngine):
         with self.lock:
             self._inside = counted(self._inside, opcode, nbytes, outcome)
 
-    def arrived(self) -> list[QueuedRequest]:
+    def arrived(self) -> list[DeviceRequest]:
         """What was enqueued since the last call."""
         with self.lock:
             return self.admitted()

@@ -15,19 +15,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nvmeio._io.threads import Thread
 from nvmeio._shim import copy_foreign, ffi, lib
-from nvmeio.engines._queued import Batch, End, EventfdQueue
+from nvmeio.engines._queued import QueuedEngine, QueuedRequest
 from nvmeio.engines._rows import with_cause
 from nvmeio.engines.base import (
-    BatchRequest,
     CompletionQueue,
-    Counters,
     Opcode,
     Options,
     Outcome,
@@ -54,80 +51,20 @@ class Block:
     """The shim's `nv_block`, of a gather or scatter."""
 
 
-@dataclass(eq=False)
-class ThreadsRequest:
-    """A transfer on its way; a `Request`."""
+class ThreadsRequest(QueuedRequest):
+    """A transfer on its way: blocks of [next, end) are still to be issued."""
 
     engine: ThreadsEngine
-    token: int
-    transfer: Transfer
-    cq: EventfdQueue | None
-    next: int
-    end: int
-    blocks_out: int = 0
-    begun: bool = False
-    issued: bool = False
-    stop: bool = False
-    cancelled: bool = False
-    error: int = 0
-    counted: dict[str, int] = field(
-        default_factory=lambda: {"direct": 0, "bounced": 0, "buffered": 0}
-    )
-    linked: bool = False
-    finished: End = field(default_factory=End)
 
-    def start(self) -> None:
-        self.engine.enqueue(self)
-
-    def started(self) -> bool:
-        return self.begun
-
-    def cancel(self) -> None:
-        self.cancelled = self.stop = True
-        self.interrupt()
-        with self.engine.lock:
-            self.engine.condition.notify_all()
-
-    def interrupt(self) -> None:
-        """Have long work for it end soon."""
-
-    def wait(self, timeout_s: float) -> bool:
-        return self.finished.wait(timeout_s)
-
-    def move(self, cq: CompletionQueue) -> None:
-        assert isinstance(cq, EventfdQueue)
-        with self.engine.lock:
-            if self.finished.is_set() and not self.linked:
-                return  # reaped already
-            if self.linked and self.cq is not None:
-                self.cq.unlink(self)
-            self.cq = cq
-            if self.finished.is_set():
-                cq.link(self)
-
-    def moved(self) -> int:
-        outcome = self.outcome()
-        return -outcome.error if outcome.error else outcome.transferred
-
-    def outcome(self) -> Outcome:
-        error = self.error
-        if not error and self.cancelled and self.transferred < self.transfer.nbytes:
-            error = errno.ECANCELED
-        counted = self.counted
-        return Outcome(
-            error, self.transferred, counted["direct"], counted["bounced"], counted["buffered"]
-        )
-
-    @property
-    def transferred(self) -> int:
-        return sum(self.counted.values())
-
-    def fail(self, code: int) -> None:
-        self.error = self.error or code
-        self.stop = True
+    def __init__(
+        self, engine: ThreadsEngine, token: int, transfer: Transfer, cq: CompletionQueue
+    ) -> None:
+        super().__init__(engine, token, transfer, cq)
+        self.next = transfer.span_start
+        self.end = transfer.span_end
+        self.issued = False
 
 
-@dataclass(eq=False)
 class RowsRequest(ThreadsRequest):
     """A gather or scatter.
 
@@ -135,16 +72,28 @@ class RowsRequest(ThreadsRequest):
     while the shim has more blocks.
     """
 
-    rows: Rows | None = None
-    raw: Any = None
-    planned: bool = False
-    guard: threading.Lock = field(default_factory=threading.Lock)  # of the shim's account
+    def __init__(
+        self,
+        engine: ThreadsEngine,
+        token: int,
+        transfer: Transfer,
+        cq: CompletionQueue,
+        rows: Rows,
+        raw: Any,
+    ) -> None:
+        super().__init__(engine, token, transfer, cq)
+        self.next, self.end = 0, 1
+        self.rows = rows
+        self.raw = raw
+        self.planned = False
+        self.guard = threading.Lock()  # of the shim's account
 
-    def interrupt(self) -> None:
-        lib.nv_rows_stop(self.raw)
+    def cancel(self) -> None:
+        self.cancelled = self.stop = True
+        lib.nv_rows_stop(self.raw)  # sorting takes long
+        super().cancel()
 
     def outcome(self) -> Outcome:
-        assert self.rows is not None
         return with_cause(super().outcome(), self.raw, self.rows)
 
     def plan(self) -> None:
@@ -189,9 +138,13 @@ class RowsRequest(ThreadsRequest):
         copied_from = ffi.NULL if found.address else own
         with self.guard:
             through = lib.nv_rows_landed(self.raw, 0, found, copied_from, done, failure)
-        way = "bounced" if not found.address else "direct"
         with self.engine.lock:
-            self.counted[way if transfer.direct_fd >= 0 else "buffered"] += through
+            if transfer.direct_fd < 0:
+                self.buffered += through
+            elif found.address:
+                self.direct += through
+            else:
+                self.bounced += through
 
     def conclude(self) -> Any:
         """How it went, as the shim tells."""
@@ -200,25 +153,19 @@ class RowsRequest(ThreadsRequest):
         return result
 
 
-class ThreadsEngine:
+class ThreadsEngine(QueuedEngine[ThreadsRequest]):
     """Blocks moved by `WORKERS_PER_LANE` threads a lane."""
 
     name = "threads"
 
     def __init__(self) -> None:
-        # Held by `with self.lock`, in C: a Condition's own can be left held by an interrupt.
-        self.lock = threading.RLock()
-        self.condition = threading.Condition(self.lock)
+        super().__init__()
         self._options: Options | None = None
-        self._arrivals: deque[ThreadsRequest] = deque()  # handed over, not yet seen by a worker
         self._ring: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
         self._pending: list[Block] = []  # prepared, not yet accepted by the queue
         self._queue: deque[Block] = deque()  # accepted, waiting for a worker
         self._in_kernel = 0
         self._refused_since = 0.0
-        self._in_flight = 0
-        self._stopping = False
-        self._counters = Counters()
         self._workers: list[Thread] = []
 
     # --- the contract ---------------------------------------------------------------------
@@ -239,20 +186,14 @@ class ThreadsEngine:
             self.join()
             raise
 
-    def open_completion_queue(self) -> CompletionQueue:
-        """A list with an eventfd."""
-        return EventfdQueue(self.lock)
-
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that `start` puts behind the others."""
-        assert isinstance(cq, EventfdQueue)
-        return ThreadsRequest(self, token, transfer, cq, transfer.span_start, transfer.span_end)
+        return ThreadsRequest(self, token, transfer, cq)
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
     ) -> Request:
         """The same for rows."""
-        assert isinstance(cq, EventfdQueue)
         assert self._options is not None
         raw = lib.nv_rows_new(
             transfer.opcode,
@@ -268,33 +209,17 @@ class ThreadsEngine:
         if raw == ffi.NULL:
             raise MemoryError(f"no memory to sort {rows.number} rows in")
         raw = ffi.gc(raw, lib.nv_rows_free)
-        return RowsRequest(self, token, transfer, cq, 0, 1, rows=rows, raw=raw)
+        return RowsRequest(self, token, transfer, cq, rows, raw)
 
-    def prepare_batch(
-        self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
-    ) -> BatchRequest:
-        """A request for each, and one for all of them."""
-        assert isinstance(cq, EventfdQueue)
-        return Batch(self.lock, cq, token, self.prepare, transfers)
-
-    def enqueue(self, request: ThreadsRequest) -> None:
-        """For `ThreadsRequest.start`."""
-        # An interrupt may come before, or after it is handed over, but not between.
-        if not request.begun:
-            request.begun = True
-            self._arrivals.append(request)
+    def nudge(self) -> None:
+        """Have a worker look again: one is enough, and if none sleeps, all will look."""
         with self.lock:
             self.condition.notify()
-
-    def counters(self) -> Counters:
-        """Counted as requests finish."""
-        with self.lock:
-            return self._counters._replace(in_flight=self._in_flight + len(self._arrivals))
 
     def stop(self) -> None:
         """Tell the workers to return once nothing is in flight."""
         with self.lock:
-            self._stopping = True
+            self.stopping = True
             self.condition.notify_all()
 
     def join(self) -> None:
@@ -323,9 +248,7 @@ class ThreadsEngine:
 
     def _refill(self) -> None:
         assert self._options is not None
-        while self._arrivals:
-            self._ring.append(self._arrivals.popleft())
-            self._in_flight += 1
+        self._ring.extend(self.admitted())
         if self._options.overlap_events or not (self._in_kernel or self._pending):
             while self._ring and self._in_kernel + len(self._pending) < self._depth:
                 self._prepare(self._ring.popleft())
@@ -354,13 +277,13 @@ class ThreadsEngine:
             request.next = request.end
         nbytes = min(self._options.block_size, request.end - request.next)
         if request.stop or (request.issued and not nbytes):
-            if not request.blocks_out:
+            if not request.parts_out:
                 self._finish(request)
             return
         if isinstance(request, RowsRequest):
             self._pending.append(request.next_block() if request.planned else Block(request, 0, 0))
             request.issued = True
-            request.blocks_out += 1
+            request.parts_out += 1
             if request.planned and request.next < request.end:
                 self._ring.append(request)
             return
@@ -368,7 +291,7 @@ class ThreadsEngine:
         self._pending.append(Block(request, request.next, nbytes))
         request.issued = True
         request.next += nbytes
-        request.blocks_out += 1
+        request.parts_out += 1
         if request.next < request.end:
             self._ring.append(request)
 
@@ -381,42 +304,25 @@ class ThreadsEngine:
     def _retire(self, block: Block) -> bool:
         """A block less; whether it was the request's last."""
         request = block.request
-        request.blocks_out -= 1
-        if request.blocks_out or (request.next < request.end and not request.stop):
+        request.parts_out -= 1
+        if request.parts_out or (request.next < request.end and not request.stop):
             return False
         with suppress(ValueError):
             self._ring.remove(request)
         return True
 
     def _finish(self, request: ThreadsRequest) -> None:
-        result = request.conclude() if isinstance(request, RowsRequest) else None
-        outcome = request.outcome()
-        moved = "bytes_read" if request.transfer.opcode == Opcode.READ else "bytes_written"
-        added = {
-            moved: outcome.transferred,
-            "operations": 1,
-            "direct_bytes": outcome.direct_bytes,
-            "bounced_bytes": outcome.bounced_bytes,
-            "buffered_bytes": outcome.buffered_bytes,
-        }
-        if outcome.error == errno.ECANCELED:
-            added["cancelled"] = 1
-        elif outcome.error or outcome.transferred < request.transfer.nbytes:
-            added["errors"] = 1
-        # Refused as direct I/O, it is done again; the others are counted.
-        if result is not None and outcome.error != errno.EINVAL:
-            added["rows"] = result.whole
-            added["row_blocks"] = result.blocks
-            added["row_bytes_saved"] = result.saved_bytes
-        self._counters = self._counters._replace(
-            **{name: getattr(self._counters, name) + n for name, n in added.items()}
-        )
-        self._in_flight -= 1
-        request.finished.set()
-        if request.cq is not None:
-            request.cq.link(request)
-        if not self._in_flight:
-            self.condition.notify_all()  # a stopping engine is done now
+        if isinstance(request, RowsRequest):
+            result = request.conclude()
+            # Refused as direct I/O, it is done again; the others are counted.
+            if request.outcome().error != errno.EINVAL:
+                counters = self._counters
+                self._counters = counters._replace(
+                    rows=counters.rows + result.whole,
+                    row_blocks=counters.row_blocks + result.blocks,
+                    row_bytes_saved=counters.row_bytes_saved + result.saved_bytes,
+                )
+        self.conclude(request)
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -427,7 +333,7 @@ class ThreadsEngine:
             with self.lock:
                 self._refill()
                 while not self._queue:
-                    if self._stopping and not self._in_flight:
+                    if self.stopping and not self.in_flight:
                         return
                     self.condition.wait(RETRY_S if self._pending else None)
                     self._refill()
@@ -492,9 +398,13 @@ class ThreadsEngine:
             if request.cancelled:
                 return  # the caller's memory is left alone
             self._copy(transfer, memory[first - block.offset :][:useful], mine[:useful])
-        way = "bounced" if bounced else "direct" if direct else "buffered"
         with self.lock:
-            request.counted[way] += useful
+            if bounced:
+                request.bounced += useful
+            elif direct:
+                request.direct += useful
+            else:
+                request.buffered += useful
 
     @staticmethod
     def _copy(transfer: Transfer, bounce: memoryview, mine: memoryview) -> None:
@@ -545,7 +455,7 @@ class ThreadsEngine:
         if isinstance(request, RowsRequest):
             if not request.stop and lib.nv_rows_has_edges(request.raw):
                 written = lib.nv_rows_write_edges(request.raw, transfer.buffered_fd)
-                request.counted["buffered"] += written
+                request.buffered += written
             return
         start, end = transfer.file_offset, transfer.file_offset + transfer.nbytes
         for offset, stop in ((start, transfer.span_start), (transfer.span_end, end)):
@@ -557,7 +467,7 @@ class ThreadsEngine:
                     request.fail(failed.errno or errno.EIO)
                     return
                 offset += moved
-                request.counted["buffered"] += moved
+                request.buffered += moved
 
 
 def _memory(address: int, nbytes: int) -> memoryview:

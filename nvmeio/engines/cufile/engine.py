@@ -33,7 +33,7 @@ from nvmeio import _holds
 from nvmeio._device import Copier
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.engines._queued import EventfdQueue, QueuedEngine, QueuedRequest
+from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, Settings
 from nvmeio.engines.cufile.library import Library
@@ -51,11 +51,11 @@ _LOOK_S = (0.0001, 0.001)  # how often a stream that is not there yet is asked: 
 _WATCH_S = 0.25  # how often running calls are looked at, at most
 
 
-class _Request(QueuedRequest):
+class _Request(DeviceRequest):
     """A request with what is left of it."""
 
     def __init__(
-        self, engine: CuFileEngine, token: int, transfer: DeviceTransfer, cq: EventfdQueue
+        self, engine: CuFileEngine, token: int, transfer: Transfer, cq: CompletionQueue
     ) -> None:
         super().__init__(engine, token, transfer, cq)
         span_start, span_end = transfer.span_start, transfer.span_end
@@ -89,7 +89,7 @@ class _Task:
     edge: bool
 
 
-class CuFileEngine(QueuedEngine):
+class CuFileEngine(QueuedEngine[_Request]):
     """Moves device memory (or host memory, where that is asked for) through cuFile.
 
     Args:
@@ -154,12 +154,9 @@ class CuFileEngine(QueuedEngine):
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request; from its start on, what it lies in cannot be unregistered."""
-        assert isinstance(cq, EventfdQueue)
-        assert isinstance(transfer, DeviceTransfer)
         return _Request(self, token, transfer, cq)
 
-    def enqueue(self, request: QueuedRequest) -> None:
-        assert isinstance(request, _Request)
+    def enqueue(self, request: _Request) -> None:
         if not request.begun:
             request.region = MEMORY.use(request.transfer.address, request.transfer.nbytes)
         super().enqueue(request)
@@ -168,7 +165,6 @@ class CuFileEngine(QueuedEngine):
     def _admit(self) -> None:
         """With the condition held: what has arrived gets in line."""
         for request in self.admitted():
-            assert isinstance(request, _Request)
             if self._all_lost():
                 request.fail(errno.ETIMEDOUT, _hanging("an earlier call"))
             if request.exhausted:
