@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nvmeio.errors import TransferError, with_context
+from nvmeio.errors import BatchError, TransferError, with_context
 from nvmeio.operation import Operation
 
 # Enough for the queue of a lane (128 blocks of 1 MiB), and 32 MiB more for its refill. 1 GiB was
@@ -53,7 +53,16 @@ class _Entry(NamedTuple):
     operation: Operation
     nbytes: int
     done: Callable[[], None] | None
-    label: Callable[[], str] | None
+    label: Callable[[int], str] | None
+
+    def told(self, failed: BaseException) -> BaseException:
+        """What went wrong first, and for what it was."""
+        item, first = failed.failures[0] if isinstance(failed, BatchError) else (0, failed)
+        if self.label is None or not isinstance(first, TransferError):
+            return first
+        told = with_context(first, self.label(item))
+        told.__cause__ = first
+        return told
 
 
 class InFlight:
@@ -81,7 +90,7 @@ class InFlight:
         begin: Callable[[], Operation],
         nbytes: int,
         done: Callable[[], None] | None = None,
-        label: Callable[[], str] | None = None,
+        label: Callable[[int], str] | None = None,
     ) -> None:
         """Begin an operation as soon as there is room for it.
 
@@ -89,7 +98,8 @@ class InFlight:
             begin: Begins it, and is called at once or when others have finished.
             nbytes: What it moves.
             done: Called when it has ended well and all before it are done.
-            label: Says what it is for, to be added to the error where it fails.
+            label: Says what an item of a batch is for, or number 0 of what is none, to be added to
+                the error where it fails.
 
         Raises:
             Cancelled: `cancel` was called; nothing was begun.
@@ -113,19 +123,20 @@ class InFlight:
         """Wait for the operation that was started first.
 
         Raises:
-            TransferError: It failed; with its label.
+            TransferError: It failed; with its label. Of a batch, the first item that did, and its.
             Cancelled: It was cancelled.
             IndexError: There is none.
         """
         entry = self._flying[0]
         try:
-            entry.operation.result()
+            failed = entry.operation.exception()
         except concurrent.futures.CancelledError:
             raise Cancelled from None
-        except TransferError as failed:
-            if entry.label is None:
-                raise
-            raise with_context(failed, entry.label()) from failed
+        if failed is not None:
+            try:
+                raise entry.told(failed)
+            finally:
+                del failed  # or its traceback would keep it, and all that this frame has
         with self._lock:
             self._flying.popleft()
         self._nbytes -= entry.nbytes

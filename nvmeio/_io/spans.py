@@ -21,7 +21,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,11 @@ from nvmeio._io.threads import in_thread
 from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
+
+# What is one operation, unless a single read is larger. A failure is known when its operation has
+# ended: more at once would be read in vain. 10,000 reads of 4 KiB, 128 KiB apart, took 0.7 of the
+# CPU time and 0.75 of the time that they took one by one; larger ones take what they took.
+GROUP_BYTES = 64 << 20
 
 # The ring for other devices: 4 chunks keep both the drive and the copies busy.
 CHUNK_BYTES = 32 << 20
@@ -169,10 +174,9 @@ class Load:
         mappings = [_memory.Mapping(region.nbytes) for region in regions]
         found: dict[int, torch.Tensor] = {}
         with Prefault(mappings) as prefault:
+            for group in _groups(regions, mappings):
+                self._start(group)
             for region, mapping in zip(regions, mappings, strict=True):
-                for run in region.runs:
-                    memory = mapping.tensor(run.at, (run.end - run.start,), torch.uint8)
-                    self._start(memory, run, region)
                 for index, at in region.places:
                     found[index] = mapping.tensor(at, (self._spans[index].nbytes,), torch.uint8)
             while self._flight:
@@ -202,8 +206,8 @@ class Load:
             for run, region in _pieces(regions):
                 chunk = stagings.take(self._flight)
                 copies.wait_for(chunk)
-                memory = chunk[: run.end - run.start]
-                self._start(memory, run, region, partial(pass_on, chunk, run, region))
+                read = _Read(chunk[: run.end - run.start], run, region)
+                self._start([read], partial(pass_on, chunk, run, region))
             self._flight.drain()
         finally:
             copies.finish()
@@ -211,21 +215,49 @@ class Load:
 
     # What is in flight
 
-    def _start(
-        self,
-        tensor: torch.Tensor,
-        run: Run,
-        region: Region,
-        done: Callable[[], None] | None = None,
-    ) -> None:
-        begin = partial(self._handle.async_pread, tensor, self._files[run.file], run.start)
-        self._flight.start(begin, tensor.nbytes, done, partial(self._label, run, region))
+    def _start(self, reads: Sequence[_Read], done: Callable[[], None] | None = None) -> None:
+        memories = [read.memory for read in reads]
+        begin = partial(
+            self._handle.async_pread_batch,
+            memories,
+            [self._files[read.run.file] for read in reads],
+            [read.run.start for read in reads],
+        )
+        nbytes = sum(memory.nbytes for memory in memories)
+        self._flight.start(begin, nbytes, done, lambda item: self._label(reads[item]))
 
-    def _label(self, run: Run, region: Region) -> str:
+    def _label(self, read: _Read) -> str:
         """What was to be read."""
-        names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]
+        found = inside(read.run, read.region, self._spans)
+        names = [named(self._spans[index]) for index, _ in found]
         wanted = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"read for {wanted}"
+
+
+class _Read(NamedTuple):
+    """A read into memory."""
+
+    memory: torch.Tensor
+    run: Run
+    region: Region
+
+
+def _groups(
+    regions: Sequence[Region], mappings: Sequence[_memory.Mapping]
+) -> Iterator[list[_Read]]:
+    """The reads of all regions, each to its place; as many together as are one operation."""
+    group: list[_Read] = []
+    nbytes = 0
+    for region, mapping in zip(regions, mappings, strict=True):
+        for run in region.runs:
+            memory = mapping.tensor(run.at, (run.end - run.start,), torch.uint8)
+            if group and nbytes + memory.nbytes > GROUP_BYTES:
+                yield group
+                group, nbytes = [], 0
+            group.append(_Read(memory, run, region))
+            nbytes += memory.nbytes
+    if group:
+        yield group
 
 
 def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:

@@ -186,7 +186,7 @@ class LazyTensors:
                 flight.start(
                     lambda: handle.async_gather(memory, file, offsets),
                     memory.nbytes,
-                    label=lambda: f"read for {label}",
+                    label=lambda _: f"read for {label}",
                 )
             return memory.to(self._device)
 

@@ -276,12 +276,11 @@ class _Packing:
 
     def _whole(self, part: Part, name: str) -> torch.Tensor:
         memory = buffers.empty_aligned(max(part.nbytes, 1), dtype=torch.uint8)[: part.nbytes]
-        with InFlight() as flight:
-            for extent in part.extents:
-                room = memory[extent.at : extent.at + extent.nbytes]
-                file = self._checkpoint.files[extent.file]
-                begin = partial(self._handle.async_pread, room, file, extent.offset)
-                flight.start(begin, room.nbytes)
+        self._handle.sync_pread_batch(
+            [memory[extent.at : extent.at + extent.nbytes] for extent in part.extents],
+            [self._checkpoint.files[extent.file] for extent in part.extents],
+            [extent.offset for extent in part.extents],
+        )
         for index in {extent.file for extent in part.extents}:
             self._checkpoint.check(index, repr(name))
         self._read += part.nbytes

@@ -115,7 +115,7 @@ def test_a_failure_names_what_failed_and_ends_the_others(
                 begin,
                 part.nbytes,
                 partial(done.append, index),
-                lambda n=index: f"read for part {n}",
+                lambda _, n=index: f"read for part {n}",
             )
     assert failed.value.file_offset == 64 * KIB
     assert done == list(range(16)) and not len(flight) and handle.stats.in_flight == 0

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_plan, "OWN_BYTES", 256 << 10)
     monkeypatch.setattr(span_plan, "ARENA_BYTES", 128 << 10)
     monkeypatch.setattr(span_reads, "CHUNK_BYTES", 96 << 10)
+    monkeypatch.setattr(span_reads, "GROUP_BYTES", 64 << 10)
 
 
 def some_spans(path: Path, data: bytes, seed: int) -> list[Span]:
@@ -345,6 +347,38 @@ def test_a_failed_read_names_file_and_spans(path: Path, new_handle: NewHandle) -
         read(handle, spans)
     assert str(path) in str(caught.value)
     assert caught.value.errno == 5
+    assert handle.stats.in_flight == 0
+
+
+def test_many_reads_are_one_operation(
+    path: Path, handle: nvmeio.AioHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * (1 << 14)
+    path.write_bytes(data)
+    begun: list[int] = []
+    begin = nvmeio.AioHandle.async_pread_batch
+
+    def counted(self: nvmeio.AioHandle, tensors: Any, *places: Any) -> nvmeio.Operation:
+        begun.append(len(tensors))
+        return begin(self, tensors, *places)
+
+    monkeypatch.setattr(nvmeio.AioHandle, "async_pread_batch", counted)
+    spans = [Span(path, at, 300) for at in range(100, len(data) - 300, 100_000)]
+    found = read(handle, spans)
+    assert begun == [len(spans)]
+    assert_holds(spans, found, data)
+
+
+def test_a_failure_in_a_later_operation_is_told_of_its_spans(
+    path: Path, new_handle: NewHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(span_reads, "GROUP_BYTES", 3 * 4096)
+    handle = new_handle(FailingEngine(700_000 // 4096 * 4096))
+    with pytest.raises(nvmeio.TransferError, match=r"read for number 7\.") as caught:
+        read(handle, [Span(path, n * 100_000, 1000, f"number {n}.") for n in range(10)])
+    assert not isinstance(caught.value, nvmeio.BatchError) and caught.value.errno == 5
+    assert isinstance(caught.value.__cause__, nvmeio.TransferError)
     assert handle.stats.in_flight == 0
 
 

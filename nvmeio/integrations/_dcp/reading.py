@@ -325,7 +325,7 @@ class _Reader:
         self, item: Item, memory: torch.Tensor, offset: int, done: Callable[[], None]
     ) -> None:
         begin = partial(self._handle.async_pread, memory, item.file, offset)
-        self._flight.start(begin, memory.nbytes, done, lambda: f"read for {item.label}")
+        self._flight.start(begin, memory.nbytes, done, lambda _: f"read for {item.label}")
 
 
 def _narrowed(tensor: torch.Tensor, request: ReadItem, item: Item) -> torch.Tensor:
