@@ -111,6 +111,36 @@ def spin_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+def spin_until_collected(condition: Callable[[], bool]) -> None:
+    """`spin_until` for what goes with garbage.
+
+    One collection may be none: `gc.collect` returns at once where the collector is at work in
+    another thread. And what it finds is often given back by a thread of its own.
+    """
+
+    def look() -> bool:
+        gc.collect()
+        return condition()
+
+    spin_until(look)
+
+
+class Turns:
+    """A number of turns, each taken by one thread: `left -= 1` may be cut in half by another."""
+
+    def __init__(self, left: int = 0) -> None:
+        self._lock = threading.Lock()
+        self.left = left
+
+    def take(self) -> bool:
+        """Whether there was one left."""
+        with self._lock:
+            if self.left <= 0:
+                return False
+            self.left -= 1
+            return True
+
+
 @contextmanager
 def thread(target: Callable[..., Any], *arguments: Any) -> Iterator[list[Any]]:
     """Run a function in a thread beside the body; its value is in the list afterwards."""
@@ -217,6 +247,39 @@ def open_descriptors() -> dict[int, str]:
         except OSError:
             continue  # the descriptor of the listing itself
     return found
+
+
+def aged(path: Path) -> None:
+    """Let a file be an hour old: a time stamp of now could be that of the next write as well."""
+    then = time.time_ns() - 3600 * 10**9
+    os.utime(path, ns=(then, then))
+
+
+def assert_levels_off(measure: Callable[[], int], work: Callable[[], object], most: int) -> None:
+    """Whatever leaks grows by more than `most` with each round of work, and fails.
+
+    Allocators, kernels and collectors let memory grow as well, but not every time.
+    """
+    grown: list[int] = []
+    for _ in range(20):
+        before = measure()
+        work()
+        grown.append(measure() - before)
+        if grown[-1] < most:
+            return
+    raise AssertionError(f"it grows with every round: {grown}")
+
+
+def tracked_objects() -> int:
+    """What the collector knows of, garbage aside."""
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Memory of this process, as /proc/self/status counts it."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:"))
 
 
 def nvmeio_threads() -> set[threading.Thread]:
