@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from inference._models import (
     tokens,
     transformers,
 )
-from support import open_descriptors, spin_until
+from support import open_descriptors, spin_until_collected
 
 import nvmeio
 from nvmeio.errors import ClosedError, TransferError
@@ -260,9 +259,9 @@ def test_closing_the_stream_closes_the_handle_of_its_caches(
     model = nvmeio.stream_model(tmp_path, resident_bytes=400_000, kv_offload=tmp_path)
     for _ in range(2):
         assert tokens(model, prompt(), 6).equal(whole)
-        gc.collect()  # caches that nobody has any more
         model.weight_stream.close()
-        spin_until(lambda: open_descriptors().items() <= before.items())
+        # With the caches that nobody has any more.
+        spin_until_collected(lambda: open_descriptors().items() <= before.items())
         model.weight_stream.reopen()
     model.weight_stream.close()
 

@@ -96,6 +96,8 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # on a busy machine
+        monkeypatch.setattr(hub.constants, name, 300)
     try:
         yield served
     finally:

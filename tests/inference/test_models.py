@@ -26,7 +26,7 @@ from inference._models import (
     tokens,
     transformers,
 )
-from support import HeldEngine, spin_until, thread
+from support import HeldEngine, aged, spin_until, thread
 from torch import nn
 
 import nvmeio
@@ -303,6 +303,7 @@ def test_a_file_of_experts_that_is_written_to_is_noticed(tmp_path: Path, stream:
     where = {name: f"{'experts' if '.experts.' in name else 'rest'}.safetensors" for name in state}
     for file in set(where.values()):
         save_safetensors({n: t for n, t in state.items() if where[n] == file}, tmp_path / file)
+        aged(tmp_path / file)
     index = {"metadata": {}, "weight_map": where}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     model = stream(tmp_path, resident_bytes=least(stream, tmp_path))

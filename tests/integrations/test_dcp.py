@@ -670,40 +670,53 @@ def test_interrupts_at_random_moments_leave_a_whole_checkpoint(tmp_path: Path) -
     """Real signals: what is there is whole, and the next save and load work."""
     done = run_python(
         f"""
-        import logging, random, signal, torch
+        import logging, random, signal, time, torch
         import torch.distributed.checkpoint as dcp
         from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
         logging.disable(logging.CRITICAL)
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        armed = False
+        def interrupt(*_):
+            global armed
+            if armed:  # one that comes later comes too late, and does nothing
+                armed = False
+                raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, interrupt)
         moments = random.Random(3)
         place = {str(tmp_path)!r}
         def save(value):
             state = {{"a": torch.full((300_000,), float(value)), "n": value}}
             dcp.save(state, storage_writer=NvmeStorageWriter(place), no_dist=True)
         def load():
-            state = {{"a": torch.zeros(300_000), "n": -1}}
+            state = {{"a": torch.zeros(300_000), "n": None}}
             dcp.load(state, storage_reader=NvmeStorageReader(place), no_dist=True)
             assert bool((state["a"] == state["n"]).all()), state
             return state["n"]
         save(0)
         load()
-        interrupted = 0
-        for trial in range(1, 41):
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, 0.06))
+        trial = interrupted = 0
+        took = 0.05
+        while trial < 40 or interrupted < 6:
+            trial += 1
             try:
+                armed = True
+                began = time.perf_counter()
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, 1.2 * took))
                 save(trial)
                 load()
+                armed = False
+                took = time.perf_counter() - began
             except (KeyboardInterrupt, dcp.CheckpointException):
+                armed = False
                 interrupted += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            finally:
+                armed = False
+                signal.setitimer(signal.ITIMER_REAL, 0)
             assert load() in range(trial + 1)
-        save(99)
-        assert load() == 99
-        print(interrupted)
+        save(-1)
+        assert load() == -1
         """
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 5
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -960,12 +973,15 @@ def test_ranks_may_save_without_each_other(tmp_path: Path) -> None:
 def test_memory_of_a_save_is_bounded(tmp_path: Path) -> None:
     done = run_python(
         """
-        import resource, sys, warnings
+        import sys, warnings
         import torch
         import torch.distributed.checkpoint as dcp
         from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
         warnings.simplefilter("ignore")
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        # Not ru_maxrss: that begins with what the process had which started this one.
+        def peak():
+            with open("/proc/self/status") as status:
+                return next(int(line.split()[1]) for line in status if "VmHWM" in line) >> 10
         dcp.save({"w": torch.ones(1 << 18)}, storage_writer=NvmeStorageWriter(sys.argv[1] + "/1"))
         state = {f"w{n}": torch.ones(1 << 24) for n in range(8)}  # 512 MiB
         before = peak()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from inference._models import llama, loaded, saved
+from support import aged, nvmeio_threads, spin_until
 
 import nvmeio
 from nvmeio import _page_cache
@@ -85,11 +85,12 @@ def test_a_model_that_stops_taking_leaves_nothing_behind(
     monkeypatch.setattr(for_vllm, "GROUP_BYTES", 40_000)
     saved(llama, tmp_path)
     with nvmeio.AioHandle() as handle:
+        threads = nvmeio_threads()
         weights = for_vllm.iterate_weights(tmp_path, handle=handle)
         next(weights)
         weights.close()
         handle.wait(timeout=0)
-        assert not [t for t in threading.enumerate() if t.name == "nvmeio-weights" and t.is_alive()]
+        spin_until(lambda: not nvmeio_threads() - threads)  # what they did is over
 
 
 def test_a_file_that_is_written_to_while_it_is_loaded(
@@ -98,6 +99,7 @@ def test_a_file_that_is_written_to_while_it_is_loaded(
     monkeypatch.setattr(for_vllm, "GROUP_BYTES", 100_000)
     monkeypatch.setattr(for_vllm, "MEMORY_BYTES", 0)
     saved(llama, tmp_path)
+    aged(tmp_path / "model.safetensors")
     weights = for_vllm.iterate_weights(tmp_path)
     next(weights)
     with (tmp_path / "model.safetensors").open("r+b") as file:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_python
+from support import PATIENCE_S, run_python
 
 import nvmeio
 
@@ -167,11 +167,11 @@ def test_others_keep_the_writer_that_they_had(tmp_path: Path) -> None:
     class Slow:
         def save_pretrained(self, directory: Path) -> None:
             inside.set()
-            assert done.wait(20)
+            assert done.wait(PATIENCE_S)
 
     runner = threading.Thread(target=save_pretrained, args=(Slow(), tmp_path))
     runner.start()
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE_S)
     llama().save_pretrained(tmp_path / "stock")
     done.set()
     runner.join()

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ class Killer:
     def __init__(self, at: int) -> None:
         self.at = at
         self.seen: list[str] = []
+        self.one = threading.Lock()  # the engine has several threads
 
     def event(self, what: str, half: Callable[[], Any] | None = None) -> None:
-        self.seen.append(what)
-        if len(self.seen) == self.at:
-            if half is not None:
-                half()
-            os.kill(os.getpid(), signal.SIGKILL)
+        with self.one:
+            self.seen.append(what)
+            if len(self.seen) == self.at:
+                if half is not None:
+                    half()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def patch(self) -> None:
         """Stand before every call that changes the directory."""

@@ -123,10 +123,14 @@ def test_interrupted_in_mid_step_the_last_whole_one_is_kept(tmp_path: Path) -> N
         options="",
         end="""
     import nvmeio.offload._step as _step
-    compute = _step.Step._compute
+    compute, interrupted = _step.Step._compute, threading.Event()
+    def interrupt(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, interrupt)
     def slowly(*args):
         print("now", flush=True)
-        threading.Event().wait(0.2)
+        assert interrupted.wait(100)
         return compute(*args)
     _step.Step._compute = slowly
     loss_of(made, 3).backward()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from _gpt import Block, Gpt, loss_of, train
-from support import run_python
+from support import Turns, run_python
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -376,26 +376,23 @@ def test_two_modules_cannot_have_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_read_that_fails_is_raised_and_may_be_tried_again(tmp_path: Path) -> None:
-    failing: dict[str, int] = {"times": 0}
+    failing = Turns()
 
     def fail(kind: str, offset: int, nbytes: int) -> int:
-        if kind == "pread" and failing["times"]:
-            failing["times"] -= 1
-            return errno.EIO
-        return 0
+        return errno.EIO if kind == "pread" and failing.take() else 0
 
     ours, theirs = gpt(), gpt()
     with (
         nvmeio.AioHandle(engine=FakeEngine(fail=fail)) as handle,
         swapped(ours, tmp_path, handle=handle) as module,
     ):
-        failing["times"] = 1
+        failing.left = 1
         with pytest.raises(nvmeio.TransferError):
             loss_of(module, 0)
         loss = loss_of(module, 0)
         assert torch.equal(loss, loss_of(theirs, 0))
         module.evict()
-        failing["times"] = 1
+        failing.left = 1
         with pytest.raises(nvmeio.TransferError):
             loss.backward()
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
-from support import run_python
+from support import run_python, spin_until
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer, _manifest
@@ -32,19 +33,21 @@ class Breaking(FakeEngine):
         self.left = 0
         self.code = 0
         self.times = 0
+        self.one = threading.Lock()
         super().__init__(fail=self._decide)
 
     def arm(self, kind: str, after: int, code: int, times: int = 1 << 30) -> None:
         self.kind, self.left, self.code, self.times = kind, after, code, times
 
     def _decide(self, kind: str, offset: int, nbytes: int) -> int:
-        if kind != self.kind or not self.times:
-            return 0
-        self.left -= 1
-        if self.left >= 0:
-            return 0
-        self.times -= 1
-        return self.code
+        with self.one:  # of several threads
+            if kind != self.kind or not self.times:
+                return 0
+            self.left -= 1
+            if self.left >= 0:
+                return 0
+            self.times -= 1
+            return self.code
 
 
 @pytest.fixture
@@ -185,7 +188,7 @@ def test_gradients_that_were_lost_are_not_stepped(
 
 
 KILLED = """
-    import os, signal, sys
+    import os, signal, sys, threading
     sys.path.insert(0, {tests!r})
     import torch
     from _offload_models import model, train, loss_of
@@ -193,12 +196,13 @@ KILLED = """
     from nvmeio.offload import SwappedOptimizer
     from nvmeio.testing import FakeEngine
 
-    writes = [0]
+    writes, one = [0], threading.Lock()
     def die(kind, offset, nbytes):
         if kind == "pwrite" and armed:
-            writes[0] += 1
-            if writes[0] == {after}:
-                os.kill(os.getpid(), signal.SIGKILL)
+            with one:  # of several threads
+                writes[0] += 1
+                if writes[0] == {after}:
+                    os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
     armed = False
@@ -439,12 +443,14 @@ def test_a_read_only_and_a_full_file_system(tmp_path: Path) -> None:
             SwappedOptimizer(torch.optim.Adam, model().parameters(), swap_dir=mounted)
         assert full.value.errno == errno.ENOSPC
         assert list(mounted.iterdir()) == []
-        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+        # Refused while a file is open for writing, or about to be closed.
+        remount = ["mount", "-o", "remount,ro", str(mounted)]
+        spin_until(lambda: not subprocess.run(remount, check=False).returncode)
         with pytest.raises(OSError) as read_only:
             SwappedOptimizer(torch.optim.Adam, model().parameters(), swap_dir=mounted)
         assert read_only.value.errno == errno.EROFS
     finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+        spin_until(lambda: not subprocess.run(["umount", str(mounted)], check=False).returncode)
 
 
 def test_a_file_system_without_direct_io(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import io
 import pickle
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,17 @@ from _offload_models import (
     model,
     train,
 )
-from support import on_every_loop
+from support import (
+    PATIENCE_S,
+    assert_levels_off,
+    on_every_loop,
+    resident_bytes,
+    spin_until_collected,
+)
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload._step import Step
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 1e-2}),
@@ -329,17 +336,14 @@ def test_state_is_not_in_memory_before_somebody_looks(tmp_path: Path) -> None:
     ) as optimizer:
         made(torch.ones(1, 2048)).sum().backward()
         optimizer.step()
-        before = resident_bytes()
-        state = optimizer.state_dict()["state"][0]
-        assert state["exp_avg"].nbytes == 16 << 20
-        assert resident_bytes() - before < 4 << 20
-        assert state["exp_avg"].sum() > 0
+        kept = []  # or their memory would be used again
 
+        def look() -> None:
+            kept.append(optimizer.state_dict()["state"][0])
+            assert kept[-1]["exp_avg"].nbytes == 16 << 20
 
-def resident_bytes() -> int:
-    """Anonymous memory of this process."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+        assert_levels_off(lambda: resident_bytes("RssAnon"), look, 4 << 20)
+        assert kept[-1]["exp_avg"].sum() > 0
 
 
 # Awaiting
@@ -368,21 +372,29 @@ async def test_a_blocking_step_works_inside_a_loop(tmp_path: Path) -> None:
     assert_same_weights(ours, theirs)
 
 
-async def test_the_loop_goes_on_during_a_step(tmp_path: Path) -> None:
-    made = torch.nn.Linear(2048, 1024)
+async def test_the_loop_goes_on_during_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = torch.nn.Linear(256, 128)
     with SwappedOptimizer(
-        torch.optim.Adam, made.parameters(), swap_dir=tmp_path, subgroup_bytes=2 << 20
+        torch.optim.Adam, made.parameters(), swap_dir=tmp_path, subgroup_bytes=64 << 10
     ) as optimizer:
-        made(torch.ones(1, 2048)).sum().backward()
+        made(torch.ones(1, 256)).sum().backward()
         await optimizer.async_step()
-        ticks = 0
+        compute, ran, waited = Step._compute, threading.Event(), []
+
+        def held_up(*given: Any) -> None:
+            """It computes only once the loop has run."""
+            waited.append(ran.wait(PATIENCE_S))
+            compute(*given)
+
+        monkeypatch.setattr(Step, "_compute", held_up)
         step = asyncio.create_task(optimizer.async_step())
-        until = time.monotonic() + 20
-        while not step.done():
+        for _ in range(10):
             await asyncio.sleep(0.001)
-            ticks += 1
-            assert time.monotonic() < until
-        assert ticks > 1
+        ran.set()
+        await step
+        assert waited and all(waited)
 
 
 # Sizes
@@ -637,7 +649,4 @@ def test_dropped_is_closed(tmp_path: Path) -> None:
     optimizer = swapped(made, tmp_path, gradients="disk")
     train(made, optimizer, 1)
     del optimizer
-    import gc
-
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    spin_until_collected(lambda: list(tmp_path.iterdir()) == [])
