@@ -152,10 +152,11 @@ void nv_unhold_all(nv_holds *);
 typedef struct {
   int direct;
   int buffered;
+  int lost; /* -errno of closing them, or 0 */
 } nv_fds;
 int nv_fds_open(nv_fds *, int direct, const char *path, int flags); /* the descriptor, or -errno */
 int nv_fds_duplicate(nv_fds *, int fd);
-int nv_fds_close(nv_fds *); /* whatever is open */
+int nv_fds_close(nv_fds *); /* whatever is open; -errno of this or an earlier call, or 0 */
 
 /* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
 int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);

@@ -20,11 +20,12 @@ int nv_fds_duplicate(nv_fds *fds, int fd) {
   return fds->buffered < 0 ? -errno : fds->buffered;
 }
 
-/* Not tried again after EINTR: Linux has closed it all the same. */
+/* Not tried again after EINTR: Linux has closed it all the same. What went wrong is told as often as
+ * it is asked for: an interrupt may come before it is noted in Python. */
 int nv_fds_close(nv_fds *fds) {
-  int owned[] = {fds->direct, fds->buffered}, error = 0;
+  int owned[] = {fds->direct, fds->buffered};
   fds->direct = fds->buffered = -1;
   for (int i = 0; i < 2; i++)
-    if (owned[i] >= 0 && close(owned[i]) < 0 && errno != EINTR && !error) error = -errno;
-  return error;
+    if (owned[i] >= 0 && close(owned[i]) < 0 && errno != EINTR && !fds->lost) fds->lost = -errno;
+  return fds->lost;
 }

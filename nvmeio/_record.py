@@ -74,6 +74,7 @@ class Record:
         "path",
         "places",
         "plan",
+        "released",
         "request",
         "rows",
         "state",
@@ -103,6 +104,7 @@ class Record:
         self.places = places
         self.rows = None if places is None else places.rows
         self.opened: Descriptors | None = None
+        self.released = False  # these
         self.plan: Plan | None = None
         self.request: Request | None = None
         self.home: CompletionQueue | None = None  # where its end is reported
@@ -224,19 +226,23 @@ class Record:
             raise TransferError(code, operation="fsync", path=self.path) from failed
 
     def let_go(self) -> TransferError | None:
-        """Give memory and file back; the error of closing the file, if there is one."""
+        """Give memory and file back; the error of closing the file, if there is one.
+
+        It may be done again, and tells the same then.
+        """
         memory, places, opened = self.memory, self.places, self.opened
         if memory is not None:
             memory.end()
         if places is not None:
             places.end()
-        self.memory = self.places = self.opened = self.plan = self.check = None
+        self.memory = self.places = self.plan = self.check = None
         if opened is not None:
             try:
-                opened.release()
+                opened.release(self)
             except OSError as failed:  # NFS and friends report lost writes here (man 2 close)
                 about = {**self._about(self.outcome().transferred), "operation": "close"}
                 return TransferError(failed.errno or errno.EIO, **about)
+            self.opened = None
         return None
 
     def _about(self, transferred: int) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class OwnFds:
 
     def __init__(self) -> None:
         # The destructor is a C function: one of Python's could be interrupted as well.
-        self._raw = ffi.gc(ffi.new("nv_fds *", (-1, -1)), lib.nv_fds_close)
+        self._raw = ffi.gc(ffi.new("nv_fds *", (-1, -1, 0)), lib.nv_fds_close)
 
     @property
     def direct(self) -> int:
@@ -136,7 +136,7 @@ class OwnFds:
         raw.direct = -1
 
     def close(self) -> None:
-        """Close what is open; OSError as `os.close` raises it."""
+        """Close what is open; OSError as `os.close` raises it, also if an earlier call told."""
         _checked(lib.nv_fds_close(self._raw))
 
 

@@ -8,6 +8,7 @@ dropping a path) with transfers in flight closes nothing under the kernel's feet
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import fcntl
 import logging
@@ -17,7 +18,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from nvmeio import _checks
 from nvmeio._closing import Closing
@@ -39,6 +40,12 @@ _MODES = {
 }
 # What must not be repeated when the same inode is opened a second time.
 _ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
+
+
+class User(Protocol):
+    """Who releases descriptors, and remembers that."""
+
+    released: bool
 
 
 class Descriptors:
@@ -113,7 +120,8 @@ class Descriptors:
                 fds.demote()
             return cls(path, flags, fds, alignment, facts)
         except BaseException:
-            fds.close()
+            with contextlib.suppress(OSError):
+                fds.close()
             raise
 
     @classmethod
@@ -155,7 +163,8 @@ class Descriptors:
                 if not opened.alignment.offset:
                     opened.demote()
         except BaseException:
-            opened.release()
+            with contextlib.suppress(OSError):
+                opened.release()
             raise
         return opened
 
@@ -167,15 +176,28 @@ class Descriptors:
             self._users += 1
         return self
 
-    def release(self) -> None:
-        """One user less; the last one closes."""
+    def release(self, user: User | None = None) -> None:
+        """One user less; the last one closes.
+
+        Args:
+            user: May release it once more where an interrupt (Ctrl-C) came between, and is told of
+                the same error then.
+
+        Raises:
+            OSError: Closing failed, and data may be lost.
+        """
         with self._lock:
-            self._users -= 1
+            if user is None:
+                self._users -= 1
+            elif not user.released:
+                user.released = True  # and no call from here to the next line: it may not be cut
+                self._users -= 1
             if self._users:
                 return
             # Nulled before they are closed: the number may be somebody else's right after.
             self.direct_fd = self._buffered_fd = -1
-        for step in self._before_close:
+            steps, self._before_close = self._before_close, ()
+        for step in steps:
             step()
         self._fds.close()
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import errno
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import interrupting
 import pytest
@@ -15,6 +19,7 @@ import torch
 from support import bytes_tensor, open_descriptors, random_bytes, raw
 
 import nvmeio
+from nvmeio import _shim
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
@@ -226,3 +231,60 @@ def test_a_lease_of_a_pool() -> None:
     assert len(pools) < 5
     for pool in pools:
         pool.close()
+
+
+class Losing:
+    """The shim, where close(2) may tell of an error: the descriptor is not open any more."""
+
+    def __init__(self) -> None:
+        self.losing = False
+        self._lib = _shim.lib
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lib, name)
+
+    def nv_fds_close(self, raw: Any) -> int:
+        for fd in (raw.direct, raw.buffered):
+            if self.losing and fd >= 0:
+                os.close(fd)
+        return int(self._lib.nv_fds_close(raw))
+
+
+@pytest.mark.parametrize("noticed", ["in a thread", "by the loop"])
+def test_what_closing_the_file_told_is_not_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
+) -> None:
+    """NFS and friends report lost writes there, and once."""
+    started: list[nvmeio.Operation] = []
+    tensor = bytes_tensor(DATA)
+    shim = Losing()
+
+    def start() -> nvmeio.Operation:
+        shim.losing = False
+        started.clear()
+        started.append(handle.async_pwrite(tensor, path))
+        shim.losing = True
+        return started[0]
+
+    async def write() -> None:
+        with contextlib.suppress(nvmeio.TransferError):
+            await start()
+
+    def work() -> None:
+        if noticed == "by the loop":
+            asyncio.run(write())
+        else:
+            start().exception(PATIENCE_S)
+
+    tried = 0
+    with nvmeio.AioHandle(engine="threads") as handle:
+        monkeypatch.setattr(_shim, "lib", shim)
+        for where in interrupting.everywhere(work):
+            settle(handle)
+            for operation in started:
+                failed = operation.exception(PATIENCE_S)
+                assert isinstance(failed, nvmeio.TransferError), where
+                assert (failed.operation, failed.errno) == ("close", errno.EBADF), where
+                tried += 1
+        shim.losing = False
+    assert tried > 20
