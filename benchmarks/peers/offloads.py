@@ -50,15 +50,7 @@ class Offloads:
         gc.collect()
         weights = _weights(parameters, torch.float32)
         before = _anonymous_bytes()
-        self._optimizer = SwappedOptimizer(
-            torch.optim.AdamW,
-            weights,
-            swap_dir=_folder(directory, "fp32"),
-            subgroup_bytes=12 * group,
-            fused=True,
-        )
-        for _ in range(2):
-            self._optimizer.step()
+        self._optimizer = _stepped(weights, _folder(directory, "fp32"), group)
         gc.collect()
         self._resident = _anonymous_bytes() - before
         self._memory = torch.optim.AdamW(_weights(parameters, torch.float32), fused=True)
@@ -108,16 +100,9 @@ class Offloads:
     def prepare_unchecked(self, directory: str, parameters: int, group: int) -> None:
         """A swapped optimizer like that of `prepare`, without checksums."""
         if self._unchecked is None:
-            self._unchecked = SwappedOptimizer(
-                torch.optim.AdamW,
-                _weights(parameters, torch.float32),
-                swap_dir=_folder(directory, "unchecked"),
-                subgroup_bytes=12 * group,
-                fused=True,
-                checksum=False,
-            )
-            for _ in range(2):
-                self._unchecked.step()
+            weights = _weights(parameters, torch.float32)
+            folder = _folder(directory, "unchecked")
+            self._unchecked = _stepped(weights, folder, group, checksum=False)
 
     def step_unchecked(self) -> Sample:
         return _timed_step(self._unchecked)
@@ -126,16 +111,9 @@ class Offloads:
 
     def prepare_half(self, directory: str, parameters: int, group: int) -> None:
         if self._half is None:
-            self._half = SwappedOptimizer(
-                torch.optim.AdamW,
-                _weights(parameters, torch.bfloat16),
-                swap_dir=_folder(directory, "bf16"),
-                subgroup_bytes=12 * group,
-                master_dtype=torch.float32,
-                fused=True,
-            )
-            for _ in range(2):
-                self._half.step()
+            weights = _weights(parameters, torch.bfloat16)
+            folder = _folder(directory, "bf16")
+            self._half = _stepped(weights, folder, group, master_dtype=torch.float32)
 
     def step_half(self) -> Sample:
         return _timed_step(self._half)
@@ -183,6 +161,23 @@ class Offloads:
 
     def close(self) -> None:
         self.release()
+
+
+def _stepped(
+    weights: list[torch.nn.Parameter], folder: Path, group: int, **options: Any
+) -> SwappedOptimizer:
+    """A swapped optimizer that has been stepped twice."""
+    made = SwappedOptimizer(
+        torch.optim.AdamW,
+        weights,
+        swap_dir=folder,
+        subgroup_bytes=12 * group,
+        fused=True,
+        **options,
+    )
+    for _ in range(2):
+        made.step()
+    return made
 
 
 def _timed_step(optimizer: Any) -> Sample:

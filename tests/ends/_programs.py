@@ -23,11 +23,12 @@ from interrupts import _checkpoints, _inference, _offload
 from interrupts._checkpoints import state
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
 LIMIT_S = 60
 Again = Callable[[], object]  # what a daemon thread goes on doing
+Begin = Callable[[Path, nvmeio.AioHandle, list[Any]], Again]
 
 
 def slow_handle() -> nvmeio.AioHandle:
@@ -51,15 +52,7 @@ def checkpointer(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Aga
 def optimizer(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
     """Three steps."""
     made = _offload.net()
-    swapped = SwappedOptimizer(
-        _offload.CLASS,
-        made.parameters(),
-        swap_dir=folder,
-        subgroup_bytes=8192,
-        resume=True,
-        handle=handle,
-        **_offload.ARGUMENTS,
-    )
+    swapped = _offload.resumed(made, folder, handle)
     keep += [made, swapped]
 
     def step() -> None:
@@ -141,12 +134,16 @@ def lost_save(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
     return again
 
 
-def lost_save_dropped(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
-    """The same, and its Checkpointer is gone by then."""
-    lost_save(folder, handle, keep)
-    keep.clear()
-    gc.collect()
-    return int
+def dropped(lost: Begin) -> Begin:
+    """The same, and its Checkpointer or optimizer is gone by then."""
+
+    def begin(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
+        lost(folder, handle, keep)
+        keep.clear()
+        gc.collect()
+        return int
+
+    return begin
 
 
 def lost_step(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
@@ -156,14 +153,6 @@ def lost_step(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
     _no_more_syncs()
     made()
     return made
-
-
-def lost_step_dropped(folder: Path, handle: nvmeio.AioHandle, keep: list[Any]) -> Again:
-    """The same, and its optimizer is gone by then."""
-    lost_step(folder, handle, keep)
-    keep.clear()
-    gc.collect()
-    return int
 
 
 def _no_more_writes() -> None:
@@ -182,7 +171,7 @@ def _no_more_syncs() -> None:
     nvmeio.AioHandle.sync_fsync = sync  # type: ignore[assignment, method-assign]
 
 
-SYSTEMS: dict[str, Callable[[Path, nvmeio.AioHandle, list[Any]], Again]] = {
+SYSTEMS: dict[str, Begin] = {
     "checkpointer": checkpointer,
     "optimizer": optimizer,
     "module": module,
@@ -190,11 +179,11 @@ SYSTEMS: dict[str, Callable[[Path, nvmeio.AioHandle, list[Any]], Again]] = {
     "writer": writer,
     "dcp": dcp,
 }
-LOST: dict[str, Callable[[Path, nvmeio.AioHandle, list[Any]], Again]] = {
+LOST: dict[str, Begin] = {
     "lost save": lost_save,
-    "lost save, dropped": lost_save_dropped,
+    "lost save, dropped": dropped(lost_save),
     "lost step": lost_step,
-    "lost step, dropped": lost_step_dropped,
+    "lost step, dropped": dropped(lost_step),
 }
 
 

@@ -21,7 +21,7 @@ from interrupts._checkpoints import state
 from programs import run_program
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload import SwappedModule
 
 # The status that a shell sees.
 STATUS = {"sys.exit": 3, "exception": 1, "ctrl-c": -signal.SIGINT, "sigterm": -signal.SIGTERM}
@@ -58,14 +58,7 @@ def checkpointer(folder: Path, end: str, errors: str) -> None:
 def optimizer(folder: Path, end: str, errors: str) -> None:
     """The last complete step is kept, whatever came."""
     made = _offload.net()
-    resumed = SwappedOptimizer(
-        _offload.CLASS,
-        made.parameters(),
-        swap_dir=folder,
-        subgroup_bytes=8192,
-        resume=True,
-        **_offload.ARGUMENTS,
-    )
+    resumed = _offload.resumed(made, folder)
     try:
         assert resumed.resumed
         steps = resumed.generation - 1

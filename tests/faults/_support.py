@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,27 @@ def aligned(nbytes: int) -> torch.Tensor:
 def misaligned(nbytes: int) -> torch.Tensor:
     """A tensor at an odd address, filled with 0xA5."""
     return aligned(nbytes + 4096)[1 : nbytes + 1]
+
+
+def end_in_a_forked_child(
+    start: Callable[[], nvmeio.Operation], refused: Sequence[Callable[[], object]]
+) -> None:
+    """In a forked child these calls are refused; in the parent the operation gets to its end."""
+    torch.set_num_threads(1)  # OpenMP's do not survive a fork
+    operation = start()
+    child = os.fork()
+    if not child:
+        try:
+            for call in refused:
+                with pytest.raises(nvmeio.ClosedError):
+                    call()
+            del operation
+            gc.collect()
+            os._exit(0)
+        except BaseException:
+            os._exit(2)
+    assert operation.result(60) == 500_000
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -1,13 +1,12 @@
 """Batches: a kernel that misbehaves, few descriptors, a forked child, the interpreter's end."""
 
-import gc
-import os
 import random
 import textwrap
+from functools import partial
 
 import pytest
 import torch
-from faults._support import KIB, bytes_of, make_file, misaligned, noise
+from faults._support import KIB, bytes_of, end_in_a_forked_child, make_file, misaligned, noise
 from faults.test_faulty_kernel import TRANSPARENT
 from faults.test_gathers_and_scatters import FAULTS
 from support import run_python
@@ -107,26 +106,13 @@ def test_few_descriptors_are_enough_for_many_files(tmp_path):
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path, engine):
     content = noise(SIZE, seed=1)
     path = make_file(tmp_path / "file", content)
-    torch.set_num_threads(1)  # OpenMP's do not survive a fork
     found = [torch.zeros(1000, dtype=torch.uint8) for _ in range(500)]
     with nvmeio.AioHandle(block_size=16 * KIB, queue_depth=4, engine=engine) as handle:
-        operation = handle.async_pread_batch(found, path)
-        child = os.fork()
-        if not child:
-            try:
-                for call in (handle.async_pread_batch, handle.async_pwrite_batch):
-                    try:
-                        call(found, path)
-                    except nvmeio.ClosedError:
-                        continue
-                    os._exit(1)
-                del operation
-                gc.collect()
-                os._exit(0)
-            except BaseException:
-                os._exit(2)
-        assert operation.result(60) == 500_000
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        calls = [
+            partial(call, found, path)
+            for call in (handle.async_pread_batch, handle.async_pwrite_batch)
+        ]
+        end_in_a_forked_child(calls[0], calls)
     assert bytes_of(torch.cat(found)) == bytes_of(content[:500_000])
 
 

@@ -1,14 +1,21 @@
 """Gathers and scatters: a kernel that misbehaves, a forked child, the interpreter's end."""
 
 import errno
-import gc
-import os
 import random
 import textwrap
+from functools import partial
 
 import pytest
 import torch
-from faults._support import KIB, aligned, bytes_of, make_file, misaligned, noise
+from faults._support import (
+    KIB,
+    aligned,
+    bytes_of,
+    end_in_a_forked_child,
+    make_file,
+    misaligned,
+    noise,
+)
 from faults.test_faulty_kernel import TRANSPARENT
 from support import run_python
 
@@ -130,26 +137,13 @@ def test_memory_that_is_not_there_is_an_error(tmp_path):
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path, engine):
     content = noise(SIZE, seed=1)
     path = make_file(tmp_path / "file", content)
-    torch.set_num_threads(1)  # OpenMP's do not survive a fork
     out, offsets = torch.zeros(5000, 100, dtype=torch.uint8), torch.arange(5000) * 100
     with nvmeio.AioHandle(block_size=16 * KIB, queue_depth=4, engine=engine) as handle:
-        operation = handle.async_gather(out, path, offsets)
-        child = os.fork()
-        if not child:
-            try:
-                for call in (handle.async_gather, handle.async_scatter):
-                    try:
-                        call(out, path, offsets)
-                    except nvmeio.ClosedError:
-                        continue
-                    os._exit(1)
-                del operation
-                gc.collect()
-                os._exit(0)
-            except BaseException:
-                os._exit(2)
-        assert operation.result(60) == 500_000
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        calls = [
+            partial(call, out, path, offsets)
+            for call in (handle.async_gather, handle.async_scatter)
+        ]
+        end_in_a_forked_child(calls[0], calls)
     assert bytes_of(out) == bytes_of(content[:500_000])
 
 

@@ -130,13 +130,17 @@ def saved_llama(folder: Path) -> Any:
 class Generate(Scenario):
     modes = ("timer", "opcodes", "twice")
 
-    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+    def __init__(
+        self, folder: Path, handle: nvmeio.AioHandle | None = None, **options: Any
+    ) -> None:
         super().__init__(folder, handle)
         everything_streams()
         self.models = saved_llama(folder / "model")
         self.ids = self.models.prompt()
         self.wanted = self.models.tokens(self.models.loaded(folder / "model"), self.ids, 3)
-        self.model = nvmeio.stream_model(folder / "model", resident_bytes=100_000, handle=handle)
+        self.model = nvmeio.stream_model(
+            folder / "model", resident_bytes=100_000, handle=handle, **options
+        )
 
     def work(self) -> Any:
         return self.models.tokens(self.model, self.ids, 3)

@@ -72,6 +72,19 @@ def swapped(made: torch.nn.Module, folder: Path, **options: Any) -> SwappedModul
     )
 
 
+def resumed(made: torch.nn.Module, folder: Path, handle: Any = None) -> SwappedOptimizer:
+    """An optimizer that goes on with what is in the folder, if something is."""
+    return SwappedOptimizer(
+        CLASS,
+        made.parameters(),
+        swap_dir=folder,
+        subgroup_bytes=8192,
+        resume=True,
+        handle=handle,
+        **ARGUMENTS,
+    )
+
+
 class Passes(Scenario):
     """Forward and backward through a window, gradients in memory."""
 
@@ -292,17 +305,9 @@ class Snapshot(Training):
 
     def check(self, found: Any) -> None:
         made = net()
-        resumed = SwappedOptimizer(
-            CLASS,
-            made.parameters(),
-            swap_dir=self.folder / "copy",
-            subgroup_bytes=8192,
-            resume=True,
-            handle=self.given,
-            **ARGUMENTS,
-        )
-        assert resumed.resumed
-        resumed.close()
+        copy = resumed(made, self.folder / "copy", self.given)
+        assert copy.resumed
+        copy.close()
         assert_same([p.detach() for p in made.parameters()], self.reference.after(1), "weights")
 
 
@@ -319,15 +324,7 @@ class Resume(Scenario):
         optimizer.close()
 
     def open(self) -> SwappedOptimizer:
-        return SwappedOptimizer(
-            CLASS,
-            self.made.parameters(),
-            swap_dir=self.folder,
-            subgroup_bytes=8192,
-            resume=True,
-            handle=self.given,
-            **ARGUMENTS,
-        )
+        return resumed(self.made, self.folder, self.given)
 
     def prepare(self) -> None:
         self.made = net()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interrupts._inference import Net, everything_streams, saved_llama, saved_net
+from interrupts._inference import Generate, Net, everything_streams, saved_net
 from interrupts._operations import noise
 from interrupts._trials import Scenario
 
@@ -165,30 +165,12 @@ class Spill(Scenario):
         self.until(lambda: not any(self.folder.iterdir()))
 
 
-class KvCache(Scenario):
+class KvCache(Generate):
     """Past keys and values of a model on the drive."""
 
-    modes = ("timer", "opcodes", "twice")
-
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
-        super().__init__(folder, handle)
-        everything_streams()
-        self.models = saved_llama(folder / "model")
-        self.ids = self.models.prompt()
-        self.wanted = self.models.tokens(self.models.loaded(folder / "model"), self.ids, 3)
         (folder / "kv").mkdir()
-        self.model = nvmeio.stream_model(
-            folder / "model", resident_bytes=100_000, kv_offload=folder / "kv", handle=handle
-        )
-
-    def work(self) -> Any:
-        return self.models.tokens(self.model, self.ids, 3)
-
-    def check(self, found: Any) -> None:
-        assert torch.equal(found, self.wanted)
-
-    def close(self) -> None:
-        self.model.weight_stream.close()
+        super().__init__(folder, handle, kv_offload=folder / "kv")
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
