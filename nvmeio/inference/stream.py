@@ -33,11 +33,9 @@ from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
-from nvmeio._io.span_plan import Span
-from nvmeio._io.spans import read as read_spans
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._residency.reader import Reader
-from nvmeio.errors import ClosedError, TransferError, with_context
+from nvmeio.errors import ClosedError, RowsError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _lockstep
 from nvmeio.inference._budget import Shares
@@ -204,25 +202,22 @@ class WeightStream(Closing):
         stride = width * part.dtype.itemsize
         extent = part.extents[0]
         file = resources.checkpoint.files[extent.file]
-        spans = [
-            Span(file, extent.offset + row * stride, stride, f"row {row} of {weight.name!r}")
-            for row in unique.tolist()
-        ]
+        found = torch.empty(len(unique), width, dtype=part.dtype, device="cpu")
         began = time.perf_counter()
         try:
-            read = read_spans(resources.handle, spans)
+            resources.handle.sync_gather(found, file, extent.offset + unique * stride)
             resources.checkpoint.check(extent.file, repr(weight.name))
         except TransferError as failed:
             self._spoil()
-            raise with_context(failed, f"weight {weight.name!r} of {unit.name}") from failed
+            what = f"weight {weight.name!r} of {unit.name}"
+            if isinstance(failed, RowsError):
+                what = f"row {int(unique[failed.row])} of {what}"
+            raise with_context(failed, what) from failed
         except BaseException:
             self._spoil()
             raise
-        counted = (len(spans), stride * len(spans), time.perf_counter() - began)
+        counted = (len(found), found.nbytes, time.perf_counter() - began)
         self._rows = [a + b for a, b in zip(self._rows, counted, strict=True)]
-        found = torch.empty(len(read), width, dtype=part.dtype)
-        for number, row in enumerate(read):
-            found[number].view(torch.uint8).copy_(row)
         shape = ids.shape
         return found.to(self._device, weight.dtype), places.view(shape).to(self._device)
 

@@ -37,7 +37,7 @@ from support import (
 import nvmeio
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._io.owner import OwnerThread
-from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
+from nvmeio.checkpoint.safetensors import load_safetensors, read_header, save_safetensors
 from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError
 from nvmeio.inference import run_in_blocks
 from nvmeio.testing import FakeEngine
@@ -346,6 +346,32 @@ def test_a_disk_error_names_tensor_file_and_layer_and_passes(tmp_path: Path, str
             assert str(tmp_path / "model.safetensors") in str(failed.value)
             assert handle.wait(PATIENCE_S) >= 0  # nothing is in flight
             assert tokens(model, ids).equal(tokens(whole, ids))
+        model.weight_stream.close()
+
+
+def test_a_disk_error_names_the_row_of_an_embedding(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    name = "model.embed_tokens.weight"
+    entry = read_header(tmp_path / "model.safetensors").tensors[name]
+    row_bytes = entry.nbytes // entry.shape[0]
+    broken, ids = [False], torch.tensor([[40, 9, 40, 77]])
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        last = entry.start + 78 * row_bytes - 1
+        return errno.EIO if broken[0] and offset <= last < offset + nbytes else 0
+
+    with nvmeio.AioHandle(engine=FakeEngine(fail=fail)) as handle:
+        model = stream(tmp_path, handle=handle, resident_bytes=200_000)
+        expected = logits(loaded(tmp_path), ids)
+        assert logits(model, ids).equal(expected)
+        assert model.weight_stream.stats.rows_read == 3
+        broken[0] = True
+        with pytest.raises(TransferError, match=f"row (9|40|77) of weight '{name}'") as failed:
+            logits(model, ids)
+        assert failed.value.errno == errno.EIO
+        assert str(tmp_path / "model.safetensors") in str(failed.value)
+        broken[0] = False
+        assert logits(model, ids).equal(expected)
         model.weight_stream.close()
 
 
