@@ -60,11 +60,15 @@ RUNS = {
         ["--size", "8M", "--epoch", "640", "--workers", "1"],
         "cold and shuffled",
     ),
+    "17_prompt_seen_before.py": (
+        ["--tokens", "256", "--width", "128", "--layers", "2"],
+        "from another process",
+    ),
 }
 
 
 # What an example needs beyond `.[dev]`; where it is absent the example is skipped by name.
-NEEDS = {"12_larger_than_memory.py": "transformers"}
+NEEDS = dict.fromkeys(("12_larger_than_memory.py", "17_prompt_seen_before.py"), "transformers")
 
 
 @pytest.mark.parametrize("example", RUNS)

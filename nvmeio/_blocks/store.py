@@ -312,7 +312,7 @@ class BlockStore(Closing):
         self._check_writer()
         # A load that failed says so before it answers; others wait for the stores before.
         digests = [_digest(key) for key in keys]
-        change, digests = self._catalog.remove, [_digest(key) for key in keys]
+        change = self._catalog.remove
         if self._loads.is_here:
             self._catalog.locked(change, digests)
         else:

@@ -3,8 +3,8 @@
 Reading order for newcomers: `_checkpoint` (open files), `_weights` (how a model's tensors come from
 them), `_units` (what is streamed as one), `_slot_layout` (where it lies), `_budget` (what stays),
 `_sums` (checksums), `_slots` (memory), `stream` (the heart), `_hooks` (the seam to a
-model), `streaming` (`stream_model`). `packing` writes what is read
-best. docs/inference.md has the arithmetic.
+model), `streaming` (`stream_model`). `packing` writes what is read best; `kv_cache` puts past keys
+and values away, `prefixes` keeps them for other processes. docs/inference.md has the arithmetic.
 """
 
 from nvmeio.inference._resources import StreamStats as StreamStats
@@ -12,11 +12,13 @@ from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
+from nvmeio.inference.prefixes import PrefixCache as PrefixCache
 from nvmeio.inference.stream import WeightStream as WeightStream
 from nvmeio.inference.streaming import stream_model as stream_model
 
 __all__ = [
     "PackReport",
+    "PrefixCache",
     "StreamStats",
     "WeightStream",
     "generate_in_blocks",

@@ -43,6 +43,16 @@ def require() -> Any:
     return transformers
 
 
+def cache_utilities() -> Any:
+    """The module of caches, of transformers.
+
+    Raises:
+        BackendUnavailableError: As `require`.
+    """
+    require()
+    return importlib.import_module("transformers.cache_utils")
+
+
 def config_of(directory: str | os.PathLike[str]) -> Any:
     """The configuration in a model's directory."""
     if not os.path.isfile(os.path.join(directory, "config.json")):

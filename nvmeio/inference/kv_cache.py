@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import math
 import os
 import tempfile
 import threading
@@ -27,11 +27,14 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio.handle import AioHandle
 from nvmeio.inference._kv_store import Block, room_for
 from nvmeio.inference._kv_store import Store as Store
-from nvmeio.inference._transformers import require
+from nvmeio.inference._transformers import cache_utilities
 from nvmeio.operation import Operation
 
 # Tokens that are written at once. A layer's newest tokens stay in memory until they are so many.
 BLOCK_TOKENS = 64
+
+# What makes an empty cache of a model with `kv_offload`, of its configuration.
+_makers: weakref.WeakKeyDictionary[Any, Callable[[Any], Any]] = weakref.WeakKeyDictionary()
 
 
 class OffloadedLayer:
@@ -64,7 +67,7 @@ class OffloadedLayer:
         self.read_ahead()
         if self.following is not None and self.following is not self:
             self.following.read_ahead()
-        keys, values = self._all(key_states, value_states)
+        keys, values = self.states(key_states, value_states)
         start = sum(block.shape[3] for block in self._blocks)
         self._keep(keys[..., start:, :], values[..., start:, :])
         return keys, values
@@ -82,7 +85,7 @@ class OffloadedLayer:
         while self._writing:  # what was written is read from the file
             self._checked(self._writing.pop(0))
         itemsize = self.keys.element_size()
-        sizes = [_nbytes(block.shape) * itemsize for block in self._blocks]
+        sizes = [math.prod(block.shape) * itemsize for block in self._blocks]
         starts, end = [], 0
         for size in sizes:
             starts.append(end)
@@ -95,7 +98,8 @@ class OffloadedLayer:
             pieces.append((memory[start : start + size].view(self.keys.dtype), block))
         self._arriving = (memory, pieces, operations)
 
-    def _all(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, and new ones behind them."""
         self.read_ahead()
         arriving, self._arriving = self._arriving, None
         past: list[torch.Tensor] = []
@@ -162,7 +166,7 @@ class OffloadedLayer:
         """Bring everything back, change it, put it away again."""
         if self.get_seq_length() == 0:
             return
-        keys, values = self._all()
+        keys, values = self.states()
         self.store.forget(self._blocks)
         self._blocks = []
         self._keep(change(keys), change(values))
@@ -215,17 +219,10 @@ class OffloadedLayer:
         self.read_ahead()
 
 
-def _nbytes(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
 @functools.cache
 def _kinds() -> tuple[Any, Any]:
     """The classes, made once: of a cache, and of a layer."""
-    utilities: Any = importlib.import_module("transformers.cache_utils")
+    utilities = cache_utilities()
     cache = type("OffloadedCache", (utilities.DynamicCache,), {"__module__": __name__})
     layer = type(
         "OffloadedDynamicLayer",
@@ -246,8 +243,7 @@ def new_cache(config: Any, store: Store) -> Any:
     Raises:
         BackendUnavailableError: transformers is not installed.
     """
-    require()
-    utilities: Any = importlib.import_module("transformers.cache_utils")
+    utilities = cache_utilities()
     stock = utilities.DynamicLayer
     cache_kind, layer_kind = _kinds()
 
@@ -294,7 +290,7 @@ def offload(
     """
     if not hasattr(model, "config") or not hasattr(model.config, "get_text_config"):
         raise TypeError("kv_offload works with transformers' models, whose caches it can stand for")
-    utilities: Any = importlib.import_module("transformers.cache_utils")
+    utilities = cache_utilities()
     directory: str | os.PathLike[str] | None = None
     if where is not True:
         if isinstance(where, bool) or not Path(where).is_dir():
@@ -324,7 +320,16 @@ def offload(
         return arguments, named
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    _makers[model] = fresh
     return mover.close
+
+
+def empty_cache(model: Any) -> Any:
+    """The cache that a transformers model would begin with: of this module, with `kv_offload`."""
+    utilities = cache_utilities()
+    config = model.config.get_text_config(decoder=True)
+    maker = _makers.get(model)
+    return utilities.DynamicCache(config=config) if maker is None else maker(config)
 
 
 def _finish(close: Callable[[], None]) -> None:

@@ -99,6 +99,14 @@ class WeightStream(Closing):
         self.progress: Callable[[str, int], None] | None = None
         self.reopen()
 
+    def open_checkpoint(self, handle: AioHandle) -> Checkpoint:
+        """Its files, opened once more, for the caller to close.
+
+        Raises:
+            FileNotFoundError, IntegrityError: As `reopen`.
+        """
+        return self._open_checkpoint(handle)
+
     # --- the model's side: what the wrappers around its modules call ----------------------------
 
     def use(self, unit: Unit) -> Lease:

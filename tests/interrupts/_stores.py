@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from interrupts._inference import Generate, Net, everything_streams, saved_net
@@ -173,6 +176,144 @@ class KvCache(Generate):
         super().__init__(folder, handle, kv_offload=folder / "kv")
 
 
+class Prefixes(Scenario):
+    """A prompt's keys and values saved by name, again and again others, and loaded."""
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        from nvmeio.inference import PrefixCache, _prefix_format
+
+        _prefix_format.BLOCK_BYTES = 4096
+        catalog.STEP_BYTES = 16 * 4096
+        self.models = saved_llama(folder / "model")
+        self.model = self.models.loaded(folder / "model")
+        self.ids = self.models.prompt(length=20)
+        self.caches: list[Any] = []
+        for seed in (1, 2):
+            cache = self.models.transformers.DynamicCache(config=self.model.config)
+            made = torch.Generator().manual_seed(seed)
+            for layer in range(self.model.config.num_hidden_layers):
+                states = (torch.randn(2, 2, 20, 16, generator=made) for _ in range(2))
+                cache.update(*states, layer)
+            self.caches.append(cache)
+        self.turn = 0
+        self.kept = PrefixCache(self.model, folder / "kv", 512 << 10, handle=handle)
+
+    def work(self) -> Any:
+        self.turn += 1
+        self.kept.save("one", self.ids, self.caches[self.turn % 2])
+        return self.kept.load("one", torch.cat([self.ids, self.ids], dim=1))
+
+    def check(self, found: Any) -> None:
+        wanted = self.caches[self.turn % 2]
+        for mine, theirs in zip(found.layers, wanted.layers, strict=True):
+            assert torch.equal(mine.keys, theirs.keys)
+            assert torch.equal(mine.values, theirs.values)
+
+
+class HiCachePages(Scenario):
+    """Pages of a host pool of SGLang's to the drive, and to other places in it."""
+
+    modes: ClassVar[tuple[str, ...]] = ("timer", "opcodes")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        from integrations import test_servers_hicache as pools
+
+        from nvmeio.integrations import sglang_hicache
+
+        self.pools = pools
+        catalog.STEP_BYTES = 16 * 4096
+        sglang_hicache.STAGING_BYTES = 2000  # three pages: reads in several parts
+        zero, one = ("tp_rank", "pp_rank", "attn_cp_rank"), ("tp_size", "pp_size", "attn_cp_size")
+        config = SimpleNamespace(
+            **dict.fromkeys(zero, 0),
+            **dict.fromkeys(one, 1),
+            is_mla_model=False,
+            model_name="m",
+            extra_config={"directory": str(folder), "capacity_bytes": 64 * 4096},
+        )
+        self.pool = pools.filled()
+        self.backend = sglang_hicache.HiCache(config)
+        self.backend.mem_pool_host = self.pool
+        self.keys = [str(n) for n in range(10)]
+
+    def work(self) -> Any:
+        self.backend.clear()
+        stored = self.backend.batch_set_v1(self.keys, self.pools.indices(*range(10)))
+        places = range(20, 30)
+        for place in places:
+            self.page(place).zero_()
+        loaded = self.backend.batch_get_v1(self.keys, self.pools.indices(*places))
+        return stored, loaded, torch.stack([self.page(place).clone() for place in places])
+
+    def page(self, place: int) -> torch.Tensor:
+        start = place * self.pools.PAGE
+        return self.pool.kv_buffer[:, :, start : start + self.pools.PAGE]
+
+    def check(self, found: Any) -> None:
+        stored, loaded, pages = found
+        assert stored == loaded == [True] * 10
+        assert torch.equal(pages, torch.stack([self.page(place) for place in range(10)]))
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+class TierChunks(Scenario):
+    """Chunks of vLLM's first tier to the drive and back, a job each way."""
+
+    modes: ClassVar[tuple[str, ...]] = ("timer", "opcodes")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        from integrations import test_servers_tier as tiers
+
+        from nvmeio.integrations import vllm_tier
+
+        if not tiers.VLLM:
+            sys.modules.update(tiers.doubles())
+        catalog.STEP_BYTES = 16 * tiers.CHUNK
+        nbytes = tiers.CHUNK * tiers.CHUNKS
+        self.mapping = mmap.mmap(-1, nbytes)
+        self.rows = torch.frombuffer(self.mapping, dtype=torch.uint8).view(tiers.CHUNKS, -1)
+        self.wanted = noise(0, nbytes).view(tiers.CHUNKS, -1)
+        self.tier = vllm_tier.NvmeTier(
+            offloading_spec=tiers.spec(),
+            primary_kv_view=memoryview(self.mapping).cast("B", (tiers.CHUNKS, tiers.CHUNK)),
+            tier_type="NvmeTier",
+            backpressure_detector=None,
+            directory=str(folder),
+            capacity_bytes=40 * tiers.CHUNK,
+        )
+        self.job = 0
+
+    def done(self, submit: Any, keys: list[bytes]) -> Any:
+        self.job += 1
+        submit(SimpleNamespace(job_id=self.job, keys=keys, chunk_ids=range(len(keys))))
+        self.tier.drain_jobs()
+        jobs = {result.job_id: result for result in self.tier.get_finished_jobs()}
+        return jobs[self.job].success  # of an interrupted call there may be others
+
+    def work(self) -> Any:
+        keys = [f"{self.job}-{n}".encode() for n in range(len(self.rows))]
+        self.tier.drain_jobs()  # nothing of a call before goes on in this memory
+        self.rows.copy_(self.wanted)
+        stored = self.done(self.tier.submit_store, keys)
+        self.rows.zero_()
+        loaded = self.done(self.tier.submit_load, keys)
+        return stored, loaded, self.rows.clone()
+
+    def check(self, found: Any) -> None:
+        stored, loaded, rows = found
+        assert stored
+        assert loaded
+        assert torch.equal(rows, self.wanted)
+
+    def close(self) -> None:
+        self.tier.shutdown()
+
+
 SCENARIOS: dict[str, type[Scenario]] = {
     "blocks": Blocks,
     "block-stores": BlockStores,
@@ -180,4 +321,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "weights-maps": WeightsMaps,
     "spill": Spill,
     "kv-cache": KvCache,
+    "prefixes": Prefixes,
+    "hicache": HiCachePages,
+    "tier": TierChunks,
 }
