@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from interrupts._inference import Generate, Net, everything_streams, saved_net
+from interrupts._inference import Generate, Net, everything_streams, saved_llama, saved_net
 from interrupts._operations import noise
 from interrupts._trials import Scenario
 
