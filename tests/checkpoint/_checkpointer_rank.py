@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -32,13 +33,16 @@ import torch.distributed as dist
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._io import rank_store
-from nvmeio.checkpoint import _snapshot
+from nvmeio.checkpoint import _job, _ranks, _snapshot
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
 
 # No rank takes longer than this for anything, on a busy machine.
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0
+
+# How long a rank may make no progress where one is given up.
+LIMIT_S = 2.5
 
 
 # States
@@ -79,12 +83,13 @@ def same(found: Any, wanted: Any) -> bool:
 class Rank:
     """What each function below is given."""
 
-    def __init__(self, folder: Path, rank: int, world: int, layout: str) -> None:
+    def __init__(self, folder: Path, rank: int, world: int, layout: str, number: int) -> None:
         self.folder = folder / "checkpoints"
         self.notes = folder
         self.rank = rank
         self.world = world
         self.layout = layout
+        self.number = number  # of the order
         self.errno = 0  # that every write of this rank meets
         self.kill_at = -1  # the offset whose write kills this rank
         self.written: list[tuple[int, int]] = []
@@ -131,6 +136,52 @@ class Rank:
 
     def meet_others(self) -> None:
         dist.barrier()
+
+    def tell(self, name: str, text: str) -> None:
+        """A note for the others, whole as soon as it is there."""
+        (self.notes / f"{name}.new").write_text(text)
+        (self.notes / f"{name}.new").rename(self.notes / name)
+
+    def told(self, name: str) -> str:
+        """Another rank's note, once it is there."""
+        until = time.monotonic() + PATIENCE_S
+        while not (self.notes / name).exists():
+            assert time.monotonic() < until, f"nobody told {name}"
+            time.sleep(0.002)
+        return (self.notes / name).read_text()
+
+
+def set_limit(checkpointer: nvmeio.Checkpointer, timeout_s: float) -> None:
+    """From the next save on; those before it are to be in time on the slowest drive."""
+    saver = checkpointer._saver
+    saver.setup = saver.setup._replace(timeout_s=timeout_s)
+
+
+def tell_time_by(clock: Callable[[], float]) -> None:
+    """Have this rank measure by this clock how long others make no progress."""
+    _ranks.time = types.SimpleNamespace(  # type: ignore[assignment]
+        monotonic=clock, sleep=time.sleep
+    )
+
+
+def since_the_end_of(pid: int) -> Callable[[], float]:
+    """A clock that stands still while a process lives, so that nobody is given up before."""
+    ended: list[float] = []
+
+    def clock() -> float:
+        if not ended:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                ended.append(time.monotonic())
+        return time.monotonic() - ended[0] if ended else 0.0
+
+    return clock
+
+
+def sync_nothing() -> None:
+    """A busy drive may take seconds, in which a rank makes no progress; here no power is lost."""
+    os.fsync = os.fdatasync = lambda fd: None  # type: ignore[assignment]
 
 
 # What ranks do; those that return False end without meeting the others
@@ -323,7 +374,7 @@ def disagree(me: Rank) -> None:
 
 def late(me: Rank) -> None:
     """A rank that does not come is given up after the time limit, by all; then all go on."""
-    with me.new(timeout_s=2.5) as checkpointer:
+    with me.new(timeout_s=LIMIT_S) as checkpointer:
         if me.rank == 1:  # which comes when the others have given up
             me.meet_others()
         with me.raises(nvmeio.TransferError, "rank 1 of", "made no progress for 2.5 s") as told:
@@ -331,23 +382,45 @@ def late(me: Rank) -> None:
         if me.rank != 1:
             me.meet_others()
         assert isinstance(told[0], TimeoutError) and told[0].errno == errno.ETIMEDOUT
+        set_limit(checkpointer, PATIENCE_S)
         me.meet_others()
         me.saved(checkpointer, 1)
         me.meet_others()
 
 
 def slow(me: Rank) -> None:
-    """A rank that is slow is waited for, as long as it gets on."""
-    delay_s = 0.035 if me.rank == me.world - 1 else 0.0
-    engine = FakeEngine(delay_s=lambda kind, *_: delay_s if kind == "pwrite" else 0)
-    handle = nvmeio.AioHandle(block_size=MIB, queue_depth=1, engine=engine)
+    """A rank that is slow is waited for, as long as it gets on.
+
+    On a clock of all ranks, which only its drive moves on: 40 ms with each MiB, 3.2 s in all.
+    """
+    last = me.world - 1
+    ticks, late = me.notes / "ticks", 1.1 * LIMIT_S
+    ticks.touch()
+
+    def clock() -> float:
+        now = ticks.stat().st_size * 0.04
+        if now > late and me.rank != last:
+            looked.append(now)
+            if len(looked) == 5:  # the look before this one has given up nobody
+                me.tell("looked", str(now))
+        return now
+
+    def tick(kind: str, offset: int, nbytes: int) -> int:
+        if kind == "pwrite" and me.rank == last:
+            with ticks.open("ab") as file:
+                file.write(b".")
+            if clock() > late:
+                me.told("looked")  # by who waits for this rank
+        return 0
+
+    looked: list[float] = []
+    handle = nvmeio.AioHandle(block_size=MIB, queue_depth=1, engine=FakeEngine(fail=tick))
     state = replicated(1, 80 * MIB * me.world)
-    # 2.8 s, in steps of the 32 MiB that may be in flight with so little memory.
-    with me.new(timeout_s=2.5, memory_bytes=1, handle=handle) as checkpointer:
-        began = time.monotonic()
+    with me.new(timeout_s=LIMIT_S, memory_bytes=1, handle=handle) as checkpointer:
+        tell_time_by(clock)
         checkpointer.save_sync(state, 1)
         checkpointer.wait_sync(PATIENCE_S)
-        assert time.monotonic() - began > 2.5
+        assert clock() > late
         assert same(checkpointer.restore(), state)
     handle.close()
 
@@ -388,18 +461,23 @@ def cancel(me: Rank) -> None:
         assert 4 not in checkpointer.steps()
         assert same(checkpointer.restore(), me.state(5))
 
-    with me.new(timeout_s=60) as checkpointer:
+    with me.new(timeout_s=2 * PATIENCE_S) as checkpointer:
         asyncio.run(main(checkpointer))
 
 
 def killed(me: Rank, victim: int, moment: str) -> bool:
     """One rank is killed in the middle of a save; the others raise, and soon."""
     with contextlib.ExitStack() as stack:
-        checkpointer = me.new(timeout_s=1.0)
+        checkpointer = me.new()
         stack.callback(checkpointer.close)
+        if me.rank == victim:
+            me.tell("victim", str(os.getpid()))
         for step in range(3):
             me.saved(checkpointer, step)
             me.meet_others()
+        sync_nothing()
+        set_limit(checkpointer, LIMIT_S)
+        tell_time_by(since_the_end_of(int(me.told("victim"))))
         if me.rank == victim:
             if moment == "writing":
                 me.kill_at = 0
@@ -431,7 +509,12 @@ def kill_in_commit(me: Rank) -> None:
 def killed_sometime(me: Rank, victim: int, after_s: float) -> bool:
     """Killed at a random moment; what the others know to be durable is there."""
     killing = threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    checkpointer = me.new(timeout_s=1.0)
+    name = f"victim-{me.number}"
+    if me.rank == victim:
+        me.tell(name, str(os.getpid()))
+    sync_nothing()
+    tell_time_by(since_the_end_of(int(me.told(name))))
+    checkpointer = me.new(timeout_s=LIMIT_S)
     step = checkpointer.latest_step() or 0
     try:
         for _ in range(1000):
@@ -470,6 +553,7 @@ def resume(me: Rank) -> None:
 
 def leave(me: Rank) -> bool:
     """Rank 0, which serves the store, ends its process right after it has closed."""
+    _job._PARTING_S = PATIENCE_S  # it waits as long as the others need to see that it is over
     if me.rank:
         rank_store.FIRST_PAUSE_S = rank_store.MOST_PAUSE_S = 0.5  # who asks late learns late
     with me.new() as checkpointer:
@@ -532,10 +616,11 @@ def busy(me: Rank) -> None:
 
 def drop(me: Rank) -> bool:
     """The process group is destroyed with a save under way: an error that says so, no hang."""
-    checkpointer = me.new(timeout_s=1.0)
+    checkpointer = me.new()
     checkpointer.save_sync(me.state(1), 1)
     checkpointer.wait_sync(PATIENCE_S)
     me.meet_others()
+    set_limit(checkpointer, LIMIT_S)
     if me.rank == 0:
         checkpointer.close()
         dist.destroy_process_group()
@@ -636,12 +721,12 @@ def publish(port_file: Path, port: int) -> None:
 def open_store(order: dict[str, Any], rank: int, port_file: Path) -> Any:
     if order["store"] == "file":
         return dist.FileStore(str(port_file) + ".store", order["world"])
-    options: Any = {"wait_for_workers": False, "timeout": timedelta(seconds=30)}
+    options: Any = {"wait_for_workers": False, "timeout": timedelta(seconds=PATIENCE_S)}
     if order["store"] == "rank 0" and rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, **options)
         publish(port_file, store.port)
         return store
-    until = time.monotonic() + 100
+    until = time.monotonic() + PATIENCE_S
     while not port_file.exists():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -657,9 +742,9 @@ def be_rank(order: dict[str, Any], rank: int, port_file: Path) -> None:
         store=open_store(order, rank, port_file),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=PATIENCE_S),
     )
-    me = Rank(Path(order["folder"]), rank, world, order["layout"])
+    me = Rank(Path(order["folder"]), rank, world, order["layout"], order["number"])
     if WORK[order["work"]](me, **order["arguments"]) is not False:
         dist.barrier()
 

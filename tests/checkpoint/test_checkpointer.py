@@ -8,6 +8,7 @@ import errno
 import gc
 import io
 import os
+import time
 import warnings
 import zipfile
 from pathlib import Path
@@ -25,7 +26,7 @@ from checkpoint._checkpointers import (
 )
 from checkpoint._objects import SAFE, UNSAFE, assert_same, assert_tied
 from faults._support import MIB
-from support import HeldEngine, on_every_loop, spin_until, thread, until
+from support import PATIENCE_S, HeldEngine, on_every_loop, spin_until, thread, until
 
 import nvmeio
 from nvmeio import _memory
@@ -97,8 +98,9 @@ def test_the_state_is_let_go_of_before_it_is_durable(
     engine_held.wait_until_begun()
     assert _memory.mapped.covers(address, MIB)
     del tensor
-    gc.collect()
-    assert not _memory.mapped.covers(address, MIB)
+    # A thread that has just handed its work on may still be letting go of it.
+    spin_until(lambda: gc.collect() >= 0 and not _memory.mapped.covers(address, MIB))
+    assert held.steps() == []
     engine_held.gate.set()
     held.wait_sync()
     assert bool((held.restore()["a"] == 7).all())
@@ -169,7 +171,7 @@ def test_waiting_with_a_time_limit(held: nvmeio.Checkpointer, engine_held: HeldE
         with pytest.raises(TimeoutError, match="step 0 is not durable"):
             held.wait_sync(timeout)
     engine_held.gate.set()
-    report = held.wait_sync(20)
+    report = held.wait_sync(PATIENCE_S)
     assert report is not None and report.durable
 
 
@@ -179,13 +181,15 @@ async def test_a_second_save_waits_for_the_first(
     """And the event loop goes on meanwhile."""
     first = await held.save(state_of(0), 0)
     second = asyncio.create_task(held.save(state_of(1), 1))
+    began = time.perf_counter()
     for _ in range(60):
         await asyncio.sleep(0.005)
         assert not second.done()
+    waited_s = time.perf_counter() - began
     assert held.steps() == []
     engine_held.gate.set()
     report = await second
-    assert report.waited_s > first.waited_s
+    assert report.waited_s >= waited_s
     assert report.snapshot_bytes == first.snapshot_bytes  # memory of one, not of two
     assert 0 in held.steps()
     await held.wait()

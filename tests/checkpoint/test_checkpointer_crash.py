@@ -12,7 +12,7 @@ import torch
 from checkpoint._checkpointers import check_file, names, state_of
 from checkpoint._objects import assert_same, noise
 from faults._support import MIB, finish, mounted, start_python
-from support import HeldEngine
+from support import HeldEngine, spin_until
 
 import nvmeio
 from nvmeio._storage import replace
@@ -60,8 +60,10 @@ with nvmeio.Checkpointer(folder, keep=KEEP, layout=layout) as first:
     for step in range(KEEP):
         first.save_sync(state(step, step), step)
 took = (time.monotonic() - began) / KEEP  # a save, on this machine and as busy as it is
-count, within, left_before = KEEP - 1, 0, set()
-for turn in range(turns):
+count, within, left_before, turn = KEEP - 1, 0, set(), 0
+# At least so many, and until some were within a save: how many are is the machine's affair.
+while turn < turns or (within <= turns // 20 and turn < 5 * turns):
+    turn += 1
     told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -240,7 +242,7 @@ def test_disk_full(layout: str, reserves: bool, monkeypatch: pytest.MonkeyPatch)
                 expected = expected[-2:]  # the oldest of three was to be overwritten
                 after = whole_bytes(folder)
                 assert after == {name: before[name] for name in after}
-                assert shutil.disk_usage(folder).free >= free
+                spin_until(lambda free=free: shutil.disk_usage(folder).free >= free)  # type: ignore[misc]
             assert checkpointer.steps() == expected
             assert checkpointer.latest_step() == expected[-1]
             assert not [name for name in names(folder) if "tmp" in name]

@@ -26,10 +26,10 @@ from checkpoint._checkpointers import (
 )
 from checkpoint._objects import assert_same, noise
 from faults._support import MIB
-from support import HeldEngine, spin_until, until
+from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
-from nvmeio.checkpoint import SaveReport
+from nvmeio.checkpoint import SaveReport, _saver
 from nvmeio.testing import FakeEngine
 
 # Failures
@@ -106,16 +106,24 @@ async def test_a_failure_is_raised_at_the_next_call(
 
 
 async def test_everybody_who_waits_learns_of_a_failure(
-    new: Any, new_handle: Any, directory: Path
+    new: Any, new_handle: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them got None before, as if all were well."""
     gate = threading.Event()
     engine = FakeEngine(hold=gate, fail=lambda kind, *_: errno.EIO if kind == "pwrite" else 0)
     checkpointer = new(handle=new_handle(engine))
     await checkpointer.save(state_of(0), 0)
+    job = checkpointer._saver.last
+    wait, waited_for = job.wait, threading.Event()
+
+    def noting(timeout: float | None) -> bool:
+        waited_for.set()
+        return bool(wait(timeout))
+
+    monkeypatch.setattr(job, "wait", noting)
     waiting = [asyncio.create_task(checkpointer.wait()) for _ in range(3)]
     waiting.append(asyncio.create_task(checkpointer.save(state_of(1), 1)))
-    await asyncio.sleep(0.05)
+    await until(waited_for.is_set)  # the save, by a thread; `wait` has noted what it waits for
     gate.set()
     failures = await asyncio.gather(*waiting, return_exceptions=True)
     assert [getattr(each, "errno", each) for each in failures] == [errno.EIO] * 4
@@ -434,7 +442,7 @@ async def test_cancelling_a_close_closes(
 ) -> None:
     await held.save(state_of(0), 0)
     closing = asyncio.create_task(held.aclose())
-    await asyncio.sleep(0.02)
+    await until(lambda: held.closed)
     closing.cancel()
     await asyncio.sleep(0.02)
     assert not closing.done()
@@ -469,22 +477,31 @@ async def test_cancelled_at_random_moments(new: Any, directory: Path) -> None:
     assert checkpointer.latest_step() == 99 and len(checkpointer.steps()) <= 2
 
 
-def test_interrupted_while_it_streams(new: Any, new_handle: Any, directory: Path) -> None:
+def test_interrupted_while_it_streams(
+    new: Any, new_handle: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in the middle of the copying."""
     sent: list[bool] = []
 
     def interrupt(kind: str, offset: int, nbytes: int) -> int:
         if kind == "pwrite" and offset >= 40 * MIB and not sent:
             sent.append(True)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            spin_until(cancelled.is_set)  # so nothing more is written before it is noticed
         return 0
 
+    cancel, cancelled = _saver.Call.cancel, threading.Event()
+
+    def noting(call: _saver.Call) -> None:
+        cancel(call)
+        cancelled.set()
+
+    monkeypatch.setattr(_saver.Call, "cancel", noting)
     handle = new_handle(FakeEngine(fail=interrupt), block_size=MIB)
     checkpointer = new(keep=1, memory_bytes=64 * MIB, handle=handle)
     checkpointer.save_sync(state_of(0), 0)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.save_sync(large_state(400 * MIB), 1)
-        raise AssertionError("the signal came too late")
     assert names(directory) == ["latest", "step-00000000.pt"]
     checkpointer.save_sync(state_of(2), 2)
     checkpointer.wait_sync()
@@ -494,13 +511,13 @@ def test_interrupted_while_it_streams(new: Any, new_handle: Any, directory: Path
 def test_interrupted_while_closing(held: nvmeio.Checkpointer, engine_held: HeldEngine) -> None:
     """The next `close` returned at once, with the save under way and the directory locked."""
     held.save_sync(state_of(0), 0)
-    interrupt = threading.Timer(
-        0.05, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    )
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupt() -> None:
+        spin_until(lambda: held.closed)  # so the main thread is within `close`, and stays there
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with thread(interrupt), pytest.raises(KeyboardInterrupt):
         held.close()
-    interrupt.join()
     with pytest.raises(nvmeio.ClosedError):
         held.save_sync(state_of(1), 1)
     threading.Timer(0.05, engine_held.gate.set).start()
@@ -550,9 +567,11 @@ async def test_closing_beside_saves(new: Any) -> None:
 def test_dropped_while_it_writes(directory: Path, engine_held: HeldEngine, new_handle: Any) -> None:
     checkpointer = nvmeio.Checkpointer(directory, handle=new_handle(engine_held))
     checkpointer.save_sync(state_of(0), 0)
-    with pytest.warns(ResourceWarning, match="step 0 is being written, and will be finished"):
+    with pytest.warns(
+        ResourceWarning, match="step 0 is being written, and will be finished"
+    ) as told:
         del checkpointer
-        gc.collect()
+        spin_until(lambda: gc.collect() >= 0 and bool(told.list))
     engine_held.gate.set()
     with nvmeio.Checkpointer(directory) as another:
         spin_until(lambda: another.latest_step() == 0)
@@ -580,10 +599,11 @@ def test_dropped_with_a_failure(
     checkpointer = nvmeio.Checkpointer(directory, handle=new_handle(switch.engine))
     checkpointer.save_sync(state_of(0), 0)
     spin_until_failed(checkpointer)
-    with pytest.warns(ResourceWarning, match="step 0 failed"):
+    with pytest.warns(ResourceWarning, match="step 0 failed") as told:
         del checkpointer
-        gc.collect()
-    assert "step 0 was not saved" in caplog.text and "EIO" in caplog.text
+        spin_until(lambda: gc.collect() >= 0 and bool(told.list))
+    spin_until(lambda: "step 0 was not saved" in caplog.text)
+    assert "EIO" in caplog.text
     assert any(record.levelno == logging.ERROR for record in caplog.records)
 
 
@@ -592,6 +612,6 @@ def test_dropped_when_all_is_well(directory: Path) -> None:
     checkpointer.save_sync(state_of(0), 0)
     checkpointer.wait_sync()
     del checkpointer
-    gc.collect()
     with nvmeio.Checkpointer(directory) as another:
-        another.save_sync(state_of(1), 1)
+        spin_until(lambda: gc.collect() >= 0 and saves(another))
+    assert another.steps() == [0, 1]

@@ -65,7 +65,8 @@ def save_all(log: DiskLog, folder: Path, layout: str, world: int, slow: int) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     if failed:
         raise failed[0]
 

@@ -239,7 +239,7 @@ def in_child(work):
         return child
     code = 1
     try:
-        signal.alarm(30)
+        signal.alarm(300)
         work()
         code = 0
     except BaseException:
@@ -295,7 +295,7 @@ def drop():
 ended_well(in_child(drop))
 
 # A worker that stays: what the parent gives back is free, whoever was forked meanwhile.
-worker = in_child(lambda: time.sleep(60))
+worker = in_child(lambda: time.sleep(250))
 gate.set()
 report = ckpt.wait_sync()
 assert report.step == 1 and report.durable
@@ -315,8 +315,8 @@ def parent():
     ckpt = nvmeio.Checkpointer(folder)
     ckpt.save_sync(state, 4)
     ckpt.wait_sync()
-    os.write(tell, b"%d " % in_child(lambda: time.sleep(60)))
-    time.sleep(60)
+    os.write(tell, b"%d " % in_child(lambda: time.sleep(250)))
+    time.sleep(250)
 
 killed = in_child(parent)
 left = int(os.read(told, 20))

@@ -53,7 +53,7 @@ def ranks() -> Iterator[Callable[..., None]]:
         layout: str = "one",
         *,
         store: str = "tcp",
-        limit_s: float = 150,
+        limit_s: float = 400,
         victim: int = -1,
         **arguments: Any,
     ) -> None:
@@ -78,7 +78,7 @@ def ranks() -> Iterator[Callable[..., None]]:
 
     yield run
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
 
 
 def check_file(path: Path, wanted: Any) -> None:

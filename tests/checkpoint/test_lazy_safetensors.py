@@ -234,7 +234,7 @@ def test_no_descriptor_or_thread_is_left(file: Path) -> None:
     before = set(threading.enumerate())
     with safe_open(file) as opened:
         opened.get_slice("b")[0]
-    assert str(file) not in descriptors()
+    spin_until(lambda: str(file) not in descriptors())
     spin_until(lambda: not set(threading.enumerate()) - before)
 
 

@@ -10,6 +10,7 @@ import stat
 import threading
 import warnings
 import zipfile
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -375,7 +376,7 @@ def test_two_saves_at_once_of_one_file(path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         found = torch_load(path)
         which = 0 if torch.equal(found["b"], states[0]["b"]) else 1
         assert_same(found, states[which])
@@ -401,7 +402,7 @@ def test_many_threads_save_and_torch_saves_beside(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert not failed
 
 
@@ -419,23 +420,24 @@ def test_the_callers_handle_stays_open(make_handle: Any, path: Path) -> None:
 
 
 @on_every_loop
-async def test_saved_and_loaded_beside_the_loop(path: Path) -> None:
-    wanted = SAFE["sizes"]()
-    ticks = 0
+async def test_saved_and_loaded_beside_the_loop(
+    engine_held: HeldEngine, handle_held: nvmeio.AioHandle, path: Path
+) -> None:
+    wanted = {"a": noise(2_000_000), "b": noise(7)}
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            ticks += 1
+    async def beside(work: Coroutine[Any, Any, Any]) -> Any:
+        engine_held.gate.clear()
+        begun = engine_held.begun
+        under_way = asyncio.ensure_future(work)
+        await until(lambda: engine_held.begun > begun)
+        for _ in range(5):  # the loop goes on while the drive is at work
             await asyncio.sleep(0.001)
+        assert not under_way.done()
+        engine_held.gate.set()
+        return await under_way
 
-    ticking = asyncio.ensure_future(tick())
-    await nvmeio.async_save(wanted, path)
-    found = await nvmeio.async_load(path)
-    ticking.cancel()
-    await asyncio.gather(ticking, return_exceptions=True)
-    assert_same(found, wanted)
-    assert ticks > 3
+    await beside(nvmeio.async_save(wanted, path, handle=handle_held))
+    assert_same(await beside(nvmeio.async_load(path, handle=handle_held)), wanted)
 
 
 @on_every_loop
