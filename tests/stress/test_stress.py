@@ -28,7 +28,7 @@ from faults._support import (
     noise,
     resident_bytes,
 )
-from support import nvmeio_threads, open_descriptors
+from support import PATIENCE_S, nvmeio_threads, open_descriptors, until
 
 import nvmeio
 from nvmeio.engines import libaio
@@ -41,12 +41,12 @@ ACTORS = 12
 UNTOUCHED = 0xA5
 OURS = 0x5A
 
-long = pytest.mark.stress
+LONG = [pytest.mark.stress, pytest.mark.timeout(7200)]  # minutes, on a machine that is not busy
 
 
 def short_and_long(name, short, much):
     """A parameter with a value for every run and one for `make stress`."""
-    return pytest.mark.parametrize(name, [short, pytest.param(much, marks=long)])
+    return pytest.mark.parametrize(name, [short, pytest.param(much, marks=LONG)])
 
 
 class _Boom(Exception):
@@ -158,7 +158,7 @@ class Actor:
         with contextlib.suppress(_Boom):
             await asyncio.gather(task, fail())
         task.cancel()
-        done, _ = await asyncio.wait([task], timeout=20)
+        done, _ = await asyncio.wait([task], timeout=PATIENCE_S)
         assert done, "never ended"
         return not task.cancelled()
 
@@ -204,10 +204,13 @@ class Actor:
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@short_and_long("cancellations", 150, 10_000)
-@pytest.mark.timeout(600)
-def test_random_cancellations(tmp_path, engine, loop, cancellations):
-    """Operations end by cancellation, time-out, failures beside them, or well; in all orders."""
+@short_and_long("rounds", 5, 300)
+def test_random_cancellations(tmp_path, engine, loop, rounds):
+    """Operations end by cancellation, time-out, failures beside them, or well; in all orders.
+
+    How many are cancelled is a matter of the machine's speed (of 60 in a round some 35 as a rule),
+    so it is the operations that are counted, and that some were is asked.
+    """
     content = noise(FILE_BYTES, seed=1)
     make_file(tmp_path / "file", content)
     contexts, threads = aio_contexts(), nvmeio_threads()
@@ -220,31 +223,34 @@ def test_random_cancellations(tmp_path, engine, loop, cancellations):
             kept.append(handle)
             actors = [Actor(handle, tmp_path, content, i, engine + loop) for i in range(ACTORS)]
             await asyncio.gather(*(actor.run(3) for actor in actors))
-            descriptors = open_descriptors()
-            while sum(actor.cancelled for actor in actors) < cancellations:
+            descriptors = open_descriptors().items()
+            for _ in range(rounds):
                 await asyncio.gather(*(actor.run(5) for actor in actors))
-            assert handle.stats.in_flight == 0
-            assert open_descriptors() == descriptors
-            assert all(actor.finished for actor in actors)
+            await until(lambda: handle.stats.in_flight == 0)
+            await until(lambda: open_descriptors().items() <= descriptors)
+            for actor in actors:
+                while not actor.finished:  # those that are just awaited are, and one comes
+                    await actor.once()
+            assert sum(actor.cancelled for actor in actors) > 0
             assert handle.stats.cancelled > 0
             assert handle.stats.errors == 0
             # All slots are there: more blocks than slots, many at once.
             tensors = [aligned(FILE_BYTES) for _ in range(3)]
             operations = [handle.async_pread(t, tmp_path / "file") for t in tensors]
-            assert await asyncio.wait_for(asyncio.gather(*operations), 30) == [FILE_BYTES] * 3
+            moved = await asyncio.wait_for(asyncio.gather(*operations), PATIENCE_S)
+            assert moved == [FILE_BYTES] * 3
             assert all(torch.equal(tensor, content) for tensor in tensors)
             for actor in actors:
                 assert actor.mine.read_bytes() == bytes_of(actor.written)
 
     run(main())
     assert kept[0].stats.in_flight == 0
-    assert aio_contexts() == contexts
+    assert eventually(lambda: aio_contexts() <= contexts)
     assert eventually(lambda: nvmeio_threads() <= threads)
 
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 @short_and_long("count", 60, 1_000)
-@pytest.mark.timeout(300)
 def test_many_handles_one_after_another(tmp_path, engine, count):
     """Nothing is left to the garbage collector: it is switched off."""
     path = make_file(tmp_path / "file", noise(MIB, seed=2))
@@ -261,36 +267,42 @@ def test_many_handles_one_after_another(tmp_path, engine, count):
     def drop():
         nvmeio.AioHandle(64 * KIB, 32, engine=engine)
 
-    for _ in range(10):
-        use()
-        asyncio.run(use_with_loop())
-    gc.collect()
-    descriptors, threads, contexts = open_descriptors(), nvmeio_threads(), aio_contexts()
-    memory = resident_bytes()
-    gc.disable()
-    try:
+    def grown():
+        """Resident bytes, by so many handles."""
+        memory = resident_bytes()
         for turn in range(count):
             if turn % 10 == 9:
                 asyncio.run(use_with_loop())
             else:
                 use()
         assert eventually(lambda: nvmeio_threads() <= threads)
-        assert aio_contexts() == contexts
-        assert open_descriptors() == descriptors
-        grown = resident_bytes() - memory
-        assert grown < 8 * MIB + count * 20 * KIB, f"{grown >> 10} KiB for {count} handles"
+        assert eventually(lambda: aio_contexts() <= contexts)
+        assert eventually(lambda: open_descriptors().items() <= descriptors)
+        return resident_bytes() - memory
+
+    for _ in range(10):
+        use()
+        asyncio.run(use_with_loop())
+    gc.collect()
+    descriptors, threads = open_descriptors().items(), nvmeio_threads()
+    contexts = aio_contexts()
+    gc.disable()
+    try:
+        # What the allocators take for themselves they take once; what is lost is lost each time.
+        found = [grown()]
+        while found[-1] >= 8 * MIB + count * 20 * KIB and len(found) < 4:
+            found.append(grown())
+        assert found[-1] < 8 * MIB + count * 20 * KIB, f"{found} bytes for {count} handles each"
     finally:
         gc.enable()
     for _ in range(count // 10):
         drop()
-    gc.collect()
-    assert eventually(lambda: nvmeio_threads() <= threads)
-    assert aio_contexts() == contexts
-    assert eventually(lambda: gc.collect() >= 0 and open_descriptors() == descriptors)
+    assert eventually(lambda: gc.collect() >= 0 and nvmeio_threads() <= threads)
+    assert eventually(lambda: gc.collect() >= 0 and aio_contexts() <= contexts)
+    assert eventually(lambda: gc.collect() >= 0 and open_descriptors().items() <= descriptors)
 
 
 @short_and_long("count", 20, 300)
-@pytest.mark.timeout(300)
 def test_many_loops_one_after_another(tmp_path, count):
     """A loop's completion queue goes with the loop, at the latest when the next one comes."""
     path = make_file(tmp_path / "file", noise(MIB, seed=3))
@@ -304,13 +316,12 @@ def test_many_loops_one_after_another(tmp_path, count):
         descriptors = len(open_descriptors())
         for _ in range(count):
             asyncio.run(use())
-            assert len(open_descriptors()) <= descriptors + 1
+            assert eventually(lambda: len(open_descriptors()) <= descriptors + 1)
         assert handle.stats.operations == count + 1
 
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 @short_and_long("turns", 25, 600)
-@pytest.mark.timeout(300)
 def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
     """Loops, blocking threads, callbacks and futures at once; and operations that change hands."""
     content = noise(FILE_BYTES, seed=4)
@@ -356,9 +367,9 @@ def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
             operations = [handle.async_pread(t, where, o) for t, o, where in taken]
             if chance.random() < 0.5:
                 futures = [nvmeio.as_future(operation) for operation in operations]
-                assert not concurrent.futures.wait(futures, timeout=30).not_done
+                assert not concurrent.futures.wait(futures, timeout=PATIENCE_S).not_done
             for operation, (tensor, offset, _) in zip(operations, taken, strict=True):
-                assert operation.result(30) == tensor.nbytes
+                assert operation.result(PATIENCE_S) == tensor.nbytes
                 assert right(tensor, offset)
                 counted.append(1)
 
@@ -369,12 +380,12 @@ def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
             return await operation
 
         begun.wait()
-        other = shared.result(30)
+        other = shared.result(PATIENCE_S)
         for _ in range(turns):
             tensor, offset, where = pick(chance)
             operation = handle.async_pread(tensor, where, offset)
             ended = asyncio.run_coroutine_threadsafe(take(operation), other)
-            assert ended.result(30) == tensor.nbytes
+            assert ended.result(PATIENCE_S) == tensor.nbytes
             assert right(tensor, offset)
             counted.append(1)
 
@@ -393,14 +404,14 @@ def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
         running += [pool.submit(blocking, seed) for seed in range(3)]
         running += [pool.submit(started_here_awaited_there, seed) for seed in range(2)]
         try:
-            for each in concurrent.futures.as_completed(running, timeout=280):
+            for each in concurrent.futures.as_completed(running):
                 each.result()
         finally:
             over.set()
-        hosted.result(30)
+        hosted.result(PATIENCE_S)
     expected = turns * (3 * 4 + 3 * 4 + 2)
     assert len(counted) == expected
-    assert handle.wait(10) == expected
+    assert handle.wait(PATIENCE_S) == expected
     assert handle.stats.operations == expected
     assert handle.stats.in_flight == 0
     file.close()
@@ -409,7 +420,6 @@ def test_threads_and_loops_on_one_handle(tmp_path, engine, turns):
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 @short_and_long("turns", 8, 200)
-@pytest.mark.timeout(300)
 def test_close_among_threads_that_submit(tmp_path, engine, turns):
     """Whoever got an operation gets its end; whoever comes later is told that it is closed."""
     content = noise(MIB, seed=5)
@@ -429,10 +439,10 @@ def test_close_among_threads_that_submit(tmp_path, engine, turns):
                     nbytes = chance.choice([100, 40 * KIB])
                     operations.append(handle.async_pread(tensor[:nbytes], path))
                     if len(operations) % 16 == 0:
-                        operations[-1].result(30)
+                        operations[-1].result(PATIENCE_S)
             except nvmeio.ClosedError:
                 pass
-            results.append([operation.result(30) == operation.nbytes for operation in operations])
+            results.append([each.result(PATIENCE_S) == each.nbytes for each in operations])
 
         def await_(handle=handle, begun=begun, results=results):
             async def main():
@@ -453,7 +463,7 @@ def test_close_among_threads_that_submit(tmp_path, engine, turns):
             begun.wait()
             time.sleep(0.005 * (turn % 8))
             handle.close()
-            for each in concurrent.futures.as_completed(running, timeout=60):
+            for each in concurrent.futures.as_completed(running):
                 each.result()
         assert len(results) == 4
         assert all(all(each) for each in results)
@@ -512,7 +522,7 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
     assert about_to.wait(60)
     handle.close()
     closed.set()
-    submitter.join(20)
+    submitter.join(PATIENCE_S)
     assert not failures
 
 
@@ -532,7 +542,7 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
             n = libaio_lib.nv_cq_reap(cq, tokens, most)
             if threading.current_thread().name == "slow":
                 reaped.set()
-                other_has_reaped.wait(0.5)
+                other_has_reaped.wait(PATIENCE_S)
             return n
 
     libaio_lib = libaio.lib
@@ -545,16 +555,16 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
         sync = Transfer(Opcode.FSYNC, -1, file.fileno(), 0, 0, 0, 0, 0, 1, 1, False, False)
         requests = [engine.prepare(cq, token, sync) for token in (1, 2)]
         requests[0].start()
-        assert requests[0].wait(20)
+        assert requests[0].wait(PATIENCE_S)
         found = []
         slow = threading.Thread(target=lambda: found.append(cq.reap()), name="slow")
         slow.start()
-        assert reaped.wait(20)
+        assert reaped.wait(PATIENCE_S)
         requests[1].start()
-        assert requests[1].wait(20)
+        assert requests[1].wait(PATIENCE_S)
         mine = cq.reap()
         other_has_reaped.set()
-        slow.join(20)
+        slow.join(PATIENCE_S)
     cq.close()
     engine.stop()
     engine.join()
@@ -562,7 +572,6 @@ def test_two_threads_reap_one_port(tmp_path, monkeypatch):
 
 
 @short_and_long("turns", 15, 300)
-@pytest.mark.timeout(300)
 def test_loops_come_and_go_in_many_threads(tmp_path, turns):
     content = noise(MIB, seed=7)
     path = make_file(tmp_path / "file", content)
@@ -579,9 +588,9 @@ def test_loops_come_and_go_in_many_threads(tmp_path, turns):
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             running = [pool.submit(use) for _ in range(8)]
-            for each in concurrent.futures.as_completed(running, timeout=280):
+            for each in concurrent.futures.as_completed(running):
                 each.result()
-        assert handle.wait(10) == 8 * turns
+        assert handle.wait(PATIENCE_S) == 8 * turns
 
 
 def test_loop_comes_while_another_thread_looks_for_closed_ones(tmp_path):
@@ -605,8 +614,8 @@ def test_loop_comes_while_another_thread_looks_for_closed_ones(tmp_path):
         found = []
         looks = threading.Thread(target=lambda: found.append(asyncio.run(read())), name="looks")
         looks.start()
-        assert looking.wait(20)
+        assert looking.wait(PATIENCE_S)
         assert asyncio.run(read()) == 4096
         come.set()
-        looks.join(20)
+        looks.join(PATIENCE_S)
         assert found == [4096]
