@@ -80,7 +80,8 @@ def test_example_verifies_its_work(example: str, tmp_path: Path) -> None:
     ran = run(example, tmp_path, *arguments)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
-    assert telling in ran.stdout
+    # Where lines break depends on the figures in them, which are the machine's.
+    assert telling in " ".join(ran.stdout.split())
     assert "Verified" in ran.stdout
     assert max(map(len, ran.stdout.splitlines())) <= 80
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app
-from nvmeio.cli._bench import ask, engines, fio, report
+from nvmeio.cli._bench import ask, engines, fio, pools, report
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.pools import ProcessPool
 from nvmeio.cli._bench.session import Loop, Series
@@ -180,9 +180,10 @@ def test_the_page_cache_is_told_of_and_can_be_dropped(tmp_path: Path) -> None:
         pytest.skip(f"{tmp_path} keeps its files in memory")
     asked = [tmp_path, "--io-size", "8M", "--engine", "python", "--read", "--loops", 2]
     warm, cold = measured(*asked), measured(*asked, "--drop-caches")
-    assert warm["results"][0]["cached_before"] == 1.0
+    # Others may need the memory, or look at the drive, meanwhile: a page more or less.
+    assert warm["results"][0]["cached_before"] > 0.9
     assert "--drop-caches for cold reads" in "\n".join(warm["conditions"])
-    assert cold["results"][0]["cached_before"] == 0.0
+    assert cold["results"][0]["cached_before"] < 0.1
     assert cold["results"][0]["disk_bytes_per_byte"] is None or (
         cold["results"][0]["disk_bytes_per_byte"] > 0.9
     )
@@ -324,18 +325,23 @@ def test_places_are_tasks_with_devices(tmp_path: Path) -> None:
         ask.parse_places([], [str(a)], 1)
 
 
-def test_processes_start_together_and_one_failure_ends_all(tmp_path: Path) -> None:
+def test_processes_start_together_and_one_failure_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hangs, if those that are well wait for one that failed."""
+    monkeypatch.setattr(pools, "_HEAD_START_S", 0.2)
     workload = Workload((Place(tmp_path), Place(tmp_path)), 4 * MIB)
     pool = ProcessPool(workload)
     try:
         pool.open("threads")
         pool.make_files("bin", "read")
+        asked = time.perf_counter()
         first, second = pool.run(Turn("threads", "read", 0, 4 * MIB))
+        answered = time.perf_counter()
         assert first.seconds > 0 and second.seconds > 0
-        # The clock is the machine's. 0.1 ms apart as a rule; here others may hold the processors.
-        assert abs(first.start_s - second.start_s) < 1.0
-        assert 0 < time.perf_counter() - first.start_s < 60
+        # Neither before the moment that both were told; the clock is the machine's.
+        for timing in (first, second):
+            assert asked + 0.2 <= timing.start_s <= answered
         (tmp_path / "task1.bin").unlink()
         with pytest.raises(Failed, match=r"No such file|task1"):
             pool.run(Turn("threads", "read", 1, 4 * MIB))
@@ -605,14 +611,17 @@ def test_interrupted_it_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_is_shown_on_a_terminal_and_stdout_stays_json(tmp_path: Path) -> None:
+def test_progress_is_shown_on_a_terminal_and_stdout_stays_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb one nothing moves
     near, far = pty.openpty()
     process = start(
         "bench", tmp_path, "--io-size", "8M", "--json", stdout=subprocess.PIPE, stderr=far
     )
     os.close(far)
     seen = b""
-    while select.select([near], [], [], 60)[0]:
+    while select.select([near], [], [], 300)[0]:
         try:
             data = os.read(near, 65536)
         except OSError:  # the other end is closed

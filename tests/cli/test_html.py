@@ -105,7 +105,7 @@ def browse(document: str, directory: Path, *flags: str) -> dict[str, Any]:
         [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions",
          f"--user-data-dir={directory / 'profile'}", *flags, "--virtual-time-budget=20000",
          "--dump-dom", probed.as_uri()],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     shutil.rmtree(directory / "profile", ignore_errors=True)
     found = re.findall(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)

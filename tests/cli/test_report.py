@@ -418,18 +418,18 @@ def test_missing_udev_matters_beside_a_cuda_device(facts: machine.Facts) -> None
 
 
 @pytest.mark.parametrize(
-    ("probe", "word"),
+    ("probe", "limit_s", "word"),
     [
-        ("import time; time.sleep(60)", "was not done after"),
-        ("import os; os.abort()", "ended with -6"),
-        ("print('{}')", ""),
+        ("import time; time.sleep(600)", 1.0, "was not done after"),
+        ("import os; os.abort()", 100.0, "ended with -6"),
+        ("print('{}')", 100.0, ""),
     ],
 )
 def test_library_is_tried_in_a_process_that_may_hang_or_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: str, word: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: str, limit_s: float, word: str
 ) -> None:
     monkeypatch.setattr(cufile_facts, "_PROBE", probe)
-    monkeypatch.setattr(cufile_facts, "PROBE_LIMIT_S", 1.0)
+    monkeypatch.setattr(cufile_facts, "PROBE_LIMIT_S", limit_s)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
     found = machine.CuFile("/lib/libcufile.so.0", "ldconfig", "", True)
     looked = cufile_facts.look_into_cufile(found)

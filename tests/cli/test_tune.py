@@ -402,7 +402,11 @@ def test_without_its_libraries_it_says_how_to_install_them(
 
 def test_a_setting_that_the_kernel_refuses_is_unusable(tmp_path: Path) -> None:
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
-    with scratch([tmp_path], "test") as made:
+    with (
+        scratch([tmp_path], "test") as made,
+        # So that a queue of all that the machine has is refused, and never taken from others.
+        nvmeio.AioHandle(queue_depth=8, engine="libaio"),
+    ):
         measuring = Rig([made[tmp_path]], MIB, engine="libaio")
         measuring.prepare()
         with pytest.raises(Unusable, match="AIO events"):
