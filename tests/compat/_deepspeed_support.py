@@ -21,8 +21,9 @@ import nvmeio
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-TIME_LIMIT_S = 100
+TIME_LIMIT_S = 550  # only for what hangs: it takes seconds, and minutes on a busy machine
 COMPILE_LIMIT_S = 900  # its ops are compiled at their first use, and kept by torch
+_GLOO_ABORTS = "terminate called without an active exception"
 NVMEIOS_OP = "nvmeio.compat.deepspeed.handles"
 ON_NVMEIO = ("-c", "from nvmeio.cli import main; main()", "deepspeed", "--", sys.executable)
 
@@ -120,7 +121,7 @@ class Run:
         ]
 
     def finish(
-        self, limit_s: float = TIME_LIMIT_S, may_fail: Callable[[], bool] = lambda: False
+        self, limit_s: float = TIME_LIMIT_S, may_fail: Callable[[str], bool] = lambda _: False
     ) -> str:
         """Wait for its end; all that it printed. Fails the test if it failed and may not."""
         outputs = []
@@ -133,7 +134,7 @@ class Run:
                     os.killpg(process.pid, 9)
                     process.communicate()
         for process, output in zip(self._processes, outputs, strict=True):
-            assert process.returncode == 0 or may_fail(), output[-8000:]
+            assert process.returncode == 0 or may_fail(output), output[-8000:]
         return "".join(outputs)
 
 
@@ -169,8 +170,14 @@ class Training(Run):
 
     def result(self, limit_s: float = TIME_LIMIT_S) -> dict[str, Any]:
         """Losses and a digest of the parameters; checks that the right op did the I/O."""
-        # DeepSpeed's own op now and then aborts the process when the interpreter ends.
-        self.finish(limit_s, may_fail=lambda: self._own_op and self._result.exists())
+        # DeepSpeed's own op now and then aborts the process when the interpreter ends, and so do
+        # gloo's threads on a busy machine, whatever else is in it.
+        self.finish(
+            limit_s,
+            may_fail=lambda output: (
+                self._result.exists() and (self._own_op or _GLOO_ABORTS in output)
+            ),
+        )
         result: dict[str, Any] = json.loads(self._result.read_text())
         assert result["op"] == self._expected_op
         assert len(set(result["losses"])) == len(result["losses"])

@@ -362,8 +362,8 @@ def test_interrupted_wait_can_be_taken_up_again(path: Path) -> None:
         handle = handles._Handle(io, 1 << 20, False, False)
         for offset in (0, 4096):
             handle.async_pwrite(torch.ones(4096, dtype=torch.uint8), {str(path)!r}, offset)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             handle.wait()
         except KeyboardInterrupt:
             print("interrupted")

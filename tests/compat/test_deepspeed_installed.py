@@ -8,7 +8,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from _deepspeed_support import ON_NVMEIO, ROOT, Run, environment, free_port, needs_deepspeed
+from _deepspeed_support import (
+    ON_NVMEIO,
+    ROOT,
+    TIME_LIMIT_S,
+    Run,
+    environment,
+    free_port,
+    needs_deepspeed,
+)
 
 pytestmark = needs_deepspeed
 
@@ -20,7 +28,7 @@ def on_nvmeio(*command: str, **more: str) -> str:
         env=environment() | more,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=TIME_LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -68,7 +76,7 @@ print("everything held", file=sys.stderr)
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=TIME_LIMIT_S,
         check=False,
     )
     assert "everything held" in done.stderr, done.stderr

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _deepspeed_support import COMPILE_LIMIT_S, Run, needs_deepspeed, needs_its_own_op
+from _deepspeed_support import (
+    COMPILE_LIMIT_S,
+    TIME_LIMIT_S,
+    Run,
+    needs_deepspeed,
+    needs_its_own_op,
+)
 
 ABORT = {"dies": "SIGABRT"}
 ERROR, SHORT = {"raises": "TransferError"}, {"raises": "ShortTransferError"}
@@ -50,7 +56,7 @@ def facts(directory: Path, on_nvmeio: bool, limit_s: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return facts(tmp_path_factory.mktemp("ours"), True, 100)
+    return facts(tmp_path_factory.mktemp("ours"), True, TIME_LIMIT_S)
 
 
 @pytest.fixture(scope="module")

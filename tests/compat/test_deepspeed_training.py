@@ -18,6 +18,8 @@ from _deepspeed_support import (
     needs_its_own_op,
 )
 
+pytestmark = pytest.mark.timeout(1200)  # several runs of minutes each, on a busy machine
+
 STEPS = 5
 BF16 = {"config": {"bf16": {"enabled": True}}}
 

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 from interrupting import everywhere
-from support import HeldEngine, on_every_loop, raw, spin_until, thread, until
+from support import PATIENCE_S, HeldEngine, on_every_loop, raw, spin_until, thread, until
 
 import nvmeio
 from nvmeio.data import Records
-
-pytestmark = pytest.mark.timeout(100)
 
 ROWS = torch.arange(200 * 5, dtype=torch.int64).view(200, 5)
 ORDER = [[number * 37 % 200 for number in range(at, at + 10)] for at in range(0, 200, 10)]
@@ -124,7 +122,7 @@ def test_threads_share_the_batches(records: Records, asking: int) -> None:
     for each in threads:
         each.start()
     for each in threads:
-        each.join(60)
+        each.join()
     rows = torch.cat(found)
     assert torch.equal(rows[rows[:, 0].argsort()], ROWS)
 
@@ -304,7 +302,7 @@ def test_an_interrupted_loop_leaves_nothing_in_flight(
         next(batches)
     engine_held.gate.set()
     batches.close()
-    handle_held.wait(30)
+    handle_held.wait(PATIENCE_S)
     assert is_idle(handle_held)
     assert torch.equal(next(held.prefetch(ORDER)), ROWS[ORDER[0]])
 
@@ -335,5 +333,5 @@ def test_an_interrupt_anywhere_loses_no_batch_without_a_word(file: Path, new_han
                 told += 1
             kept[0].close()
         assert told > 20
-        records.handle.wait(30)
+        records.handle.wait(PATIENCE_S)
         assert is_idle(records.handle)

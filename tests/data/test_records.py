@@ -15,13 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import HeldEngine, on_every_loop, raw, run_python, thread
+from support import PATIENCE_S, HeldEngine, on_every_loop, raw, run_python, thread
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 import nvmeio
 from nvmeio.data import Records
-
-pytestmark = pytest.mark.timeout(100)
 
 ROWS = torch.arange(300 * 7, dtype=torch.int32).view(300, 7)
 
@@ -88,7 +86,7 @@ def test_a_batch_is_what_lies_there(
     )
     with found as records:
         assert len(records) == 41
-        rows = records.gather(numbers).result(30)
+        rows = records.gather(numbers).result(PATIENCE_S)
     assert rows.shape == (len(numbers), *shape)
     whole = path.read_bytes()
     places = [file_offset + number * stride for number in numbers]
@@ -174,12 +172,12 @@ def test_numpys_wrong_numbers_are_refused(file: Path) -> None:
 def test_a_batch_goes_where_it_is_wanted(records: Records) -> None:
     out = torch.zeros(3, 7, dtype=torch.int32)
     gather = records.gather([5, 5, 299], out)
-    assert gather.result(30) is out is gather.out
+    assert gather.result(PATIENCE_S) is out is gather.out
     assert gather.done()
     assert not gather.cancel()
     assert torch.equal(out, ROWS[[5, 5, 299]])
     wide = torch.zeros(3, 14, dtype=torch.int32)
-    records.gather([1, 2, 3], wide[:, ::2]).result(30)
+    records.gather([1, 2, 3], wide[:, ::2]).result(PATIENCE_S)
     assert torch.equal(wide[:, ::2], ROWS[1:4])
     assert not wide[:, 1::2].any()
 
@@ -203,7 +201,7 @@ def test_what_is_written_is_read(records: Records, file: Path) -> None:
     changed = ROWS.clone()
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:150]
     changed[order] = -changed[order]
-    assert records.scatter(order, changed[order]).result(30) == 150 * 28
+    assert records.scatter(order, changed[order]).result(PATIENCE_S) == 150 * 28
     assert torch.equal(records[:], changed)
     changed[7] = 1
     changed[[3, 1]] = torch.stack((ROWS[0], ROWS[9]))
@@ -219,7 +217,7 @@ def test_what_is_written_is_read(records: Records, file: Path) -> None:
 def test_a_record_is_written_once_in_a_scatter(records: Records, file: Path) -> None:
     """A gather may name it twice; which of two was to be written nobody can say."""
     with pytest.raises(ValueError, match="rows 0 and 2 of a scatter overlap"):
-        records.scatter([4, 9, 4], ROWS[:3]).result(30)
+        records.scatter([4, 9, 4], ROWS[:3]).result(PATIENCE_S)
     assert file.read_bytes() == raw(ROWS)
 
 
@@ -405,14 +403,14 @@ def test_a_given_handle_stays_open(handle: nvmeio.AioHandle, file: Path) -> None
     with Records(file, torch.int32, 7, handle=handle) as records:
         assert records.handle is handle
         gather = records.gather([1])
-    assert torch.equal(gather.result(30), ROWS[1:2])
+    assert torch.equal(gather.result(PATIENCE_S), ROWS[1:2])
     assert not handle.closed
 
 
 def test_a_batch_outlives_its_records(file: Path) -> None:
     gather = Records(file, torch.int32, 7).gather(range(300))
     gc.collect()
-    assert torch.equal(gather.result(30), ROWS)
+    assert torch.equal(gather.result(PATIENCE_S), ROWS)
 
 
 def test_a_cancelled_batch_says_so(
@@ -429,7 +427,7 @@ def test_a_cancelled_batch_says_so(
         engine_held.gate.set()
         gather.wait()
         with pytest.raises(concurrent.futures.CancelledError):
-            gather.result(30)
+            gather.result(PATIENCE_S)
 
 
 @on_every_loop
@@ -438,7 +436,7 @@ async def test_awaited(handle: nvmeio.AioHandle, file: Path) -> None:
         batches = await asyncio.gather(*(records.gather([n, n + 1]) for n in range(20)))
         assert torch.equal(torch.stack(batches)[:, 0], ROWS[:20])
         assert torch.equal(records[[4]], ROWS[4:5])  # blocking, on a loop
-        assert await asyncio.wait_for(records.scatter([7], ROWS[:1]), 30) == 28
+        assert await asyncio.wait_for(records.scatter([7], ROWS[:1]), PATIENCE_S) == 28
         await records.fsync()
         assert torch.equal(await records.gather([7]), ROWS[:1])
 
@@ -561,7 +559,7 @@ def test_a_forked_child_leaves_its_parents_alone(file: Path) -> None:
         assert os.read(read, 1) == b"\0"
         os.close(read)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert torch.equal(in_flight.result(30), ROWS)
+        assert torch.equal(in_flight.result(PATIENCE_S), ROWS)
         assert torch.equal(next(batches), ROWS[2:3])
         batches.close()
         assert torch.equal(records[6], ROWS[6])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from interrupts._operations import noise
 from interrupts._trials import Scenario
+from support import PATIENCE_S
 
 import nvmeio
 from nvmeio.data import Records
@@ -36,7 +37,7 @@ class Prefetched(Scenario):
     def check(self, found: Any) -> None:
         assert torch.equal(found, self.rows)
         assert torch.equal(self.records[:], self.rows)
-        self.records.handle.wait(30)
+        self.records.handle.wait(PATIENCE_S)
         assert self.records.handle.stats.in_flight == 0
 
     def close(self) -> None:

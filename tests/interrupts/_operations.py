@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from interrupts._trials import Scenario
+from support import PATIENCE_S
 
 import nvmeio
 
@@ -43,7 +44,7 @@ class SyncOperations(Scenario):
     def check(self, found: Any) -> None:
         assert torch.equal(found, self.written)
         assert self.path.read_bytes() == self.written.numpy().tobytes()
-        self.handle.wait(30)
+        self.handle.wait(PATIENCE_S)
         assert self.handle.stats.in_flight == 0
 
     def close(self) -> None:
@@ -56,7 +57,7 @@ class Submitted(SyncOperations):
 
     def work(self) -> Any:
         found = torch.zeros_like(self.written)
-        assert self.handle.async_pwrite(self.written, self.path).result(30) == NBYTES
+        assert self.handle.async_pwrite(self.written, self.path).result(PATIENCE_S) == NBYTES
         parts = found.split(70_000)
         operations = [
             self.handle.async_pread(part, self.path, 70_000 * number)
@@ -64,9 +65,9 @@ class Submitted(SyncOperations):
         ]
         aside = self.handle.async_pread(torch.empty_like(self.written), self.path)
         aside.cancel()
-        assert [o.result(30) for o in operations] == [len(part) for part in parts]
+        assert [o.result(PATIENCE_S) for o in operations] == [len(part) for part in parts]
         with contextlib.suppress(concurrent.futures.CancelledError):
-            assert aside.exception(30) is None
+            assert aside.exception(PATIENCE_S) is None
         return found
 
 
@@ -108,7 +109,7 @@ class Rows(SyncOperations):
 
     def check(self, found: Any) -> None:
         assert torch.equal(found.view(-1), self.written[:300_000])
-        self.handle.wait(30)
+        self.handle.wait(PATIENCE_S)
         assert self.handle.stats.in_flight == 0
 
 
@@ -146,7 +147,7 @@ class Batches(SyncOperations):
 
     def check(self, found: Any) -> None:
         assert torch.equal(found, self.written[:280_000])
-        self.handle.wait(30)
+        self.handle.wait(PATIENCE_S)
         assert self.handle.stats.in_flight == 0
 
 
@@ -214,7 +215,7 @@ class Pool(Scenario):
         assert await asyncio.gather(*(use(nbytes) for nbytes in sizes)) == sizes
 
     def check(self, found: Any) -> None:
-        with self.pool.take(1 << 20, timeout=20):  # all of it is there
+        with self.pool.take(1 << 20, timeout=PATIENCE_S):  # all of it is there
             assert self.pool.waiting == 0
         assert self.pool.in_use_bytes == 0
 
