@@ -9,6 +9,7 @@ Source: man 2 open (O_NOFOLLOW, O_EXCL), man 2 mkdir; "sticky" directories: man 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -30,15 +31,8 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
             else's (EPERM).
     """
     name = os.fspath(path)
-    made = False
     try:
-        try:
-            os.mkdir(name, DIRECTORY_MODE)
-            made = True
-        except FileExistsError:
-            pass
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags)
+        made, fd = _made_or_found(name)
     except OSError as failed:
         detail = ""
         if os.path.islink(name):
@@ -65,6 +59,19 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
         raise TransferError(failed.errno or errno.EIO, operation="chmod", path=name) from failed
     finally:
         os.close(fd)
+
+
+def _made_or_found(name: str) -> tuple[bool, int]:
+    """Whether it was made here, and its descriptor."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        made = True
+        try:
+            os.mkdir(name, DIRECTORY_MODE)
+        except FileExistsError:
+            made = False
+        with contextlib.suppress(FileNotFoundError):  # it was just being removed by who had it
+            return made, os.open(name, flags)
 
 
 def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:

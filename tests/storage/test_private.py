@@ -27,6 +27,29 @@ def test_a_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
     assert mode_of(tmp_path / "swap") == 0o700
 
 
+def test_a_directory_that_goes_as_it_is_found_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner, interrupted twice, was still removing it in a thread of his: ENOENT."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    real, refused = os.open, []
+
+    def removed_first(path: str, *args: int) -> int:
+        if not refused:
+            refused.append(path)
+            folder.rmdir()
+        return real(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", removed_first)
+        make_private_directory(folder)
+    assert refused == [str(folder)]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(TransferError, match="ENOENT"):
+        make_private_directory(tmp_path / "none" / "mine")
+
+
 def test_a_link_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(0o755)
     (tmp_path / "swap").symlink_to("elsewhere")
