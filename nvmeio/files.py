@@ -433,8 +433,9 @@ def _checked_facts(fd: int, path: str) -> FileFacts:
 
 
 # Where the kernel does not tell (before 6.1, or the file system does not say): found by trying,
-# once a device.
-_probed: dict[int, Alignment] = {}
+# once a file system. Its number alone does not do: where it is no drive's (btrfs, overlay, tmpfs),
+# the next one that is mounted may have it.
+_probed: dict[tuple[int, int], Alignment] = {}
 
 
 # What the kernel answers where a file system takes no direct I/O. Anything else (EIO, EMFILE, …) is
@@ -450,7 +451,8 @@ def _alignment(fd: int, facts: FileFacts, path: str) -> Alignment:
     """
     if facts.offset_alignment is not None and facts.memory_alignment is not None:
         return Alignment(facts.offset_alignment, facts.memory_alignment)
-    known = _probed.get(facts.device)
+    file_system = facts.device, os.fstatvfs(fd).f_fsid
+    known = _probed.get(file_system)
     if known is not None:
         return known
     try:
@@ -463,7 +465,7 @@ def _alignment(fd: int, facts: FileFacts, path: str) -> Alignment:
             return _NO_DIRECT
         raise _open_error(failed.errno or errno.EIO, path, "opened again to try it") from failed
     try:
-        known = _probed[facts.device] = _try_direct_read(readable.direct, facts.device)
+        known = _probed[file_system] = _try_direct_read(readable.direct, facts.device)
     except OSError as failed:
         raise _open_error(failed.errno or errno.EIO, path, "a direct read was tried") from failed
     finally:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -480,3 +481,24 @@ def test_a_borrowed_descriptor_may_be_closed_at_once(file: Path) -> None:
         assert operation.result(20) == len(DATA)
         os.close(other)
     assert raw(got) == DATA
+
+
+def test_the_next_file_system_with_a_number_is_tried_anew(
+    direct_path: Path, told_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """btrfs after a tmpfs that had its number (st_dev): all of it went through the page cache."""
+    direct_path.write_bytes(DATA)
+
+    def alignment() -> int:
+        opened = files.acquire(str(direct_path), False)
+        opened.release()
+        return opened.alignment.offset
+
+    fsid = os.statvfs(direct_path).f_fsid
+    with monkeypatch.context() as before:
+        before.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_fsid=fsid + 1))
+        before.setattr(files, "_try_direct_read", lambda *_: Alignment(0, 0))
+        assert alignment() == 0
+    assert alignment() > 0
+    monkeypatch.setattr(files, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
+    assert alignment() > 0
