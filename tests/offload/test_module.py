@@ -268,9 +268,10 @@ def test_a_resumed_training_goes_on_with_its_parameters(tmp_path: Path) -> None:
 
 
 LIMITED = """
-    import resource, sys, torch, json, nvmeio
+    import resource, sys, threading, torch, json, nvmeio
     sys.path.insert(0, {tests!r})
     torch.set_num_threads(1)
+    threading.stack_size(1 << 20)  # stacks are addresses too, and there are more on a busy machine
     from nvmeio.offload import SwappedModule, SwappedOptimizer
 
     def make():
