@@ -26,7 +26,9 @@ from nvmeio.testing import FakeEngine
 
 # A busy machine is not a failure, and our fixtures may well live longer than one example.
 settings.register_profile(
-    "nvmeio", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    "nvmeio",
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("nvmeio")
 

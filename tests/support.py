@@ -282,6 +282,11 @@ def resident_bytes(field: str = "VmRSS") -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:"))
 
 
+def new_descriptors(before: dict[int, str]) -> dict[int, str]:
+    """Those that were not open before; what has been closed since is nobody's loss."""
+    return {fd: what for fd, what in open_descriptors().items() if before.get(fd) != what}
+
+
 def nvmeio_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("nvmeio")}
 
@@ -298,6 +303,29 @@ def run_python(
     return subprocess.run(
         command, env=variables, capture_output=True, text=True, timeout=550, check=False
     )
+
+
+# The garbage collector
+
+
+def collect() -> None:
+    """A whole collection in this thread.
+
+    `gc.collect` alone returns at once, with nothing done, where another thread is collecting. What
+    counts objects of the whole process calls this first: else the garbage of an earlier test may go
+    in the middle.
+    """
+    me, done = threading.get_ident(), []
+
+    def note(phase: str, facts: dict[str, int]) -> None:
+        if phase == "stop" and facts["generation"] == 2 and threading.get_ident() == me:
+            done.append(True)
+
+    gc.callbacks.append(note)
+    try:
+        spin_until(lambda: gc.collect() >= 0 and bool(done))
+    finally:
+        gc.callbacks.remove(note)
 
 
 # Threads

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeCuda, Tensor, fake_cuda
+from support import collect
 
 import nvmeio
 from nvmeio import _device
@@ -21,11 +22,13 @@ GPU = torch.device("cuda:2")
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A process that works on device 2, from its main thread."""
+    collect()
     made = fake_cuda(monkeypatch)
     made.set_device(2)
-    return made
+    yield made
+    collect()  # memory that was locked with it is unlocked with it
 
 
 def in_new_thread(work: Callable[[], object]) -> None:

@@ -213,7 +213,7 @@ def test_an_error_crosses_a_process() -> None:
         """
         import errno, pickle, torch, nvmeio
         with nvmeio.AioHandle(engine="threads") as handle:
-            error = handle.async_pread(torch.zeros(250), "/no/such/file").exception(10)
+            error = handle.async_pread(torch.zeros(250), "/no/such/file").exception(100)
         print(pickle.dumps(error).hex())
         """
     )

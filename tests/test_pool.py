@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import run_python
+from support import collect, run_python, spin_until_collected
 
 from nvmeio import _memory, buffers
 from nvmeio._plan import PAGE_BYTES
@@ -155,8 +155,7 @@ def test_a_tensor_that_outlives_lease_and_pool_is_still_mapped() -> None:
     gc.collect()
     assert tensor.tolist() == [4] * 100
     del tensor
-    gc.collect()
-    assert not buffers.owns(address, 1)
+    spin_until_collected(lambda: not buffers.owns(address, 1))
 
 
 def test_a_lease_that_is_dropped_warns() -> None:
@@ -299,7 +298,7 @@ async def test_cancelling_the_first_in_the_queue_serves_the_next() -> None:
         small = asyncio.create_task(take(PAGE))
         await until(lambda: pool.waiting == 2)
         big.cancel()
-        assert await asyncio.wait_for(small, 20) == PAGE
+        assert await asyncio.wait_for(small, 100) == PAGE
         with pytest.raises(asyncio.CancelledError):
             await big
     assert (pool.in_use_bytes, pool.waiting) == (0, 0)
@@ -320,7 +319,7 @@ async def test_a_waiter_cancelled_after_it_was_served_loses_nothing() -> None:
     await holder.__aexit__(None, None, None)
     assert (pool.waiting, pool.in_use_bytes) == (1, PAGE)  # first has it, and does not know yet
     first.cancel()
-    assert await asyncio.wait_for(second, 20) == "served"
+    assert await asyncio.wait_for(second, 100) == "served"
     with pytest.raises(asyncio.CancelledError):
         await first
     assert pool.in_use_bytes == 0
@@ -341,7 +340,7 @@ async def test_a_timeout_holds_nothing_and_serves_the_next() -> None:
         await until(lambda: pool.waiting == 2)
         with pytest.raises(TimeoutError, match=rf"{2 * PAGE} bytes were not free within 0.02 s"):
             await entering
-        await asyncio.wait_for(behind, 20)
+        await asyncio.wait_for(behind, 100)
         with pytest.raises(TimeoutError), pool.take(2 * PAGE, timeout=0.02):
             pass
         with pytest.raises((TimeoutError, asyncio.TimeoutError)):
@@ -399,7 +398,7 @@ def test_threads_wait_in_the_same_queue_as_coroutines() -> None:
                 spin_until(lambda: pool.waiting == index + 1)  # noqa: B023
             assert order == []
         for future in futures:
-            future.result(30)
+            future.result(500)
     assert [name[0] for name in order] == ["0", "1", "2", "3", "4", "5"]
     assert pool.in_use_bytes == 0
 
@@ -425,7 +424,7 @@ def test_a_loop_closed_with_a_waiter_does_not_hold_up_the_queue(kind: str) -> No
             loop.close()
             behind = executor.submit(lambda: asyncio.run(take()))
             spin_until(lambda: pool.waiting == 2)
-        behind.result(20)
+        behind.result(100)
     entering.close()
     assert (pool.in_use_bytes, pool.waiting) == (0, 0)
 
@@ -457,7 +456,7 @@ async def test_closing_refuses_waiters_and_leaves_leases_alone() -> None:
         not_entered = pool.take(PAGE)
         pool.close()
         pool.close()
-        thread.join(20)
+        thread.join(100)
         with pytest.raises(ClosedError, match=f"closed while {PAGE} bytes were waited for"):
             await task
         assert len(caught) == 1
@@ -473,8 +472,7 @@ async def test_closing_refuses_waiters_and_leaves_leases_alone() -> None:
         assert buffers.owns(address, 10)
     assert (pool.closed, pool.in_use_bytes, pool.waiting) == (True, 0, 0)
     del tensor
-    gc.collect()
-    assert not buffers.owns(address, 1)
+    spin_until_collected(lambda: not buffers.owns(address, 1))
 
 
 async def test_a_pool_is_a_context_manager_of_both_kinds() -> None:
@@ -487,15 +485,15 @@ async def test_a_pool_is_a_context_manager_of_both_kinds() -> None:
 
 
 def test_pools_leak_nothing() -> None:
-    gc.collect()
+    collect()
     before = (len(_memory.mapped), len(_memory.locked))
     for _ in range(200):
         with PinnedPool(PAGE) as pool, pool.take(10):
             pass
         PinnedPool(PAGE)  # dropped, never closed
     del pool
-    gc.collect()
-    assert (len(_memory.mapped), len(_memory.locked)) == before
+    spin_until_collected(lambda: len(_memory.mapped) <= before[0])
+    spin_until_collected(lambda: len(_memory.locked) <= before[1])
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
@@ -635,7 +633,7 @@ def test_random_takes_and_cancels_never_overlap_and_all_bytes_come_back(kind: st
     pool, seen = PinnedPool(64 * PAGE), Overlaps()
     run_on(kind, lambda: random_leases(pool, seen, seed=1, rounds=60))
     assert seen.met == []
-    assert seen.served > 500
+    assert seen.served > 200  # the first in line each time; how many more is a matter of time
     assert (pool.in_use_bytes, pool.waiting, seen.live) == (0, 0, {})
     with pool.take(pool.budget_bytes, timeout=0):
         pass  # in one piece again
@@ -670,7 +668,7 @@ def test_loops_and_threads_at_once_never_overlap_and_all_bytes_come_back() -> No
                 )
             )
         for future in futures:
-            future.result(100)
+            future.result(500)
     assert seen.met == []
     assert (pool.in_use_bytes, pool.waiting, seen.live) == (0, 0, {})
     with pool.take(pool.budget_bytes, timeout=0):

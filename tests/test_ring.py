@@ -20,6 +20,7 @@ from fake_device import FakeDevice, fake_device
 from support import (
     PLAIN_DTYPES,
     SUB_BYTE,
+    HeldEngine,
     bytes_tensor,
     dtype_id,
     make_tensor,
@@ -254,12 +255,14 @@ def test_small_one_does_not_wait_behind_a_large_one(
     one: nvmeio.AioHandle, device: FakeDevice, path: Path
 ) -> None:
     path.write_bytes(bytes(800 * PAGE))
-    device.delay_s = 0.001
+    device.gate.clear()
     large = one.async_pread(room(device, 800 * PAGE), path)
-    spin_until(lambda: bool(device.log))
-    assert one.sync_pread(room(device, PAGE), path) == PAGE
-    assert not large.done()
-    assert large.result() == 800 * PAGE
+    small = one.async_pread(room(device, PAGE), path)
+    device.gate.set()
+    assert (small.result(), large.result()) == (PAGE, 800 * PAGE)
+    # The four chunks that were under way go first, and a few more until the pump looks again.
+    assert device.log.index(("upload", PAGE)) < 50
+    assert len(device.log) == 201
 
 
 @on_every_loop
@@ -366,16 +369,15 @@ async def test_cancelled_read_leaves_the_memory_alone(
     device: FakeDevice, new_handle: Callable[..., nvmeio.AioHandle], path: Path
 ) -> None:
     path.write_bytes(random_bytes(40 * PAGE))
-    gate = threading.Event()
-    engine = FakeEngine(hold=gate)
+    engine = HeldEngine()
     handle = new_handle(engine, ring_bytes=SMALL_RING)
     tensor = room(device, 40 * PAGE)
     reading = asyncio.create_task(handle.async_pread(tensor, path))
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.begun > 0)
     reading.cancel()
     await asyncio.sleep(0.01)
     assert not reading.done()  # the kernel has not let go
-    gate.set()
+    engine.gate.set()
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert raw(tensor) == b"\xa5" * 40 * PAGE
@@ -431,10 +433,12 @@ def test_closed_handle_refuses_device_memory_too(
 def test_handle_that_never_met_the_device_makes_no_ring_when_closed(
     one: nvmeio.AioHandle, device: FakeDevice, path: Path
 ) -> None:
+    before = threading.enumerate()
     one.close()
     with pytest.raises(nvmeio.ClosedError):
         one.async_pwrite(room(device, PAGE), path)
-    assert not [t for t in threading.enumerate() if t.name == "nvmeio-ring"]
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    assert "nvmeio-ring" not in [thread.name for thread in new]
 
 
 def test_close_finishes_what_is_in_flight(
@@ -462,11 +466,12 @@ def test_failures_of_both_kinds_of_memory_come_from_one_wait(
 def test_dropped_handle_finishes_device_writes(device: FakeDevice, tmp_path: Path) -> None:
     handle = nvmeio.AioHandle(block_size=16384, queue_depth=8, ring_bytes=SMALL_RING)
     data = random_bytes(40 * PAGE)
-    device.delay_s = 0.002
+    device.gate.clear()
     path = tmp_path / "written"
     writing = handle.async_pwrite(on(device, data), path)
     with pytest.warns(ResourceWarning, match="operations in flight"):
         del handle
+    device.gate.set()
     assert writing.result() == 40 * PAGE
     assert path.read_bytes() == data
 
@@ -479,7 +484,7 @@ async def test_wait_and_drain_and_aclose(
     one.async_pwrite(torch.ones(9), path)
     assert await one.drain() == 2
     one.async_pwrite(room(device, 9 * PAGE), path)
-    assert one.wait(10) == 1
+    assert one.wait(100) == 1
     await one.aclose()
     assert one.closed
 
@@ -488,16 +493,21 @@ def test_interpreter_exits_with_device_writes_in_flight(tmp_path: Path) -> None:
     """The ring's core is closed before the one whose engine it works through."""
     script = """
         import sys; sys.path.insert(0, "TESTS")
-        import torch, nvmeio, pytest
+        import torch, nvmeio, warnings
         from fake_device import FakeDevice
         from nvmeio import _device
         device = FakeDevice()
         _device.is_device, _device.new_copier = device.has, lambda: device
         handles = [nvmeio.AioHandle(ring_bytes=65536) for _ in range(3)]
-        device.delay_s = 0.002
+        device.gate.clear()
         for i, handle in enumerate(handles):
             tensor = device.take(torch.full((40 * 4096,), 7, dtype=torch.uint8))
             handle.async_pwrite(tensor, f"DIR/{i}")
+        show = warnings.showwarning
+        def showing(*args, **named):
+            show(*args, **named)
+            device.gate.set()
+        warnings.showwarning = showing
     """
     here = str(Path(__file__).parent)
     done = run_python(script.replace("TESTS", here).replace("DIR", str(tmp_path)), "-Wdefault")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import bytes_tensor, on_every_loop, random_bytes, raw
+from support import PATIENCE_S, bytes_tensor, on_every_loop, random_bytes, raw
 
 import nvmeio
+from nvmeio import _validate
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine
-
-pytestmark = pytest.mark.timeout(40)
 
 Make = Callable[..., nvmeio.AioHandle]
 DATA = random_bytes(9 << 20)  # several of the comparison's chunks
@@ -190,21 +190,28 @@ def test_a_transfer_that_failed_is_not_compared(make_handle: Make, file: Path) -
 
 
 @on_every_loop
-async def test_comparing_leaves_the_loop_alone(make_handle: Make, file: Path) -> None:
-    """It is done in another thread."""
+async def test_comparing_leaves_the_loop_alone(
+    make_handle: Make, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done in another thread: here it waits until the loop has gone round meanwhile."""
     handle = make_handle(block_size=1 << 20)
-    ticks = 0
+    compare = _validate._compare
+    comparing, went_round = threading.Event(), threading.Event()
+
+    def waiting(*arguments: Any) -> None:
+        comparing.set()
+        assert went_round.wait(PATIENCE_S), "the loop stands still"
+        compare(*arguments)
 
     async def tick() -> None:
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0)
+        while not comparing.is_set():
+            await asyncio.sleep(0.0005)
+        went_round.set()
 
+    monkeypatch.setattr(_validate, "_compare", waiting)
     ticking = asyncio.create_task(tick())
     values = np.frombuffer(DATA, dtype=np.uint8)
     operation = handle.pread(torch.zeros(len(DATA), dtype=torch.uint8), file, True, True)
     assert isinstance(operation, nvmeio.Operation)
     assert await operation == len(values)
-    ticking.cancel()
-    assert ticks > 3
+    await ticking

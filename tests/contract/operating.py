@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 import torch
-from support import PATIENCE_S, random_bytes
+from support import PATIENCE_S, HeldEngine, random_bytes, until
 
 import nvmeio
 
@@ -46,6 +46,16 @@ async def rounds() -> None:
     """Let the loop go round: every task that can go on has done so, and waits for something."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def open_once_cancelled(engine: HeldEngine, operation: nvmeio.Operation) -> None:
+    """Open the gate when the loop has gone round after the operation was cancelled.
+
+    On the loop of who cancels, and not after some time: on a busy machine that would be before.
+    """
+    await until(lambda: operation._record.stop)
+    await rounds()
+    engine.gate.set()
 
 
 def threads_in(function: str) -> int:

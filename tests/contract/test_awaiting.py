@@ -11,9 +11,6 @@ from support import HeldEngine, new_loop, on_every_loop, raw, until
 
 import nvmeio
 
-pytestmark = pytest.mark.timeout(40)
-
-
 # Awaiting, on each engine and each loop
 
 

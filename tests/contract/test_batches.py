@@ -23,8 +23,6 @@ import nvmeio
 from nvmeio import _batch_record
 from nvmeio.testing import FakeEngine
 
-pytestmark = pytest.mark.timeout(100)
-
 MAX_FILE = 60_000
 CONTENTS = [random_bytes(MAX_FILE, seed=seed) for seed in range(3)]
 Make = Callable[..., nvmeio.AioHandle]
@@ -84,7 +82,7 @@ def test_a_batch_reads_what_lies_there(
     tensors = [tensor for tensor, _ in made]
     files = [paths[file] for file, _, _, _ in pieces]
     operation = handles(which).async_pread_batch(tensors, files, [at for _, at, _, _ in pieces])
-    failure = operation.exception(30)
+    failure = operation.exception(100)
     short = [at + nbytes > MAX_FILE and nbytes > 0 for _, at, nbytes, _ in pieces]
     got = 0
     for (file, at, nbytes, shift), tensor, (_, room) in zip(pieces, tensors, made, strict=True):
@@ -152,7 +150,7 @@ def test_a_batch_writes_its_bytes_and_no_others(
         [paths[file] for file, _, _ in pieces],
         [at for _, at, _ in pieces],
     )
-    assert operation.result(30) == operation.transferred == sum(map(len, data))
+    assert operation.result(100) == operation.transferred == sum(map(len, data))
     assert [each.read_bytes() for each in paths] == [bytes(each) for each in expected]
 
 
@@ -210,7 +208,7 @@ def test_a_file_that_is_closed_meanwhile_stays_open_for_the_batch(
     opened.close()
     os.close(fd)
     engine_held.gate.set()
-    assert operation.result(30) == 50
+    assert operation.result(100) == 50
     assert [raw(found[3]), raw(found[4])] == [CONTENTS[0][:10], CONTENTS[1][:10]]
 
 
@@ -226,7 +224,7 @@ def test_relative_paths_are_meant_as_they_were_named(
     operation = handle_held.async_pread_batch(found, [each.name for each in paths])
     monkeypatch.chdir("/")
     engine_held.gate.set()
-    assert operation.result(30) == 30
+    assert operation.result(100) == 30
     assert [raw(each) for each in found] == [content[:10] for content in CONTENTS]
 
 
@@ -347,7 +345,7 @@ def test_files_that_cannot_be_opened_cost_their_items(
     files = [paths[0], missing, paths[1], missing, paths[0].parent]
     operation = handle.async_pread_batch(found, files)
     with pytest.raises(FileNotFoundError) as caught:
-        operation.result(30)
+        operation.result(100)
     failure = caught.value
     assert isinstance(failure, nvmeio.BatchError)
     assert (failure.item, failure.path, failure.items, failure.whole) == (1, str(missing), 5, 2)
@@ -408,7 +406,7 @@ def test_direct_io_that_is_refused_after_all(
     handle = new_handle(Refusing())
     found = zeros(3, 4096)
     operation = handle.async_pread_batch(found, [direct_path, direct_path, other], [5, 8192, 0])
-    assert operation.result(30) == operation.buffered_bytes == operation.transferred == 12_288
+    assert operation.result(100) == operation.buffered_bytes == operation.transferred == 12_288
     assert raw(found[0]) == CONTENTS[0][5:4101]
     assert raw(found[2]) == CONTENTS[1][:4096]
     assert "refused direct I/O" in caplog.text
@@ -434,7 +432,7 @@ def test_more_files_than_may_be_open(make_handle: Make, path: Path, two_at_once:
     paths = [path.with_name(f"many-{number}") for number in range(7)]
     written = [bytes_tensor(random_bytes(5000, seed=number)) for number in range(7)]
     operation = handle.async_pwrite_batch(written, paths)
-    assert operation.result(30) == operation.transferred == 35_000
+    assert operation.result(100) == operation.transferred == 35_000
     found = zeros(7, 5000)
     files = [*paths[:3], path, *paths[3:]]
     with pytest.raises(FileNotFoundError) as caught:
@@ -451,7 +449,7 @@ def test_cancelling_begins_no_further_file(
     assert operation.cancel()
     engine_held.gate.set()
     with pytest.raises(concurrent.futures.CancelledError):
-        operation.result(30)
+        operation.result(100)
     assert [each.exists() for each in paths] == [True, True, False, False, False]
 
 
@@ -472,7 +470,7 @@ def test_in_flight_all_storages_are_held(
     with pytest.raises(concurrent.futures.TimeoutError):
         operation.result(0.01)
     engine_held.gate.set()
-    assert operation.result(30) == 30
+    assert operation.result(100) == 30
     assert all(tensor.untyped_storage().resizable() for tensor in found)
 
 
@@ -483,7 +481,7 @@ def test_storages_that_are_dropped_stay(
         [torch.full((5000,), number, dtype=torch.uint8) for number in range(20)], path
     )
     engine_held.gate.set()
-    assert operation.result(30) == 100_000
+    assert operation.result(100) == 100_000
     assert path.read_bytes() == b"".join(bytes([number]) * 5000 for number in range(20))
 
 
@@ -496,7 +494,7 @@ def test_a_cancelled_batch_leaves_memory_alone_once_it_is_over(
     assert operation.cancel()
     engine_held.gate.set()
     with pytest.raises(concurrent.futures.CancelledError):
-        operation.result(30)
+        operation.result(100)
     assert operation.cancelled()
     assert all(tensor.untyped_storage().resizable() for tensor in found)
 

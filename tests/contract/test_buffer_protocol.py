@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import HeldEngine, random_bytes
+from support import HeldEngine, random_bytes, spin_until_collected
 
 import nvmeio
 
@@ -129,8 +129,7 @@ def test_a_buffer_that_nobody_else_keeps_lives_until_the_operation_is_done(
     assert seen() is not None
     engine_held.gate.set()
     assert operation.result() == 4096
-    gc.collect()
-    assert seen() is None
+    spin_until_collected(lambda: seen() is None)
 
 
 def test_buffers_are_awaited(make_handle: Callable[..., nvmeio.AioHandle], path: Path) -> None:

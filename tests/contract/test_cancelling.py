@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from contract.operating import CONTENT, SIZE, WAIT_S, Make, needs_3_11, rounds, target, untouched
+from contract.operating import (
+    CONTENT,
+    SIZE,
+    WAIT_S,
+    Make,
+    needs_3_11,
+    open_once_cancelled,
+    rounds,
+    target,
+    untouched,
+)
 from support import HeldEngine, on_every_loop, raw, spin_until, until
 
 import nvmeio
-
-pytestmark = pytest.mark.timeout(40)
 
 
 @on_every_loop
@@ -72,11 +79,12 @@ async def test_a_time_out_of_nothing_waits_for_the_kernel_too(
 ) -> None:
     operation = handle_held.async_pread(target(), file)
     spin_until(lambda: engine_held.begun > 0)
-    threading.Timer(0.05, engine_held.gate.set).start()
+    opening = asyncio.create_task(open_once_cancelled(engine_held, operation))
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(operation, 0)
     assert engine_held.gate.is_set()
     assert operation.done()
+    await opening
 
 
 @on_every_loop
@@ -119,10 +127,13 @@ async def test_a_time_out_leaves_the_buffer_alone_afterwards(
     handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
 ) -> None:
     tensor = target()
-    threading.Timer(0.1, engine_held.gate.set).start()
+    operation = handle_held.async_pread(tensor, file)
+    await until(lambda: engine_held.begun > 0)
+    opening = asyncio.create_task(open_once_cancelled(engine_held, operation))
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(handle_held.async_pread(tensor, file), 0.02)
+        await asyncio.wait_for(operation, 0.02)
     assert engine_held.gate.is_set()  # wait_for came back when the kernel was done, not before
+    await opening
     tensor.fill_(0xA5)
     assert await handle_held.drain() == 1
     assert untouched(tensor)
@@ -134,11 +145,14 @@ async def test_asyncio_timeout(
     handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
 ) -> None:
     operation = handle_held.async_pread(target(), file)
-    threading.Timer(0.1, engine_held.gate.set).start()
+    await until(lambda: engine_held.begun > 0)
+    opening = asyncio.create_task(open_once_cancelled(engine_held, operation))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
             await operation
+    assert engine_held.gate.is_set()
     assert operation.cancelled()
+    await opening
     async with asyncio.timeout(WAIT_S):
         assert await handle_held.async_pread(target(), file) == SIZE
 
@@ -149,10 +163,10 @@ async def test_a_task_group_that_fails_cancels_what_is_in_flight(
     handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
 ) -> None:
     operation = handle_held.async_pread(target(), file)
+    opening = asyncio.create_task(open_once_cancelled(engine_held, operation))
 
     async def fail() -> None:
         await until(lambda: engine_held.begun > 0)
-        threading.Timer(0.05, engine_held.gate.set).start()
         raise LookupError("beside it")
 
     with pytest.raises(BaseExceptionGroup) as caught:  # noqa: F821
@@ -164,6 +178,7 @@ async def test_a_task_group_that_fails_cancels_what_is_in_flight(
     assert task.cancelled()
     assert operation.cancelled()
     assert await handle_held.drain() == 1
+    await opening
 
 
 @on_every_loop
@@ -267,8 +282,11 @@ def test_cancelling_large_transfers_on_any_engine(
     """Finished or cancelled, nothing third; after the end nobody touches the memory."""
     handle = make_handle(block_size=4096, queue_depth=4)
     path.write_bytes(bytes(4 << 20))
-    ends = set()
-    for n in range(20):
+    ends: set[str] = set()
+    patience = time.monotonic() + WAIT_S
+    n = -1
+    while n < 19 or ("cancelled" not in ends and time.monotonic() < patience):
+        n += 1
         tensor = target(4 << 20)
         start = handle.async_pwrite if writing else handle.async_pread
         operation = start(tensor, path)
@@ -283,7 +301,7 @@ def test_cancelling_large_transfers_on_any_engine(
         tensor.fill_(0x5A)
         assert (tensor == 0x5A).all()
     assert "cancelled" in ends
-    assert handle.wait() == 20
+    assert handle.wait() == n + 1
     assert (handle.stats.errors, handle.stats.in_flight) == (0, 0)
     path.write_bytes(CONTENT)
     tensor = target()

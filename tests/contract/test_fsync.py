@@ -14,8 +14,6 @@ from support import HeldEngine, on_every_loop, spin_until, thread
 import nvmeio
 from nvmeio.testing import FakeEngine
 
-pytestmark = pytest.mark.timeout(40)
-
 
 @on_every_loop
 async def test_fsync(handle: nvmeio.AioHandle, file: Path) -> None:

@@ -13,8 +13,6 @@ from support import HeldEngine, on_every_loop, until
 
 import nvmeio
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def test_futures_wait_and_as_completed(handle: nvmeio.AioHandle, file: Path) -> None:
     futures = [nvmeio.as_future(handle.async_pread(target(n), file)) for n in (1, 100, SIZE)]
@@ -60,7 +58,7 @@ async def test_a_future_may_be_waited_for_in_the_loops_own_thread(
 ) -> None:
     """It blocks the loop that would have told it: that was a deadlock."""
     future = nvmeio.as_future(handle.async_pread(target(), file))
-    assert future.result(5) == SIZE
+    assert future.result(100) == SIZE
 
 
 @on_every_loop
@@ -98,8 +96,8 @@ def test_many_futures_from_many_threads_are_all_told(make_handle: Make, file: Pa
 
     def read_many(opened: nvmeio.File) -> int:
         futures = [nvmeio.as_future(handle.async_pread(nothing, opened)) for _ in range(2500)]
-        return len(concurrent.futures.wait(futures, timeout=100).done)
+        return len(concurrent.futures.wait(futures, timeout=400).done)
 
     with nvmeio.open(file) as opened, concurrent.futures.ThreadPoolExecutor(6) as pool:
         counts = [pool.submit(read_many, opened) for _ in range(6)]
-        assert [count.result(WAIT_S) for count in counts] == [2500] * 6
+        assert [count.result(500) for count in counts] == [2500] * 6

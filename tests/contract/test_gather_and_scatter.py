@@ -22,8 +22,6 @@ from support import HeldEngine, bytes_tensor, misaligned, on_every_loop, random_
 import nvmeio
 from nvmeio.testing import FakeEngine
 
-pytestmark = pytest.mark.timeout(100)
-
 MAX_FILE = 150_000
 CONTENT = random_bytes(MAX_FILE, seed=3)
 PAYLOAD = random_bytes(4 * MAX_FILE, seed=4)
@@ -90,7 +88,7 @@ def test_a_gather_reads_what_lies_there(
     path.write_bytes(CONTENT[:size])
     out, room = rows_of(len(places), row_bytes, shift)
     operation = handles(which).async_gather(out, path, places)
-    failure = operation.exception(30)
+    failure = operation.exception(100)
     there = [place + row_bytes <= size for place in places]
     for row, place, whole in zip(out, places, there, strict=True):
         if whole:
@@ -146,7 +144,7 @@ def test_a_scatter_writes_its_rows_and_nothing_else(
         expected.extend(bytes(max(0, place + row_bytes - len(expected))))
         expected[place : place + row_bytes] = payload[number * row_bytes : (number + 1) * row_bytes]
     operation = handles(which).async_scatter(source, path, places)
-    assert operation.result(30) == operation.transferred == source.nbytes
+    assert operation.result(100) == operation.transferred == source.nbytes
     assert path.read_bytes() == expected
     assert raw(source) == payload
     assert around(room, shift, source.nbytes)
@@ -183,7 +181,7 @@ def test_two_at_once_on_rows_that_share_every_page(make_handle: Make, file: Path
         handle.async_scatter(source, file, place)
         for source, place in zip(sources, places, strict=True)
     ]
-    assert [operation.result(30) for operation in operations] == [60_000, 60_000]
+    assert [operation.result(100) for operation in operations] == [60_000, 60_000]
     found = file.read_bytes()
     assert found[:120_000] == (bytes([1]) * 100 + bytes([2]) * 100) * count
     assert found[120_000:] == CONTENT[120_000:]
@@ -196,7 +194,7 @@ def test_what_is_aligned_and_alone_is_read_in_place(make_handle: Make, direct_pa
     direct_path.write_bytes(bytes(4096) * 64)
     out = nvmeio.empty_aligned(3, 4096, dtype=torch.uint8)
     operation = make_handle().async_gather(out, direct_path, [200_704, 0, 98_304])
-    assert operation.result(30) == operation.direct_bytes == out.nbytes
+    assert operation.result(100) == operation.direct_bytes == out.nbytes
 
 
 def test_rows_in_one_sector_are_one_read(make_handle: Make, direct_path: Path) -> None:
@@ -213,7 +211,7 @@ def test_whole_pages_of_a_run_are_written_direct(make_handle: Make, direct_path:
     source = torch.arange(4096 * 4, dtype=torch.int16).view(-1, 64)  # 256 rows of 128 bytes
     order = torch.randperm(256, generator=torch.Generator().manual_seed(2))
     operation = make_handle().async_scatter(source[order], direct_path, order * 128 + 4096)
-    assert operation.result(30) == operation.bounced_bytes == 32_768
+    assert operation.result(100) == operation.bounced_bytes == 32_768
     assert direct_path.read_bytes() == bytes(4096) + raw(source)
 
 
@@ -349,7 +347,7 @@ def test_rows_that_overlap_are_refused_before_anything_is_written(
     for places in ([0, 500, 599, 300], [0, 7000, 300, 7000]):
         operation = handle.async_scatter(source, file, places)
         with pytest.raises(ValueError, match=r"rows 1 and [23] of a scatter overlap"):
-            operation.result(30)
+            operation.result(100)
     assert file.read_bytes() == CONTENT
     assert source.untyped_storage().resizable()
 
@@ -395,7 +393,7 @@ def test_a_file_that_cannot_be_opened(handle: nvmeio.AioHandle, path: Path) -> N
     out = torch.zeros(2, 10, dtype=torch.uint8)
     operation = handle.async_gather(out, path, [0, 1])
     with pytest.raises(FileNotFoundError):
-        operation.result(30)
+        operation.result(100)
     assert out.untyped_storage().resizable()
 
 
@@ -412,7 +410,7 @@ def test_direct_io_that_is_refused_after_all(
 
     handle = new_handle(Refusing())
     out = torch.zeros(3, 70, dtype=torch.uint8)
-    assert handle.async_gather(out, direct_path, [5, 90_000, 5]).result(30) == 210
+    assert handle.async_gather(out, direct_path, [5, 90_000, 5]).result(100) == 210
     assert raw(out[1]) == CONTENT[90_000:90_070]
     assert "refused direct I/O" in caplog.text
     assert (handle.stats.rows, handle.stats.operations, handle.stats.errors) == (3, 1, 0)
@@ -448,7 +446,7 @@ def test_in_flight_offsets_and_rows_are_held(
     with pytest.raises(concurrent.futures.TimeoutError):
         operation.result(0.01)
     engine_held.gate.set()
-    assert operation.result(30) == 30
+    assert operation.result(100) == 30
     assert offsets.untyped_storage().resizable()
     assert out.untyped_storage().resizable()
 
@@ -459,7 +457,7 @@ def test_offsets_that_are_dropped_stay(
     out = torch.zeros(3000, 10, dtype=torch.uint8)
     operation = handle_held.async_gather(out, file, torch.arange(3000))
     engine_held.gate.set()
-    assert operation.result(30) == 30_000
+    assert operation.result(100) == 30_000
     assert raw(out[2999]) == CONTENT[2999:3009]
 
 
@@ -470,7 +468,7 @@ def test_cancelling(handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file
     assert operation.cancel()
     engine_held.gate.set()
     with pytest.raises(concurrent.futures.CancelledError):
-        operation.result(30)
+        operation.result(100)
     assert bool((out == 7).all())
     assert handle_held.stats.cancelled == 1
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_device import fake_device
-from support import HeldEngine, bytes_tensor, random_bytes, raw
+from support import HeldEngine, bytes_tensor, random_bytes, raw, spin_until_collected
 
 import nvmeio
 from nvmeio import _holds
@@ -163,8 +163,7 @@ def test_memory_goes_with_the_operation(path: Path, monkeypatch: pytest.MonkeyPa
         del tensor
         open_gates()
         operation.result()
-        gc.collect()
-        assert region() is None
+        spin_until_collected(lambda: region() is None)
 
 
 def test_nobody_elses_memory_is_touched(make_handle: Make, path: Path) -> None:

@@ -16,9 +16,6 @@ from support import HeldEngine, on_every_loop, raw, spin_until, until
 
 import nvmeio
 
-pytestmark = pytest.mark.timeout(40)
-
-
 # The future's face, without a loop
 
 

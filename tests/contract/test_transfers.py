@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support import (
     ALL_DTYPES,
+    PATIENCE_S,
     PLAIN_DTYPES,
     QUANTISED,
     SUB_BYTE,
@@ -26,8 +28,6 @@ from support import (
 )
 
 import nvmeio
-
-pytestmark = pytest.mark.timeout(60)
 
 Make = Callable[..., nvmeio.AioHandle]
 
@@ -400,7 +400,7 @@ def test_a_storage_shared_by_two_tensors(handle: nvmeio.AioHandle, path: Path) -
     left, right = storage[:500], storage[500:]
     path.write_bytes(np.arange(1000, dtype=np.int32).tobytes())
     operations = [handle.async_pread(right, path, 2000), handle.async_pread(left, path, 0)]
-    assert [operation.result(20) for operation in operations] == [2000, 2000]
+    assert [operation.result(100) for operation in operations] == [2000, 2000]
     assert torch.equal(storage, torch.arange(1000, dtype=torch.int32))
 
 
@@ -440,7 +440,7 @@ def test_the_mode_of_the_call_counts_not_that_of_its_end(
     with torch.no_grad():
         contiguous, turned = handle.async_pread(leaf, path), torch.zeros(3, 4, requires_grad=True)
         other = handle.async_pread(turned.t(), path)
-    assert (contiguous.result(20), other.result(20)) == (48, 48)
+    assert (contiguous.result(100), other.result(100)) == (48, 48)
     assert torch.equal(leaf.detach(), values.view(4, 3))
     assert torch.equal(turned.detach().t(), values.view(4, 3))
 
@@ -571,7 +571,7 @@ def test_inference_tensors(handle: nvmeio.AioHandle, path: Path, contiguous: boo
         assert torch.equal(tensor, values)
         tensor.zero_()
         operation = handle.async_pread(tensor, path)
-    assert operation.result(20) == 48
+    assert operation.result(100) == 48
     assert torch.equal(tensor, values)
     assert handle.sync_pwrite(tensor, path, 1) == 48  # writing changes nothing, so it is allowed
     assert path.read_bytes()[1:] == values.numpy().tobytes()
@@ -588,7 +588,7 @@ def test_ordinary_tensors_in_inference_mode(
         assert handle.sync_pread(tensor, path) == 48
         first = tensor._version
         operation = handle.async_pread(tensor, path)
-    assert operation.result(20) == 48
+    assert operation.result(100) == 48
     assert version < first < tensor._version
     assert not tensor.is_inference()
     assert torch.equal(tensor, values)
@@ -613,19 +613,21 @@ async def test_a_hundred_transfers_at_once(handle: nvmeio.AioHandle, tmp_path: P
 def test_a_small_read_does_not_wait_for_a_large_one(make_handle: Make, direct_path: Path) -> None:
     """Requests take turns block by block, so what came last may well end first.
 
-    Of several attempts one suffices: a queue that serves one request after the other never does it.
+    One attempt suffices, of however many: a queue that serves one request after the other never
+    does it, and to be late for it takes a busy machine only.
     """
     large = nvmeio.empty_aligned(32 << 20, dtype=torch.uint8)
     handle = make_handle(block_size=4096, queue_depth=1)
     with open(direct_path, "wb") as file:
         file.truncate(large.nbytes)
-    for _ in range(5):
+    patience = time.monotonic() + PATIENCE_S
+    while time.monotonic() < patience:
         behind = handle.async_pread(large, direct_path)
         small = handle.async_pread(torch.zeros(4096, dtype=torch.uint8), direct_path, 8 << 20)
-        assert small.result(20) == 4096
+        assert small.result(100) == 4096
         first = not behind.done()
         behind.cancel()
-        handle.wait(20)
+        handle.wait(100)
         if first:
             return
     raise AssertionError("the small read was last every time")
@@ -655,7 +657,7 @@ def test_misaligned_memory_is_bounced(make_handle: Make, direct_path: Path) -> N
 def test_the_edges_of_a_write_are_buffered(make_handle: Make, direct_path: Path) -> None:
     handle = make_handle()
     operation = handle.async_pwrite(torch.zeros(1 << 18, dtype=torch.uint8), direct_path, 100)
-    assert operation.result(20) == 1 << 18
+    assert operation.result(100) == 1 << 18
     assert operation.buffered_bytes == (1 << 18) - (63 * 4096)
     assert operation.direct_bytes + operation.bounced_bytes == 63 * 4096
     assert operation.transferred == 1 << 18

@@ -26,7 +26,7 @@ import nvmeio
 from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
-LIMIT_S = 60
+LIMIT_S = 300
 Again = Callable[[], object]  # what a daemon thread goes on doing
 Begin = Callable[[Path, nvmeio.AioHandle, list[Any]], Again]
 

@@ -19,7 +19,7 @@ def faulty_library(tmp_path_factory):
         pytest.skip("no C compiler (cc, gcc) to build the faulty libaio with")
     library = tmp_path_factory.mktemp("fakes") / "faulty_libaio.so"
     flags = ("-std=c11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread")
-    subprocess.run([compiler, *flags, "-o", library, SOURCE], check=True, timeout=60)
+    subprocess.run([compiler, *flags, "-o", library, SOURCE], check=True, timeout=300)
     return library
 
 

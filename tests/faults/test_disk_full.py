@@ -71,7 +71,7 @@ def test_disk_full_in_mid_write(small, tmp_path, engine, allocate):
         before = _free(small)
         failing = handle.async_pwrite(allocate(64 * MIB).copy_(content), path)
         running.append(handle.async_pread(misaligned(100), old, 5))
-        failed = failing.exception(60)
+        failed = failing.exception(100)
         assert isinstance(failed, nvmeio.TransferError)
         assert failed.errno == errno.ENOSPC, failed
         assert (failed.operation, failed.path, failed.nbytes) == ("pwrite", str(path), 64 * MIB)
@@ -80,7 +80,7 @@ def test_disk_full_in_mid_write(small, tmp_path, engine, allocate):
         assert 0 < failed.transferred <= before
         assert failed.transferred >= before - 12 * MIB, (failed.transferred, before)
         assert failed.transferred <= path.stat().st_blocks * 512
-        assert [operation.result(60) for operation in running] == [2 * MIB, 4 * MIB, 8 * MIB, 100]
+        assert [operation.result(100) for operation in running] == [2 * MIB, 4 * MIB, 8 * MIB, 100]
         assert bytes_of(tensors[0]) == old.read_bytes() == bytes_of(content[: 2 * MIB])
         assert bytes_of(tensors[1]) == bytes_of(content[: 4 * MIB])
         assert (tmp_path / "copy").read_bytes()[77:] == bytes_of(content[: 8 * MIB])
@@ -91,7 +91,7 @@ def test_disk_full_in_mid_write(small, tmp_path, engine, allocate):
         # With room made, the same handle writes the same file.
         os.truncate(small / "filler", 0)
         os.truncate(path, 0)
-        assert handle.async_pwrite(content[: 16 * MIB], path).result(60) == 16 * MIB
+        assert handle.async_pwrite(content[: 16 * MIB], path).result(100) == 16 * MIB
         handle.sync_fsync(path)
     assert path.read_bytes() == bytes_of(content[: 16 * MIB])
 
@@ -134,7 +134,7 @@ def test_unaligned_edges_meet_the_end_of_the_disk_too():
     with mounted("tmpfs", "none", "size=4m") as folder:
         content = noise(6 * MIB, seed=3)
         with nvmeio.AioHandle(block_size=BLOCK) as handle:
-            failed = handle.async_pwrite(content, folder / "new", 1).exception(30)
+            failed = handle.async_pwrite(content, folder / "new", 1).exception(100)
             assert isinstance(failed, nvmeio.TransferError)
             assert failed.errno == errno.ENOSPC
             assert 3 * MIB < failed.transferred < 4 * MIB
@@ -149,7 +149,7 @@ def test_drive_without_room_for_an_inode():
         refused: list[Any] = []
         for index in range(4):
             operation = handle.async_pwrite(misaligned(5000), folder / f"new-{index}")
-            failed = operation.exception(10)
+            failed = operation.exception(100)
             (made if failed is None else refused).append(failed)
         assert made and refused
         assert {f.errno for f in refused} == {errno.ENOSPC}

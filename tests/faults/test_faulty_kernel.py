@@ -7,7 +7,6 @@ counters that the fault took place.
 import asyncio
 import concurrent.futures
 import errno
-import gc
 import logging
 import os
 import random
@@ -28,7 +27,7 @@ from faults._support import (
     misaligned,
     noise,
 )
-from support import open_descriptors
+from support import collect, new_descriptors, open_descriptors, spin_until_collected
 
 import nvmeio
 from nvmeio.engines.libaio import LibaioEngine
@@ -96,8 +95,8 @@ def test_transient_fault_is_not_noticed(faulty, tmp_path, fault, options):
             path = make_file(tmp_path / f"file-{turn}", before)
             written, found = allocate(nbytes), allocate(nbytes)
             written.copy_(noise(nbytes, seed=2))
-            assert handle.async_pwrite(written, path, offset).result(20) == nbytes
-            assert handle.async_pread(found, path, offset).result(20) == nbytes
+            assert handle.async_pwrite(written, path, offset).result(100) == nbytes
+            assert handle.async_pread(found, path, offset).result(100) == nbytes
             expected = bytearray(bytes_of(before))
             expected[offset : offset + nbytes] = bytes_of(written)
             assert path.read_bytes() == expected, "a write went wrong, or touched its neighbours"
@@ -142,7 +141,7 @@ def test_all_transient_faults_at_once(faulty, tmp_path, seed):
                 offset = chance.randrange(MIB)
                 path = tmp_path / f"new-{index}"
                 writes.append((handle.async_pwrite(tensor, path, offset), tensor, offset, path))
-        assert handle.wait(60) == 40
+        assert handle.wait(100) == 40
         proofs = ("submit_refusals", "submit_shortened", "events_changed")
         counted = {name: faulty[name] for name in (*proofs, "events_held", "events_reversed")}
     for operation, tensor, offset in reads:
@@ -167,7 +166,7 @@ async def test_transient_faults_are_not_noticed_by_a_loop(faulty, tmp_path):
             getevents_error=errno.EINTR,
             getevents_error_every=2,
         )
-        async with asyncio.timeout(30) if sys.version_info >= (3, 11) else _no_timeout():
+        async with asyncio.timeout(100) if sys.version_info >= (3, 11) else _no_timeout():
             await asyncio.gather(
                 *(handle.async_pwrite(t, path, i * MIB) for i, t in enumerate(tensors))
             )
@@ -203,9 +202,9 @@ def test_failed_block_of_a_read_fails_its_operation_alone(faulty, tmp_path, allo
         failing = handle.async_pread(tensor, path)
         beside = [(allocate(5 * BLOCK), other) for other in others]
         running = [handle.async_pread(t, other) for t, other in beside]
-        failed = failing.exception(20)
+        failed = failing.exception(100)
         assert type(failed) is nvmeio.TransferError
-        assert [operation.result(20) for operation in running] == [5 * BLOCK] * 4
+        assert [operation.result(100) for operation in running] == [5 * BLOCK] * 4
         assert failed.errno == errno.EIO
         if lanes == 1:
             # All blocks are in the kernel's queue before the first comes back and get through.
@@ -219,7 +218,7 @@ def test_failed_block_of_a_read_fails_its_operation_alone(faulty, tmp_path, allo
         assert (stats.errors, stats.operations, stats.in_flight) == (1, 5, 0)
         faulty.off()
         again = allocate(NBYTES)
-        assert handle.async_pread(again, path).result(20) == NBYTES
+        assert handle.async_pread(again, path).result(100) == NBYTES
     assert bytes_of(again) == bytes_of(content)
     if lanes == 1:
         assert bytes_of(tensor[:bad]) == bytes_of(content[:bad])
@@ -237,11 +236,11 @@ def test_failed_block_of_a_write_tells_what_got_through(faulty, tmp_path, alloca
         faulty.set(event_offset=3 * BLOCK, event_error=errno.EIO)
         beside = handle.async_pwrite(noise(2 * BLOCK, seed=6), tmp_path / "other")
         with pytest.raises(nvmeio.TransferError) as failed:
-            handle.async_pwrite(tensor, path).result(20)
+            handle.async_pwrite(tensor, path).result(100)
         assert (failed.value.errno, failed.value.transferred) == (errno.EIO, NBYTES - BLOCK)
         assert failed.value.operation == "pwrite"
-        assert beside.result(20) == 2 * BLOCK
-        assert handle.wait(20) == 2, "the failure was seen through result: wait raises nothing"
+        assert beside.result(100) == 2 * BLOCK
+        assert handle.wait(100) == 2, "the failure was seen through result: wait raises nothing"
     assert (tmp_path / "other").read_bytes() == bytes_of(noise(2 * BLOCK, seed=6))
 
 
@@ -251,7 +250,7 @@ def test_after_a_failed_block_no_further_one_is_issued(faulty, tmp_path):
     with faulty.handle(block_size=BLOCK, queue_depth=4) as handle:
         faulty.set(event_offset=2 * BLOCK, event_error=errno.EIO)
         with pytest.raises(nvmeio.TransferError) as failed:
-            handle.async_pread(aligned(64 * BLOCK), path).result(20)
+            handle.async_pread(aligned(64 * BLOCK), path).result(100)
         assert faulty["blocks"] < 20, "64 blocks were wanted, the third failed"
         assert failed.value.transferred == (faulty["blocks"] - 1) * BLOCK
 
@@ -261,7 +260,7 @@ def test_first_of_several_errnos_is_told(faulty, tmp_path):
     with faulty.handle(block_size=BLOCK, queue_depth=64) as handle:
         faulty.set(event_every=1, event_error=errno.ENODEV)
         with pytest.raises(nvmeio.TransferError) as failed:
-            handle.async_pread(aligned(NBYTES), path).result(20)
+            handle.async_pread(aligned(NBYTES), path).result(100)
         assert (failed.value.errno, failed.value.transferred) == (errno.ENODEV, 0)
         assert faulty["events_changed"] == NBYTES // BLOCK
 
@@ -270,7 +269,7 @@ def test_write_that_makes_no_progress_is_an_error_not_a_loop(faulty, tmp_path):
     with faulty.handle(block_size=BLOCK, queue_depth=4) as handle:
         faulty.set(event_offset=BLOCK, event_error=-1)
         with pytest.raises(nvmeio.TransferError) as failed:
-            handle.async_pwrite(aligned(4 * BLOCK), tmp_path / "file").result(20)
+            handle.async_pwrite(aligned(4 * BLOCK), tmp_path / "file").result(100)
         assert (failed.value.errno, failed.value.transferred) == (errno.EIO, 3 * BLOCK)
         assert faulty["events_changed"] == 1
 
@@ -285,7 +284,7 @@ def test_end_of_file_is_found_behind_short_transfers(faulty, tmp_path, allocate)
         faulty.set(short_nbytes=4 * KIB)
         tensor = allocate(8 * BLOCK)
         with pytest.raises(nvmeio.ShortTransferError) as short:
-            handle.async_pread(tensor, path).result(20)
+            handle.async_pread(tensor, path).result(100)
         assert (short.value.requested, short.value.transferred) == (8 * BLOCK, nbytes)
         assert faulty["submit_shortened"] > 0
     assert bytes_of(tensor[:nbytes]) == bytes_of(content)
@@ -336,10 +335,10 @@ def test_refused_direct_io_goes_buffered(faulty, direct_folder, caplog, writing,
         for turn in range(2):
             if writing:
                 tensor.copy_(noise(NBYTES, seed=10 + turn))
-                assert handle.async_pwrite(tensor, file).result(20) == NBYTES
+                assert handle.async_pwrite(tensor, file).result(100) == NBYTES
             else:
                 tensor.fill_(0)
-                assert handle.async_pread(tensor, file).result(20) == NBYTES
+                assert handle.async_pread(tensor, file).result(100) == NBYTES
             assert path.read_bytes() == bytes_of(tensor)
             if turn == 0:
                 refused = faulty["submit_refusals"]
@@ -350,8 +349,8 @@ def test_refused_direct_io_goes_buffered(faulty, direct_folder, caplog, writing,
     assert (stats.buffered_bytes, stats.direct_bytes, stats.bounced_bytes) == (2 * NBYTES, 0, 0)
     assert (stats.operations, stats.errors, stats.in_flight) == (2, 0, 0)
     assert stats.bytes_written + stats.bytes_read == 2 * NBYTES
-    warned = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warned) == 1 and str(path) in warned[0].getMessage()
+    told = [r.levelno for r in caplog.records if str(path) in r.getMessage()]
+    assert told == [logging.WARNING]
 
 
 def test_one_refused_direct_block_counts_no_byte_twice(faulty, direct_folder):
@@ -361,7 +360,7 @@ def test_one_refused_direct_block_counts_no_byte_twice(faulty, direct_folder):
     with faulty.handle(block_size=BLOCK) as handle:
         faulty.set(refuse_offset=9 * BLOCK)
         operation = handle.async_pread(tensor, path)
-        assert operation.result(20) == NBYTES
+        assert operation.result(100) == NBYTES
         assert faulty["submit_refusals"] == 1
         stats = handle.stats
         assert operation.buffered_bytes == NBYTES
@@ -393,13 +392,13 @@ def test_a_second_attempt_may_end_before_the_first_is_taken_off_the_queue(
 
         def start(self):
             self._request.start()
-            assert self._request.wait(20)
+            assert self._request.wait(100)
 
     monkeypatch.setattr(LibaioEngine, "prepare", prompt)
 
     async def read(handle):
         tensor = aligned(NBYTES)
-        assert await asyncio.wait_for(handle.async_pread(tensor, path), 20) == NBYTES
+        assert await asyncio.wait_for(handle.async_pread(tensor, path), 100) == NBYTES
         return tensor
 
     with faulty.handle(block_size=BLOCK) as handle:
@@ -413,7 +412,7 @@ def test_refused_buffered_block_is_an_error(faulty, direct_folder):
     with faulty.handle(block_size=BLOCK) as handle:
         faulty.set(event_every=1, event_error=errno.EINVAL)
         with pytest.raises(nvmeio.TransferError) as failed:
-            handle.async_pread(aligned(NBYTES), path).result(20)
+            handle.async_pread(aligned(NBYTES), path).result(100)
         assert failed.value.errno == errno.EINVAL
         stats = handle.stats
         assert (stats.operations, stats.errors, stats.in_flight) == (1, 1, 0)
@@ -436,7 +435,7 @@ def test_kernel_that_stays_unwilling_ends_with_its_error(faulty, tmp_path):
         assert handle.stats.in_flight == 0
         faulty.off()
         tensor = aligned(NBYTES)
-        assert handle.async_pread(tensor, path).result(20) == NBYTES
+        assert handle.async_pread(tensor, path).result(100) == NBYTES
         assert bytes_of(tensor) == path.read_bytes()
 
 
@@ -454,7 +453,7 @@ def test_an_old_stall_does_not_shorten_the_patience_with_a_new_one(faulty, tmp_p
         time.sleep(max(0.0, began + 10.5 - time.monotonic()))
         faulty.set(submit_error_always=0, submit_error_first=1)
         tensor = aligned(NBYTES)
-        assert handle.async_pread(tensor, path).result(20) == NBYTES
+        assert handle.async_pread(tensor, path).result(100) == NBYTES
         assert bytes_of(tensor) == path.read_bytes()
 
 
@@ -472,7 +471,7 @@ def test_stalled_operation_can_be_cancelled(faulty, tmp_path, writing):
         began = time.monotonic()
         assert stalled.cancel()
         with pytest.raises(concurrent.futures.CancelledError):
-            stalled.result(20)
+            stalled.result(100)
         assert time.monotonic() - began < 8  # it would give up after ten
         assert not behind.done(), "only the one was cancelled"
         assert behind.cancel()
@@ -482,7 +481,7 @@ def test_stalled_operation_can_be_cancelled(faulty, tmp_path, writing):
         assert faulty["blocks"] == 0
         faulty.off()
         again = aligned(NBYTES)
-        assert handle.async_pread(again, path).result(20) == NBYTES
+        assert handle.async_pread(again, path).result(100) == NBYTES
     assert bytes_of(tensor) == b"\xa5" * NBYTES
     assert path.read_bytes() == bytes_of(content) == bytes_of(again)
 
@@ -518,7 +517,7 @@ async def test_cancellation_waits_for_what_the_kernel_holds(faulty, tmp_path, al
         assert handle.stats.in_flight == 1
         faulty.open_gate()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 100)
         assert handle.stats.in_flight == 0
         tensor.fill_(0x5A)  # ours again
         assert faulty["blocks"] == 4, "28 blocks were not yet issued, and never are"
@@ -539,7 +538,7 @@ def test_cancelled_operation_whose_block_was_interrupted_is_cancelled(faulty, tm
         assert operation.cancel()
         faulty.open_gate()
         with pytest.raises(concurrent.futures.CancelledError):
-            operation.result(20)
+            operation.result(100)
         assert faulty["events_changed"] == 4
         assert (handle.stats.cancelled, handle.stats.errors) == (1, 0)
 
@@ -551,12 +550,12 @@ def test_done_callback_may_wait_for_what_ended_at_the_same_time(faulty, tmp_path
     with faulty.handle(block_size=BLOCK, queue_depth=8) as handle:
         faulty.close_gate()
         first, second = (handle.async_pread(aligned(BLOCK), path, i * BLOCK) for i in range(2))
-        first.add_done_callback(lambda _: results.append(second.result(5)))
-        second.add_done_callback(lambda _: results.append(first.result(5)))
+        first.add_done_callback(lambda _: results.append(second.result(200)))
+        second.add_done_callback(lambda _: results.append(first.result(200)))
         assert eventually(lambda: faulty["events_held"] == 2)
         faulty.open_gate()
-        assert eventually(lambda: len(results) == 2, 4), "a callback waits in vain"
-        assert first.result(20) == second.result(20) == BLOCK
+        assert eventually(lambda: len(results) == 2, 100), "a callback waits in vain"
+        assert first.result(100) == second.result(100) == BLOCK
     assert results == [BLOCK, BLOCK]
 
 
@@ -575,7 +574,7 @@ def test_close_waits_for_what_the_kernel_holds(faulty, tmp_path):
             with pytest.raises(nvmeio.ClosedError):
                 handle.async_pread(aligned(BLOCK), path)
             faulty.open_gate()
-            closing.result(20)
+            closing.result(100)
         assert operation.result(0) == NBYTES
     assert bytes_of(tensor) == bytes_of(content)
 
@@ -587,13 +586,17 @@ def test_closed_handle_holds_nothing_of_the_kernels(faulty, tmp_path):
     garbage collector, would use it up.
     """
     path = make_file(tmp_path / "file", noise(NBYTES))
+    bounce = 192 * MIB  # more than the arena of malloc that a new thread may get
+    options = {"block_size": 64 * MIB, "queue_depth": 8, "intra_op_parallelism": 2}
+    collect()
     before, memory = aio_contexts(), mapped_bytes()
-    with faulty.handle(intra_op_parallelism=2) as handle:
+    with faulty.handle(**options) as handle:
         operation = handle.async_pread(misaligned(NBYTES), path)
-        assert operation.result(20) == NBYTES
+        assert operation.result(100) == NBYTES
         assert aio_contexts() == before + 2
-    assert aio_contexts() == before
-    assert mapped_bytes() - memory < 32 * MIB, "the bounce blocks are still there"
+        assert mapped_bytes() - memory > bounce
+    assert eventually(lambda: aio_contexts() <= before)
+    assert eventually(lambda: mapped_bytes() - memory < bounce), "the bounce blocks are still there"
     assert operation.transferred == handle.stats.bytes_read == NBYTES, "its account remains"
 
 
@@ -602,15 +605,14 @@ def test_faults_leak_neither_descriptors_nor_contexts(faulty, tmp_path):
     with faulty.handle() as handle:  # whatever is opened once and kept, is opened here
         handle.sync_pread(aligned(BLOCK), path)
     del handle
-    gc.collect()
+    collect()
     before, contexts = open_descriptors(), aio_contexts()
     for error in (errno.EIO, errno.EINVAL, errno.ENOMEM):
         with faulty.handle(block_size=BLOCK, queue_depth=4) as handle:
             faulty.set(event_every=2, event_error=error)
             for _ in range(5):
-                assert handle.async_pread(aligned(NBYTES), path).exception(20) is not None
+                assert handle.async_pread(aligned(NBYTES), path).exception(100) is not None
         del handle
-    gc.collect()
-    assert open_descriptors() == before
-    assert aio_contexts() == contexts
+    spin_until_collected(lambda: not new_descriptors(before))
+    spin_until_collected(lambda: aio_contexts() <= contexts)
     assert os.path.getsize(path) == NBYTES

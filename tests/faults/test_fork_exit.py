@@ -5,7 +5,6 @@ gate (libaio), or on the public fake engine held by an event (threads).
 """
 
 import asyncio
-import gc
 import os
 import signal
 import textwrap
@@ -27,7 +26,13 @@ from faults._support import (
     start_python,
     wait_until_asleep,
 )
-from support import nvmeio_threads
+from support import (
+    collect,
+    new_descriptors,
+    nvmeio_threads,
+    open_descriptors,
+    spin_until_collected,
+)
 
 import nvmeio
 
@@ -59,6 +64,21 @@ def later(seconds, function):
     timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
+
+def let_go_when_it_is_told():  # by a warning; a little later, so that it is waited for
+    told, warn = threading.Event(), warnings.warn
+
+    def warning(*args, **named):
+        told.set()
+        warn(*args, **named)
+
+    def then():
+        told.wait()
+        time.sleep(0.3)
+        let_go()
+
+    warnings.warn = warning
+    threading.Thread(target=then, daemon=True).start()
 """
 SHOW_RESOURCE_WARNINGS = ("-W", "always::ResourceWarning")
 
@@ -113,7 +133,7 @@ def test_fork_in_flight_child_is_refused_and_parent_goes_on(script, tmp_path, en
 
         child = os.fork()
         if not child:
-            signal.alarm(30)
+            signal.alarm(100)
             one = operations[0]
             tensor = aligned(4096)
             uses = {
@@ -125,8 +145,8 @@ def test_fork_in_flight_child_is_refused_and_parent_goes_on(script, tmp_path, en
                 "fsync": lambda: asyncio.run(handle.fsync(folder / "file")),
                 "wait": lambda: handle.wait(),
                 "drain": lambda: asyncio.run(handle.drain()),
-                "result": lambda: one.result(5),
-                "exception": lambda: one.exception(5),
+                "result": lambda: one.result(100),
+                "exception": lambda: one.exception(100),
                 "done": lambda: one.done(),
                 "cancel": lambda: one.cancel(),
                 "add_done_callback": lambda: one.add_done_callback(print),
@@ -160,7 +180,7 @@ def test_fork_in_flight_child_is_refused_and_parent_goes_on(script, tmp_path, en
 
         assert os.waitpid(child, 0)[1] == 0
         let_go()
-        assert handle.wait(30) == 8
+        assert handle.wait(100) == 8
         for i, (operation, tensor) in enumerate(zip(operations, tensors)):
             assert operation.result() == tensor.nbytes
             assert bytes_of(tensor) == wanted[i * 12345 :][: tensor.nbytes]
@@ -185,11 +205,11 @@ def test_child_that_ignores_the_handle_exits_silently(script, tmp_path):
         operation = handle.async_pread(aligned(MIB), folder / "file")
         child = os.fork()
         if not child:
-            signal.alarm(20)
+            signal.alarm(100)
             sys.exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         let_go()
-        assert operation.result(20) == MIB
+        assert operation.result(100) == MIB
         handle.close()
         """,
         options=SHOW_RESOURCE_WARNINGS,
@@ -223,14 +243,14 @@ def test_memory_of_reads_in_flight_stays_the_parents(tmp_path):
             for _ in range(3):
                 child = os.fork()
                 if not child:
-                    signal.alarm(20)
+                    signal.alarm(100)
                     for tensor in tensors:
                         tensor.fill_(0)
                     os._exit(0)
                 for tensor in tensors:
                     tensor.view(-1)[:: 4096].sum()
                 children.append(child)
-            assert handle.wait(60) == 8
+            assert handle.wait(100) == 8
             for i, tensor in enumerate(tensors):
                 assert bytes_of(tensor) == wanted[i * 3 * mib :][: 3 * mib], (turn, i)
             for child in children:
@@ -272,10 +292,10 @@ def test_multiprocessing_by_fork(script, tmp_path):
             worker.start()
         assert sorted(results.get() for _ in workers) == [(i, True) for i in range(3)]
         for worker in workers:
-            worker.join(30)
+            worker.join(100)
             assert worker.exitcode == 0
         let_go()
-        assert held.result(30) == operation.result(30) == MIB
+        assert held.result(100) == operation.result(100) == MIB
         handle.close()
         """,
         options=SHOW_RESOURCE_WARNINGS,
@@ -302,7 +322,7 @@ def test_fork_within_a_running_loop(script, tmp_path):
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(7)")
             assert await process.wait() == 0
             let_go()
-            assert await asyncio.wait_for(task, 20) == 2 * MIB
+            assert await asyncio.wait_for(task, 100) == 2 * MIB
             assert bytes_of(tensor) == wanted
             await handle.aclose()
 
@@ -346,7 +366,7 @@ def test_exit_in_flight_warns_and_finishes(script, tmp_path, engine, started):
         else:
             asyncio.run(main())
         del tensor
-        later(0.5, let_go)
+        let_go_when_it_is_told()
         """,
         engine=engine,
         options=SHOW_RESOURCE_WARNINGS,
@@ -366,7 +386,7 @@ def test_exit_in_flight_finishes_where_warnings_are_errors(script, tmp_path, dro
         f"""
         hold()
         handle.async_pwrite(misaligned(5 * MIB).copy_(noise(5 * MIB, seed=6)), folder / "file")
-        later(0.5, let_go)
+        let_go_when_it_is_told()
         if {dropped}:
             ring = [handle]
             ring.append(ring)
@@ -403,18 +423,18 @@ def test_exit_without_close_is_silent_and_quick(tmp_path, engine, turns):
 
             asyncio.run(main())
             with_callback = nvmeio.AioHandle(engine=engine)
-            nvmeio.as_future(with_callback.async_pread(tensor, path)).result(20)
+            nvmeio.as_future(with_callback.async_pread(tensor, path)).result(100)
             used = nvmeio.AioHandle(engine=engine, intra_op_parallelism=2)
             used.sync_pread(tensor, path)
-            print(time.time())
+            print(time.monotonic())
             """,
             engine,
             tmp_path / "file",
             timeout_s=300,
             options=("-X", "dev", "-W", "error"),
         )
-        ended = time.time()
-        assert ended - float(succeeded(ran)) < 15  # no wait of ours takes less than 20
+        ended = time.monotonic()
+        assert ended - float(succeeded(ran)) < 19  # no wait of ours takes less than 20
 
 
 def test_os_exit_in_flight(script, tmp_path):
@@ -542,8 +562,8 @@ def test_loop_closed_in_flight(faulty, tmp_path):
         faulty.open_gate()
         assert loop.run_until_complete(task) == 4096
         loop.close()
-        assert operation.result(20) == 2 * MIB
-        assert handle.wait(20) == 2
+        assert operation.result(100) == 2 * MIB
+        assert handle.wait(100) == 2
     assert bytes_of(tensor) == bytes_of(content)
 
 
@@ -569,6 +589,8 @@ def test_handle_and_tensor_dropped_in_flight(faulty, tmp_path, monkeypatch, capl
     The collector finalises all of a cycle, the shim's requests too, before it hears that the
     handle's `__del__` has handed them to a thread: that thread then waited on freed memory.
     """
+    collect()
+    threads = nvmeio_threads()
     shim = _CountsFrees(nvmeio.engines.libaio.lib)
     monkeypatch.setattr(nvmeio.engines.libaio, "lib", shim)
     path = tmp_path / "file"
@@ -583,13 +605,13 @@ def test_handle_and_tensor_dropped_in_flight(faulty, tmp_path, monkeypatch, capl
             ring.append(ring)
             del ring
         del handle
-        gc.collect()
+        collect()
     # The memory that was the tensor's, were it free, is given to others and changed.
     others = [aligned(2 * MIB) for _ in range(8)]
     faulty.open_gate()
     assert eventually(lambda: path.exists() and path.read_bytes() == wanted)
-    assert eventually(lambda: not any("close" in thread.name for thread in nvmeio_threads()))
-    gc.collect()
+    assert eventually(lambda: not nvmeio_threads() - threads)
+    spin_until_collected(lambda: bool(shim.freed))
     assert shim.freed == [True], "a request was freed in the hands of the kernel"
     assert not caplog.records, caplog.text
     assert all(bytes_of(other) == b"\xa5" * 2 * MIB for other in others)
@@ -604,12 +626,12 @@ def test_idle_handles_dropped_in_cycles(tmp_path):
         assert await handle.async_pread(torch.empty(4096, dtype=torch.uint8), path) == 4096
         handle.itself = handle  # type: ignore[attr-defined]
 
-    before = len(os.listdir("/proc/self/fd"))
+    before, threads = open_descriptors(), nvmeio_threads()
     for _ in range(20):
         asyncio.run(on_a_loop())
-        gc.collect()
-    assert eventually(lambda: not nvmeio_threads())
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        collect()
+    spin_until_collected(lambda: not nvmeio_threads() - threads)
+    spin_until_collected(lambda: not new_descriptors(before))
 
 
 def test_operation_outlives_its_handle(faulty, tmp_path):
@@ -621,9 +643,9 @@ def test_operation_outlives_its_handle(faulty, tmp_path):
     operation = handle.async_pread(tensor, path)
     with pytest.warns(ResourceWarning, match="dropped with operations in flight"):
         del handle
-        gc.collect()
+        collect()
     faulty.open_gate()
-    assert operation.result(20) == 2 * MIB
+    assert operation.result(100) == 2 * MIB
     assert bytes_of(tensor) == bytes_of(content)
 
 
@@ -659,7 +681,7 @@ def test_ctrl_c_is_served_while_blocked(start_script, tmp_path):
             else:
                 print("not interrupted", flush=True)
             let_go()
-            assert operation.result(20) == MIB
+            assert operation.result(100) == MIB
             assert bytes_of(tensor) == (folder / "file").read_bytes()
         handle.close()
         print("finished", flush=True)
@@ -732,15 +754,15 @@ def test_uncaught_ctrl_c_ends_the_process(start_script, tmp_path, block):
     assert process.stdout.readline() == "blocked\n"
     wait_until_asleep(process.pid)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # it comes to its end, which waits for what is in flight
+    while not (told := process.stderr.readline()).startswith("KeyboardInterrupt"):
+        assert told, "it ended before it was interrupted"
+    # It comes to its end, which waits for what is in flight.
     (tmp_path / "go").touch()
     ran = finish(process, 200)
     assert ran.returncode == -signal.SIGINT
-    assert ran.stderr.strip().endswith("KeyboardInterrupt")
-    assert "Exception ignored" not in ran.stderr
+    assert ran.stderr == ""
 
 
-@pytest.mark.timeout(60)
 def test_ctrl_c_at_any_moment_strands_no_operation(tmp_path):
     """An interrupt between noticing and concluding left operations in flight for ever.
 
@@ -800,8 +822,8 @@ def test_signals_with_handlers_do_not_disturb(tmp_path):
         with nvmeio.AioHandle(block_size=64 * KIB) as handle:
             for turn in range(12):
                 tensor = (aligned, misaligned)[turn % 2](8 * MIB)
-                assert handle.async_pread(tensor, path).result(20) == 8 * MIB
-                assert handle.async_pwrite(tensor, tmp_path / "copy", turn).result(20) == 8 * MIB
+                assert handle.async_pread(tensor, path).result(100) == 8 * MIB
+                assert handle.async_pwrite(tensor, tmp_path / "copy", turn).result(100) == 8 * MIB
                 assert bytes_of(tensor) == bytes_of(content)
             handle.sync_fsync(tmp_path / "copy")
     finally:

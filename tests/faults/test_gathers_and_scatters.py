@@ -42,9 +42,9 @@ def test_transient_fault_is_not_noticed(faulty, tmp_path, fault, lanes):
             chance.shuffle(places)
             source = allocate(len(places) * row_bytes).view(len(places), row_bytes)
             source.copy_(noise(source.numel(), seed=2).view(source.shape))
-            assert handle.async_scatter(source, path, places).result(60) == source.nbytes
+            assert handle.async_scatter(source, path, places).result(100) == source.nbytes
             out = allocate(source.numel()).view(source.shape).zero_()
-            assert handle.async_gather(out, path, places).result(60) == source.nbytes
+            assert handle.async_gather(out, path, places).result(100) == source.nbytes
             assert torch.equal(out, source)
             expected = bytearray(bytes_of(content))
             for row, place in enumerate(places):
@@ -81,8 +81,8 @@ def test_a_file_that_refuses_direct_io_is_done_again_without(faulty, tmp_path):
         faulty.set(refuse_direct=1)
         out = torch.zeros(4, 4096, dtype=torch.uint8)
         operation = handle.async_gather(out, path, places)
-        assert operation.result(60) == operation.buffered_bytes == out.nbytes
-        assert handle.async_scatter(out, path, [32 * KIB * row for row in range(4)]).result(60)
+        assert operation.result(100) == operation.buffered_bytes == out.nbytes
+        assert handle.async_scatter(out, path, [32 * KIB * row for row in range(4)]).result(100)
         assert (handle.stats.rows, handle.stats.errors) == (8, 0)
     for row, place in enumerate(places):
         wanted = content[place : place + 4096]
@@ -98,7 +98,7 @@ def test_a_cancelled_gather_leaves_memory_alone_once_it_is_over(faulty, tmp_path
         operation = handle.async_gather(out, path, torch.arange(4000) * 100)
         assert operation.cancel()
         faulty.open_gate()
-        handle.wait(60)
+        handle.wait(100)
         assert operation.cancelled()
         assert bool((out == 7).all())
         assert out.untyped_storage().resizable()

@@ -24,10 +24,10 @@ content = noise(3 << 20, seed=1)
 with nvmeio.AioHandle(64 << 10, 8, engine=engine, intra_op_parallelism=2) as handle:
     for turn, allocate in enumerate((aligned, misaligned)):
         tensor = allocate(3 << 20)
-        assert handle.async_pread(tensor, folder / "old").result(30) == 3 << 20
+        assert handle.async_pread(tensor, folder / "old").result(100) == 3 << 20
         assert bytes_of(tensor) == bytes_of(content)
         path = folder / f"new-{turn}"
-        assert handle.async_pwrite(tensor, path, 1000 * turn).result(30) == 3 << 20
+        assert handle.async_pwrite(tensor, path, 1000 * turn).result(100) == 3 << 20
         handle.sync_fsync(path)
         assert path.read_bytes() == bytes(1000 * turn) + bytes_of(content)
     stats = handle.stats
@@ -43,11 +43,11 @@ def strace():
     if path is None:
         pytest.skip("strace is not installed")
     probe = [path, "-f", "-o", "/dev/null", "-e", "inject=io_submit:error=EAGAIN:when=1", "true"]
-    tried = subprocess.run(probe, capture_output=True, text=True, timeout=30)
+    tried = subprocess.run(probe, capture_output=True, text=True, timeout=300)
     if tried.returncode:
         pytest.skip(f"strace cannot trace here: {tried.stderr.strip()}")
     faster = [path, "-f", "--seccomp-bpf", "-o", "/dev/null", "-e", "trace=io_submit", "true"]
-    works = subprocess.run(faster, capture_output=True, timeout=30).returncode == 0
+    works = subprocess.run(faster, capture_output=True, timeout=300).returncode == 0
     return [path, "-f", "-qq", *(["--seccomp-bpf"] if works else [])]
 
 
@@ -167,11 +167,11 @@ def test_failing_blocks_are_told_with_errno_and_bytes(traced, tmp_path):
 
         old = Path(sys.argv[1], "old")
         with nvmeio.AioHandle(64 << 10, 4) as handle:
-            failed = handle.async_pread(aligned(3 << 20), old).exception(30)
+            failed = handle.async_pread(aligned(3 << 20), old).exception(100)
             assert isinstance(failed, nvmeio.TransferError), failed
             print(failed.errno, failed.transferred)
             again = aligned(3 << 20)
-            assert handle.async_pread(again, old).result(30) == 3 << 20
+            assert handle.async_pread(again, old).result(100) == 3 << 20
             assert bytes_of(again) == old.read_bytes()
             assert handle.stats.errors == 1 and handle.stats.in_flight == 0
     """
@@ -193,7 +193,7 @@ def test_close_that_reports_lost_writes(traced, tmp_path):
 
         folder = Path(sys.argv[1])
         with nvmeio.AioHandle() as handle:
-            failed = handle.async_pwrite(misaligned(5000), folder / "lost").exception(30)
+            failed = handle.async_pwrite(misaligned(5000), folder / "lost").exception(100)
             print(type(failed).__name__, failed.errno, failed.operation, failed.transferred)
             assert handle.sync_pwrite(misaligned(5000), folder / "kept") == 5000
             assert handle.stats.in_flight == 0

@@ -18,7 +18,7 @@ from nvmeio.engines.cufile import search
 
 FAKES = Path(__file__).parents[1] / "fakes"
 ROOT = Path(nvmeio.__file__).parent.parent
-LIMIT_S = 60  # of a process that opens the real driver, which may hang
+LIMIT_S = 300  # of a process that opens the real driver, which may hang
 
 
 def compiled(source: str, directory: Path) -> Path:
@@ -29,7 +29,7 @@ def compiled(source: str, directory: Path) -> Path:
     library = directory / source.replace(".c", ".so")
     flags = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread")
     command = [compiler, *flags, "-o", library, FAKES / source, "-ldl"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     return library
 
 

@@ -17,7 +17,15 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from gds._support import FakeCuFile
-from support import bytes_tensor, on_every_loop, random_bytes, raw, run_python, spin_until
+from support import (
+    bytes_tensor,
+    on_every_loop,
+    random_bytes,
+    raw,
+    run_python,
+    spin_until,
+    spin_until_collected,
+)
 
 import nvmeio
 from nvmeio.engines.cufile import driver, engine, preflight, search
@@ -387,7 +395,7 @@ def test_memory_that_another_handle_uses_is_unregistered_when_that_is_done(
     assert fake.memories == 1
     fake.hold = 0
     reading.result()
-    assert fake.memories == 0
+    spin_until(lambda: fake.memories == 0)
     second.pin_device_tensor(tensor)
 
 
@@ -399,7 +407,8 @@ def test_dropped_handle_gives_everything_back(
     storage = weakref.ref(buffer.untyped_storage())
     del gds, buffer
     spin_until(lambda: fake.closes == 1)
-    assert (fake.memories, storage()) == (0, None)
+    assert fake.memories == 0
+    spin_until_collected(lambda: storage() is None)
     spin_until(lambda: not [t for t in threading.enumerate() if "nvmeio-cufile" in t.name])
 
 
@@ -414,7 +423,7 @@ def test_memory_is_not_kept_after_a_transfer(
     reading = gds.async_pread(tensor, path)
     assert reading.result() == 9 * TASK
     del tensor
-    spin_until(lambda: gone() is None)
+    spin_until_collected(lambda: gone() is None)
     assert reading.transferred == 9 * TASK
 
 
@@ -694,7 +703,7 @@ def test_threads_that_cannot_be_had_leave_nothing_behind(
         with pytest.raises(RuntimeError, match="can't start new thread"):
             new_gds()
     assert (fake.opens, fake.closes) == (1, 1)
-    assert not [t for t in threading.enumerate() if "nvmeio-cufile" in t.name]
+    spin_until(lambda: not [t for t in threading.enumerate() if "nvmeio-cufile" in t.name])
     new_gds()
 
 
@@ -846,6 +855,7 @@ def test_call_that_hangs_is_timed_out(
     # All threads are lost: nothing is left to wait for.
     with pytest.raises(nvmeio.CuFileError, match="an earlier call"):
         gds.sync_pread(room(8), path)
+    gds._gds._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
     fake.hold = 0
     spin_until(lambda: fake.files == 0)
     spin_until(lambda: not gds._gds._all_lost())
@@ -864,6 +874,7 @@ def test_one_thread_that_hangs_leaves_the_others_at_work(
     spin_until(lambda: fake.together == 1)
     assert isinstance(stuck.exception(), TimeoutError)
     assert not memory.resizable()  # the call may still write to it
+    gds._gds._call_limit_s = 200.0  # from now on a busy machine is no call that hangs
     # Whoever comes now would wait with it, were it not for the other thread.
     beside = gds.async_pread(room(TASK), path)
     spin_until(lambda: fake.together == 2)
@@ -969,8 +980,9 @@ def test_process_exits_whatever_hangs(fake_library: Path, tmp_path: Path, what: 
         from nvmeio.engines.cufile import driver, engine, preflight
         from pathlib import Path
         preflight.MODULES = Path("/proc/self/status")
-        driver.OPEN_LIMIT_S = driver.CLOSE_LIMIT_S = 0.3
-        engine.EXIT_LIMIT_S = 0.3
+        driver.CLOSE_LIMIT_S = engine.EXIT_LIMIT_S = 0.3
+        if "WHAT" == "open_hold":
+            driver.OPEN_LIMIT_S = 0.3
         try:
             handle = nvmeio.GdsHandle(cpu_tensors="cufile")
         except nvmeio.BackendUnavailableError as no:
@@ -981,11 +993,12 @@ def test_process_exits_whatever_hangs(fake_library: Path, tmp_path: Path, what: 
             print("started")
     """
     script = script.replace('sys.argv[0] + "DIR', '"DIR').replace("DIR", str(tmp_path))
+    script = script.replace("WHAT", what)
     began = time.monotonic()
     done = run_python(script, NVMEIO_CUFILE=str(fake_library), FAKE_CUFILE=f"{what}=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused" if what == "open_hold" else "started"]
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 300
 
 
 def test_engine_serves_one_handle(gds: nvmeio.GdsHandle) -> None:

@@ -49,7 +49,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-optimizer-snapshot": _offload.Snapshot,
     "swapped-optimizer-resume": _offload.Resume,
 }
-RUN_LIMIT_S = 60
+RUN_LIMIT_S = 300
 
 # What Python and torch say themselves where the kernel gives no memory, no thread or no file.
 _CLEAR = (

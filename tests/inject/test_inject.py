@@ -59,7 +59,7 @@ def strace() -> str:
         [path, "-f", "-o", "/dev/null", "-e", "inject=flock:error=EIO:when=1", "true"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
     if probe.returncode:
         pytest.skip(f"strace cannot trace here: {probe.stderr.strip()}")
@@ -130,7 +130,7 @@ def run(strace: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
             ended = line.read(PROCESS_LIMIT_S)
         finally:
             tracer.send_signal(signal.SIGINT)  # it detaches
-            tracer.communicate(timeout=60)
+            tracer.communicate(timeout=300)
         if ended != "done":
             pytest.fail(f"{told}: hangs or died ({ended})\n{_seen(process, errors)}")
         process.stdin.write("calm\n")
@@ -139,7 +139,7 @@ def run(strace: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
         if not last.startswith("{"):
             pytest.fail(f"{told}: hangs or died afterwards ({last})\n{_seen(process, errors)}")
         report: dict[str, Any] = json.loads(last)
-        process.wait(60)
+        process.wait(300)
     finally:
         process.kill()
         process.communicate()

@@ -38,7 +38,7 @@ def test_in_another_thread_all_of_it_is_done_there() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(run_with_caller(lambda _: _)))
     thread.start()
-    thread.join(60)
+    thread.join(100)
     assert found == [at_once]
 
 
@@ -71,7 +71,7 @@ def test_interrupt_while_the_caller_waits_cancels() -> None:
 
     def work(in_caller: InCaller) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        stopped.wait(60)
+        stopped.wait(100)
         stop.check()
 
     with pytest.raises(KeyboardInterrupt) as raised:
@@ -85,7 +85,7 @@ def test_second_interrupt_gets_through_at_once() -> None:
 
     def work(in_caller: InCaller) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        gate.wait(60)
+        gate.wait(100)
         ended.set()
 
     def cancel() -> None:
@@ -95,7 +95,7 @@ def test_second_interrupt_gets_through_at_once() -> None:
         run_with_caller(work, cancel)
     assert not ended.is_set()
     gate.set()
-    assert ended.wait(60)
+    assert ended.wait(100)
 
 
 def test_interrupted_at_any_point_the_work_is_undone() -> None:

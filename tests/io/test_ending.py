@@ -34,7 +34,7 @@ def test_what_was_dropped_ends(owner: OwnerThread) -> None:
     ended = threading.Event()
     ending = owner.call(lambda: Ending(owner, ended.set))
     del ending
-    assert ended.wait(60)
+    assert ended.wait(100)
 
 
 def test_dropped_where_the_owner_is_busy_nobody_waits_for_long(owner: OwnerThread) -> None:
@@ -45,7 +45,7 @@ def test_dropped_where_the_owner_is_busy_nobody_waits_for_long(owner: OwnerThrea
     del ending
     assert not ended.is_set()
     gate.set()
-    assert ended.wait(60)
+    assert ended.wait(100)
 
 
 def test_an_error_at_the_end_is_the_callers(owner: OwnerThread) -> None:

@@ -138,7 +138,7 @@ def test_an_error_between_them_waits_for_what_is_in_flight(
             left.set()
 
     with thread(work):
-        assert begun.wait(60)
+        assert begun.wait(100)
         assert not left.is_set()
         engine_held.gate.set()
     assert left.is_set() and handle_held.stats.in_flight == 0

@@ -230,7 +230,7 @@ def test_dropped_owner_ends_its_thread() -> None:
     dropped = OwnerThread("nvmeio-dropped-owner")
     thread = dropped.call(threading.current_thread)
     del dropped
-    thread.join(60)
+    thread.join(100)
     assert not thread.is_alive()
 
 
@@ -239,7 +239,7 @@ def test_answers_are_not_kept(owner: OwnerThread) -> None:
         pass
 
     gone = weakref.ref(owner.call(Thing))
-    assert gone() is None
+    until(lambda: gone() is None)  # the owner's thread may be on its way to its next request
 
 
 def test_forked_child_is_told() -> None:
