@@ -402,7 +402,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         )
 
 
-class _Layout(NamedTuple):
+class _RecordLayout(NamedTuple):
     """Where records lie."""
 
     dtype: torch.dtype
@@ -422,7 +422,7 @@ class _Layout(NamedTuple):
 
 def _layout(
     dtype: torch.dtype, shape: int | Sequence[int], file_offset: int, stride_bytes: int | None
-) -> _Layout:
+) -> _RecordLayout:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.80}")
     if str(dtype).startswith(("torch.q", "torch.bits")):
@@ -433,10 +433,12 @@ def _layout(
     stride = nbytes
     if stride_bytes is not None:
         stride = _checks.integer("stride_bytes", stride_bytes, 1)
-    return _Layout(dtype, sizes, nbytes, _checks.integer("file_offset", file_offset, 0), stride)
+    return _RecordLayout(
+        dtype, sizes, nbytes, _checks.integer("file_offset", file_offset, 0), stride
+    )
 
 
-def _count(path: str, layout: _Layout, size: int, count: int | None) -> int:
+def _count(path: str, layout: _RecordLayout, size: int, count: int | None) -> int:
     """How many records there are, if the file agrees."""
     held = layout.held(size)
     if count is not None:

@@ -161,7 +161,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
     def __init__(self) -> None:
         super().__init__()
         self._options: Options | None = None
-        self._ring: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
+        self._turns: deque[ThreadsRequest] = deque()  # requests with blocks to issue, in turn
         self._pending: list[Block] = []  # prepared, not yet accepted by the queue
         self._queue: deque[Block] = deque()  # accepted, waiting for a worker
         self._in_kernel = 0
@@ -248,10 +248,10 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
 
     def _refill(self) -> None:
         assert self._options is not None
-        self._ring.extend(self.admitted())
+        self._turns.extend(self.admitted())
         if self._options.overlap_events or not (self._in_kernel or self._pending):
-            while self._ring and self._in_kernel + len(self._pending) < self._depth:
-                self._prepare(self._ring.popleft())
+            while self._turns and self._in_kernel + len(self._pending) < self._depth:
+                self._prepare(self._turns.popleft())
         for block in [b for b in self._pending if b.request.stop]:
             self._pending.remove(block)
             if self._retire(block):
@@ -268,7 +268,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             else:
                 self._give_up_after_a_while()
                 return
-        if not self._ring and not self._in_kernel:
+        if not self._turns and not self._in_kernel:
             self._refused_since = 0.0  # the next stall has a clock of its own
 
     def _prepare(self, request: ThreadsRequest) -> None:
@@ -285,7 +285,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             request.issued = True
             request.parts_out += 1
             if request.planned and request.next < request.end:
-                self._ring.append(request)
+                self._turns.append(request)
             return
         # An empty span gets one empty block: some worker must write the edges, or call fsync.
         self._pending.append(Block(request, request.next, nbytes))
@@ -293,7 +293,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         request.next += nbytes
         request.parts_out += 1
         if request.next < request.end:
-            self._ring.append(request)
+            self._turns.append(request)
 
     def _give_up_after_a_while(self) -> None:
         now = time.monotonic()
@@ -308,7 +308,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         if request.parts_out or (request.next < request.end and not request.stop):
             return False
         with suppress(ValueError):
-            self._ring.remove(request)
+            self._turns.remove(request)
         return True
 
     def _finish(self, request: ThreadsRequest) -> None:
@@ -353,7 +353,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         """The rows are sorted: their blocks take turns with others."""
         request = block.request
         if block.rows is None and request.next < request.end and not request.stop:
-            self._ring.append(request)
+            self._turns.append(request)
             self.condition.notify()
 
     def _run(self, block: Block, bounce: mmap.mmap) -> None:

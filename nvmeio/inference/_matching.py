@@ -12,7 +12,7 @@ from nvmeio._formats.safetensors_set import Checkpoint
 from nvmeio.errors import IntegrityError
 from nvmeio.inference import _packed, _transformers
 from nvmeio.inference._packed import Found, Packed
-from nvmeio.inference._weights import Weight, part_of
+from nvmeio.inference._recipes import Weight, part_of
 
 
 class Matched(NamedTuple):

@@ -20,7 +20,7 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats.safetensors_set import Checkpoint, Stored
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting
-from nvmeio.inference._weights import Part, part_of
+from nvmeio.inference._recipes import Part, part_of
 
 SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
 

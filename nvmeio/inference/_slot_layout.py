@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from nvmeio._io.span_plan import HOLE_BYTES
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.inference._weights import FileExtent, Part
+from nvmeio.inference._recipes import FileExtent, Part
 
 
 class Read(NamedTuple):

@@ -20,10 +20,10 @@ from nvmeio._residency.reader import Fill, Wanted
 from nvmeio.files import File
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._quant import dequantise
+from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import Read
 from nvmeio.inference._sums import Arriving, Expected, verify
 from nvmeio.inference._units import Unit
-from nvmeio.inference._weights import Weight
 from nvmeio.pool import Lease, PinnedPool
 
 _ALIGNMENT = 64  # of torch's own CPU tensors

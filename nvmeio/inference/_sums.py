@@ -16,7 +16,7 @@ from nvmeio._residency.reader import Wanted
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
-from nvmeio.inference._weights import Weight
+from nvmeio.inference._recipes import Weight
 
 
 class Expected(NamedTuple):

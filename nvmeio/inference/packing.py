@@ -31,8 +31,8 @@ from nvmeio.inference import _packed, _transformers, hub
 from nvmeio.inference._matching import match
 from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
+from nvmeio.inference._recipes import Part, Weight
 from nvmeio.inference._units import Unit, partition
-from nvmeio.inference._weights import Part, Weight
 
 _ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
 _CONFIG = "config.json"

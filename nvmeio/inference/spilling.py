@@ -37,8 +37,8 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
 from nvmeio.inference._binding import shown_as
 from nvmeio.inference._budget import check_numbers, share_out
+from nvmeio.inference._recipes import Weight, part_of
 from nvmeio.inference._units import partition
-from nvmeio.inference._weights import Weight, part_of
 from nvmeio.inference.stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"

@@ -1,8 +1,8 @@
 """Training with optimizer state, gradients and parameters on the drive.
 
-Reading order: `_layout` (where things lie), `_pipeline` (the three stages), `_store` (generations),
-`_transactions` (one thread changes it all), `_state_swapper` and `_step`, `optimizer`, `gradients`,
-`module`. docs/offload.md has the arithmetic.
+Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), `_store`
+(generations), `_transactions` (one thread changes it all), `_state_swapper` and `_step`,
+`optimizer`, `gradients`, `module`. docs/offload.md has the arithmetic.
 """
 
 from nvmeio.offload._pipeline import Times as Times

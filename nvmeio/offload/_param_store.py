@@ -31,7 +31,7 @@ from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._file_tensors import FilePart, file_tensor
 from nvmeio.offload._pipeline import Move, move_all
-from nvmeio.offload._ranks import directory_name
+from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
 from nvmeio.offload._subgroups import Span
 from nvmeio.offload._swap_dir import SwapDir

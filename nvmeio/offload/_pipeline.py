@@ -46,7 +46,7 @@ class Times:
     written_bytes: int = 0
 
 
-class Turn(NamedTuple):
+class SlotTurn(NamedTuple):
     """What is done with a slot: read, then compute, which says what to write.
 
     Attributes:
@@ -84,7 +84,7 @@ class Pipeline:
         self._read_ahead = read_ahead
         self._write_behind = write_behind
 
-    def run(self, turns: Sequence[Turn], check: Callable[[], None] | None = None) -> Times:
+    def run(self, turns: Sequence[SlotTurn], check: Callable[[], None] | None = None) -> Times:
         """Take all turns, each once.
 
         Args:
@@ -141,7 +141,7 @@ class _Ahead:
         self,
         handle: AioHandle,
         slots: Sequence[torch.Tensor],
-        turns: Sequence[Turn],
+        turns: Sequence[SlotTurn],
         read_ahead: bool,
     ) -> None:
         self._handle = handle

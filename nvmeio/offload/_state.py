@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvmeio.offload._file_tensors import file_tensor
-from nvmeio.offload._loading import MASTER
 from nvmeio.offload._params import SwappedParam
+from nvmeio.offload._state_loading import MASTER
 from nvmeio.offload._subgroups import WEIGHTS
 from nvmeio.offload._tensors import like, local
 

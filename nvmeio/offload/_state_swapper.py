@@ -13,13 +13,13 @@ from nvmeio._io.handles import new_handle
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _weights
-from nvmeio.offload._loading import Load
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._param_store import Extent
 from nvmeio.offload._params import SwappedParam
-from nvmeio.offload._pipeline import Move, Times, Turn
+from nvmeio.offload._pipeline import Move, SlotTurn, Times
 from nvmeio.offload._plan import MemoryPlan, plan_of
-from nvmeio.offload._ranks import DurableSteps
+from nvmeio.offload._rank_steps import DurableSteps
+from nvmeio.offload._state_loading import Load
 from nvmeio.offload._step import Step
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._store import Store
@@ -277,7 +277,7 @@ class StateSwapper:
             begun = [piece for piece in pieces if piece.begun]
             reads += self.store.reads(subgroup, begun, weights=False)
             verify = self.store.verifying([], begun)
-            turns.append(Turn(reads, compute, verify, functools.partial(seal, pieces)))
+            turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
             moved.update({piece.number: piece.begun for piece in pieces})
         self._buffers.run(turns, None if transaction is None else transaction.check)
         self.store.commit(set(moved), moved, {}, saved(groups), sums)
@@ -304,7 +304,7 @@ class StateSwapper:
                 pieces = [piece for piece in subgroup.pieces if piece.stored]
                 compute = functools.partial(self._give_weights, subgroup, pieces)
                 verify = self.store.verifying(pieces, [])
-                turns.append(Turn(self.store.weights(subgroup, pieces), compute, verify))
+                turns.append(SlotTurn(self.store.weights(subgroup, pieces), compute, verify))
         self._buffers.run(turns)
 
     def _give_weights(

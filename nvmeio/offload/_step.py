@@ -10,7 +10,7 @@ import torch
 
 from nvmeio.offload import _weights
 from nvmeio.offload._params import SwappedParam
-from nvmeio.offload._pipeline import Move, Turn
+from nvmeio.offload._pipeline import Move, SlotTurn
 from nvmeio.offload._stepping import Stepper, Work
 from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swapped import Swapped
@@ -48,7 +48,7 @@ class Step:
         self._groups = groups
         self._grads = grads
         self._factor = factor
-        self.turns: list[Turn] = []
+        self.turns: list[SlotTurn] = []
         self.touched: list[Subgroup] = []
         self.in_memory = False
         self.small: dict[int, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ class Step:
                 continue
             self._moved += pieces
             self.turns.append(
-                Turn(
+                SlotTurn(
                     self._reads(subgroup, pieces),
                     functools.partial(self._turn, subgroup, pieces),
                     swapped.store.verifying([p for p in pieces if p.staged], pieces),

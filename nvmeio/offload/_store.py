@@ -17,12 +17,12 @@ from nvmeio._storage.durable import sync_data
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _manifest, _snapshot, _sums
+from nvmeio.offload import _file_copies, _manifest, _sums
 from nvmeio.offload._file_tensors import FilePart
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._param_store import Extent
 from nvmeio.offload._pipeline import Move
-from nvmeio.offload._ranks import DurableSteps, agreed
+from nvmeio.offload._rank_steps import DurableSteps, agreed
 from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup, runs
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._transactions import Transaction
@@ -389,7 +389,7 @@ class Store:
             self._unmarked = None
 
     def snapshot(self, directory: str | os.PathLike[str], transaction: Transaction) -> None:
-        """Copy the last generation; see `_snapshot.copy`."""
+        """Copy the last generation; see `_file_copies.copy`."""
         self.settle()
         path = self._directory.path
         manifest = _manifest.newest(path)
@@ -400,7 +400,7 @@ class Store:
                 expected=self.generation,
                 found=manifest and manifest.generation,
             )
-        _snapshot.copy(path, NAMES, manifest, directory, transaction)
+        _file_copies.copy(path, NAMES, manifest, directory, transaction)
 
     def resume(self) -> Manifest | None:
         """Take up what is in the directory; None where there is nothing. Before `open`.

@@ -11,7 +11,7 @@ import torch
 from nvmeio.handle import AioHandle
 from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
-from nvmeio.offload._pipeline import Move, Pipeline, Times, Turn, move_all
+from nvmeio.offload._pipeline import Move, Pipeline, SlotTurn, Times, move_all
 from nvmeio.offload._store import Store
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._weights import param_moves
@@ -66,7 +66,7 @@ class Buffers:
         if pool is not None:
             pool.close()
 
-    def run(self, turns: Sequence[Turn], check: Callable[[], None] | None = None) -> Times:
+    def run(self, turns: Sequence[SlotTurn], check: Callable[[], None] | None = None) -> Times:
         """Take turns in a pipeline; see `Pipeline.run`."""
         if not turns:
             return Times()

@@ -20,7 +20,7 @@ from nvmeio.offload._cuts import Cuts
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Times
 from nvmeio.offload._plan import MemoryPlan
-from nvmeio.offload._ranks import directory_name
+from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._state import StateView
 from nvmeio.offload._state_swapper import StateSwapper
 from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of

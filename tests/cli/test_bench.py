@@ -28,7 +28,7 @@ from nvmeio.cli._bench import ask, engines, fio, pools, report
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.pools import ProcessPool
 from nvmeio.cli._bench.session import Loop, Series
-from nvmeio.cli._bench.workload import Place, Turn, Workload, disk_needs
+from nvmeio.cli._bench.workload import Lap, Place, Workload, disk_needs
 from nvmeio.cli._exits import Failed, Refused
 from nvmeio.cli.measure import deepspeed, scratch, turns
 from nvmeio.engines.base import Options
@@ -336,7 +336,7 @@ def test_processes_start_together_and_one_failure_ends_all(
         pool.open("threads")
         pool.make_files("bin", "read")
         asked = time.perf_counter()
-        first, second = pool.run(Turn("threads", "read", 0, 4 * MIB))
+        first, second = pool.run(Lap("threads", "read", 0, 4 * MIB))
         answered = time.perf_counter()
         assert first.seconds > 0 and second.seconds > 0
         # Neither before the moment that both were told; the clock is the machine's.
@@ -344,10 +344,10 @@ def test_processes_start_together_and_one_failure_ends_all(
             assert asked + 0.2 <= timing.start_s <= answered
         (tmp_path / "task1.bin").unlink()
         with pytest.raises(Failed, match=r"No such file|task1"):
-            pool.run(Turn("threads", "read", 1, 4 * MIB))
+            pool.run(Lap("threads", "read", 1, 4 * MIB))
         pool._workers[0].kill()
         with pytest.raises(Failed, match="the process of task 0 ended with signal SIGKILL"):
-            pool.run(Turn("threads", "read", 2, 4 * MIB))
+            pool.run(Lap("threads", "read", 2, 4 * MIB))
     finally:
         pool.close()
     assert not any(worker.alive for worker in pool._workers)
@@ -505,7 +505,7 @@ def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/fio")
     options = Options(MIB, 16, True, False, 2)
     pool = fio.FioPool(Workload((Place(tmp_path),), 8 * MIB, options=options, fsync=True))
-    asked = pool._common(Turn("fio", "write", 0, 8 * MIB))
+    asked = pool._common(Lap("fio", "write", 0, 8 * MIB))
     for option in (
         "--rw=write", f"--bs={MIB}", f"--size={4 * MIB}", "--iodepth=16",
         "--numjobs=2", f"--offset_increment={4 * MIB}", "--iodepth_batch=1", "--end_fsync=1",

@@ -13,10 +13,10 @@ from torch import nn
 
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.inference._budget import share_out
+from nvmeio.inference._recipes import FileExtent, Part, Weight
 from nvmeio.inference._slot_layout import Read, SlotLayout, lay_out
 from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Unit, find_layers
-from nvmeio.inference._weights import FileExtent, Part, Weight
 
 
 def filled(layout: SlotLayout, reads: tuple[Read, ...], files: list[bytes]) -> bytearray:

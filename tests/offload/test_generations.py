@@ -16,7 +16,7 @@ from _offload_models import assert_same_weights, loss_of, model, train
 from support import run_python
 
 import nvmeio
-from nvmeio.offload import SwappedOptimizer, _manifest, _snapshot
+from nvmeio.offload import SwappedOptimizer, _file_copies, _manifest
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
 
@@ -211,7 +211,7 @@ def test_a_snapshot_goes_to_another_file_system(
     with swapped(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
         monkeypatch.setattr("os.copy_file_range", refuse)
-        monkeypatch.setattr(_snapshot, "_FICLONE", 0)
+        monkeypatch.setattr(_file_copies, "_FICLONE", 0)
         optimizer.snapshot(tmp_path / "copy")
     assert len(calls) == 2
     with swapped(made, tmp_path / "copy", resume=True) as optimizer:
@@ -246,9 +246,9 @@ def test_a_snapshot_that_fails_leaves_nothing(
             if target.endswith("state.1"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        copy_file = _snapshot.copy_file
+        copy_file = _file_copies.copy_file
         with monkeypatch.context() as patch:
-            patch.setattr(_snapshot, "copy_file", full)
+            patch.setattr(_file_copies, "copy_file", full)
             with pytest.raises(nvmeio.TransferError) as told:
                 optimizer.snapshot(tmp_path / "copy")
         assert told.value.errno == errno.ENOSPC

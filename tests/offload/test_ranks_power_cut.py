@@ -18,8 +18,8 @@ from disk_log import DiskLog
 from nvmeio import AioHandle, TransferError
 from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
-from nvmeio.offload import _manifest, _ranks
-from nvmeio.offload._ranks import DurableSteps
+from nvmeio.offload import _manifest, _rank_steps
+from nvmeio.offload._rank_steps import DurableSteps
 from nvmeio.offload._store import NAMES, Store
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_dir import SwapDir
@@ -149,7 +149,7 @@ def test_all_ranks_go_on_from_the_newest_step_that_all_had_durable(
         on_all(ranks, train)
 
     monkeypatch.setattr(_manifest, "boot_id", lambda: "after the power came back")
-    monkeypatch.setattr(_ranks, "several", lambda: True)
+    monkeypatch.setattr(_rank_steps, "several", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     chance = random.Random(world)
     resumed = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
+from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload
 from nvmeio.cli._exits import Refused
 from nvmeio.cli.measure import fio
 from nvmeio.cli.measure.disk import free_huge_pages
@@ -44,19 +44,19 @@ class FioPool:
     def make_files(self, suffix: str, op: Op) -> None:
         """Another pool makes them, for all engines; see `Session`."""
 
-    def run(self, turn: Turn) -> list[Timing]:
+    def run(self, lap: Lap) -> list[Timing]:
         """One loop: a job for each task, all started at once by fio."""
         paths = [
-            self._workload.file(index, turn.loop, "bin")
+            self._workload.file(index, lap.loop, "bin")
             for index in range(len(self._workload.places))
         ]
-        if turn.op == "write" and self._workload.new_files:
+        if lap.op == "write" and self._workload.new_files:
             for path in paths:
                 path.unlink(missing_ok=True)
         try:
-            jobs = fio.run(paths, self._common(turn))
+            jobs = fio.run(paths, self._common(lap))
         finally:
-            if turn.op == "write" and self._workload.new_files:
+            if lap.op == "write" and self._workload.new_files:
                 for path in paths:
                     path.unlink(missing_ok=True)
         timings = []
@@ -68,13 +68,13 @@ class FioPool:
     def close(self) -> None:
         """Nothing is kept between loops."""
 
-    def _common(self, turn: Turn) -> list[str]:
+    def _common(self, lap: Lap) -> list[str]:
         options, workload = self._workload.options, self._workload
-        share = turn.nbytes // self._lanes
+        share = lap.nbytes // self._lanes
         batch = 1 if options.single_submit else options.queue_depth
         arguments = [
             "--ioengine=libaio",
-            f"--rw={turn.op}",
+            f"--rw={lap.op}",
             f"--bs={options.block_size}",
             f"--size={share}",
             f"--iodepth={options.queue_depth}",
@@ -82,10 +82,10 @@ class FioPool:
             f"--mem={'mmaphuge' if self.memory == 'huge pages' else 'malloc'}",
             # nvmeio does not touch what it writes either.
             "--scramble_buffers=0",
-            f"--end_fsync={int(workload.fsync and turn.op == 'write')}",
+            f"--end_fsync={int(workload.fsync and lap.op == 'write')}",
             f"--invalidate={int(workload.drop_caches)}",
             f"--overwrite={int(not workload.new_files)}",
-            *(["--readonly"] if turn.op == "read" else []),
+            *(["--readonly"] if lap.op == "read" else []),
         ]
         if self._lanes > 1:
             arguments += [f"--numjobs={self._lanes}", f"--offset_increment={share}"]

@@ -12,7 +12,7 @@ import time
 from typing import Any, Protocol
 
 from nvmeio.cli._bench.task import Task
-from nvmeio.cli._bench.workload import Op, Timing, Turn, Workload
+from nvmeio.cli._bench.workload import Lap, Op, Timing, Workload
 from nvmeio.cli.measure.worker import Worker, opened
 
 _PATIENCE_S = 0.2
@@ -30,7 +30,7 @@ class Pool(Protocol):
     def make_files(self, suffix: str, op: Op) -> None:
         """Has every task write the files of this suffix that are to be read or overwritten."""
 
-    def run(self, turn: Turn) -> list[Timing]:
+    def run(self, lap: Lap) -> list[Timing]:
         """One loop of every task, started together; their timings in the order of the tasks."""
 
     def close(self) -> None:
@@ -46,10 +46,10 @@ class LocalPool:
         self.make_files = self._task.make_files
         self.close = self._task.close
 
-    def run(self, turn: Turn) -> list[Timing]:
+    def run(self, lap: Lap) -> list[Timing]:
         """One loop."""
-        timing = self._task.run(turn, self._task.before(turn))
-        self._task.after(turn)
+        timing = self._task.run(lap, self._task.before(lap))
+        self._task.after(lap)
         return [timing]
 
 
@@ -79,14 +79,14 @@ class ProcessPool:
         """Has every task write its files, all at once."""
         self._all("make_files", suffix, op)
 
-    def run(self, turn: Turn) -> list[Timing]:
+    def run(self, lap: Lap) -> list[Timing]:
         """One loop, started together."""
-        cached = self._all("before", turn)
+        cached = self._all("before", lap)
         at = time.perf_counter() + _HEAD_START_S
         for worker, part in zip(self._workers, cached, strict=True):
-            worker.send("run_at", at, turn, part)
+            worker.send("run_at", at, lap, part)
         timings: list[Timing] = self._collect()
-        self._all("after", turn)
+        self._all("after", lap)
         return timings
 
     def close(self) -> None:

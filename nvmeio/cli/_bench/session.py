@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from nvmeio.cli._bench.engines import RAW, REFERENCE
 from nvmeio.cli._bench.fio import FioPool
 from nvmeio.cli._bench.pools import LocalPool, Pool, ProcessPool
-from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
+from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli._exits import Failed
 from nvmeio.cli._units import GB
 from nvmeio.cli.measure.disk import DiskBytes, Disks
@@ -226,7 +226,7 @@ class Session:
             for engine in order(list(self._of), loop, self._workload.total_loops):
                 self._on_step(f"{engine} {kind}")
                 try:
-                    done = self._turn(Turn(engine, op, loop, self._nbytes(engine)))
+                    done = self._lap(Lap(engine, op, loop, self._nbytes(engine)))
                 except (Failed, NvmeioError, OSError) as failed:
                     self._leave_out(series[engine], failed)
                     continue
@@ -252,11 +252,11 @@ class Session:
         nbytes = self._workload.nbytes
         return min(nbytes, REFERENCE_BYTES_MOST) if engine == REFERENCE else nbytes
 
-    def _turn(self, turn: Turn) -> Loop:
+    def _lap(self, lap: Lap) -> Loop:
         before = self._disks.look()
-        timings = self._of[turn.engine].run(turn)
+        timings = self._of[lap.engine].run(lap)
         after = self._disks.look()
-        return _loop(timings, turn.nbytes, after.since(before) if before and after else None)
+        return _loop(timings, lap.nbytes, after.since(before) if before and after else None)
 
 
 def _loop(timings: Sequence[Timing], nbytes: int, disk: DiskBytes | None) -> Loop:

@@ -10,7 +10,7 @@ import torch
 import nvmeio
 from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.engines import REFERENCE, BenchEngine, DeepSpeed
-from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Op, Timing, Turn, Workload
+from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli._exits import Failed
 from nvmeio.cli.measure.disk import cached_fraction, cpu_seconds, drop_from_cache
 from nvmeio.cli.measure.scratch import differs_at, fill, write_file
@@ -83,34 +83,34 @@ class Task:
         loop = 0 if engine.suffix == "ref" else loop
         return self._workload.file(self._index, loop, engine.suffix)
 
-    # --- one turn -----------------------------------------------------------------------------
+    # --- one lap ------------------------------------------------------------------------------
 
-    def before(self, turn: Turn) -> float | None:
+    def before(self, lap: Lap) -> float | None:
         """What comes before the timing; how much of the file is cached, for reads through it."""
-        engine, workload = self._engines[turn.engine], self._workload
-        path = self._file(engine, turn.loop)
-        if turn.op == "write":
+        engine, workload = self._engines[lap.engine], self._workload
+        path = self._file(engine, lap.loop)
+        if lap.op == "write":
             if engine.suffix == "pt":
                 path.unlink(missing_ok=True)  # or cutting the old one short would be timed
             if workload.validate:
-                self._set(turn, self._seed(turn))
+                self._set(lap, self._seed(lap))
             return None
         if workload.validate:
-            self._set(turn, self._seed(turn) + 1)
+            self._set(lap, self._seed(lap) + 1)
         if workload.drop_caches:
             drop_from_cache(path)
         return cached_fraction(path) if engine.buffered else None
 
-    def run(self, turn: Turn, cached: float | None) -> Timing:
+    def run(self, lap: Lap, cached: float | None) -> Timing:
         """The transfer itself, timed."""
-        engine, workload = self._engines[turn.engine], self._workload
-        path = self._file(engine, turn.loop)
-        tensor = self._own.get(turn.engine, self._tensor)[: turn.nbytes]
-        there = self._on_device[: turn.nbytes] if workload.gpu else tensor
+        engine, workload = self._engines[lap.engine], self._workload
+        path = self._file(engine, lap.loop)
+        tensor = self._own.get(lap.engine, self._tensor)[: lap.nbytes]
+        there = self._on_device[: lap.nbytes] if workload.gpu else tensor
         through_host = there.device != tensor.device
         cpu = cpu_seconds()
         start = time.perf_counter()
-        if turn.op == "read":
+        if lap.op == "read":
             self._loaded = engine.read(tensor, path)
             if through_host:
                 there.copy_(tensor)
@@ -125,35 +125,35 @@ class Task:
         end = time.perf_counter()
         return Timing(start, end, cpu_seconds() - cpu, cached)
 
-    def run_at(self, at: float, turn: Turn, cached: float | None) -> Timing:
+    def run_at(self, at: float, lap: Lap, cached: float | None) -> Timing:
         """The same, begun at a moment on the clock that all processes share."""
         time.sleep(max(0.0, at - time.perf_counter() - _SPIN_S))
         while time.perf_counter() < at:
             pass
-        return self.run(turn, cached)
+        return self.run(lap, cached)
 
-    def after(self, turn: Turn) -> None:
+    def after(self, lap: Lap) -> None:
         """Compares, and removes what only this loop needed.
 
         Raises:
             Failed: The bytes are not what they should be.
         """
-        engine, workload = self._engines[turn.engine], self._workload
-        path = self._file(engine, turn.loop)
-        if workload.validate and turn.engine != REFERENCE:
-            found = _on_cpu(self._loaded if turn.op == "read" else self._read_back(engine, path))
-            self._compare(turn, found[: turn.nbytes], path)
-        if turn.op == "write" and workload.new_files and turn.engine != REFERENCE:
+        engine, workload = self._engines[lap.engine], self._workload
+        path = self._file(engine, lap.loop)
+        if workload.validate and lap.engine != REFERENCE:
+            found = _on_cpu(self._loaded if lap.op == "read" else self._read_back(engine, path))
+            self._compare(lap, found[: lap.nbytes], path)
+        if lap.op == "write" and workload.new_files and lap.engine != REFERENCE:
             path.unlink()
         if self._loaded is not self._tensor:
             self._loaded = self._tensor  # torch.load's tensor goes
 
-    def _compare(self, turn: Turn, found: torch.Tensor, path: Path) -> None:
-        at = differs_at(found, self._seed(turn)) if found.numel() == turn.nbytes else found.numel()
+    def _compare(self, lap: Lap, found: torch.Tensor, path: Path) -> None:
+        at = differs_at(found, self._seed(lap)) if found.numel() == lap.nbytes else found.numel()
         if at is not None:
             raise Failed(
-                f"{turn.engine} {turn.op}s other bytes than it should: the first difference is at "
-                f"byte {at} of {path.name} (task {self._index}, loop {turn.loop})"
+                f"{lap.engine} {lap.op}s other bytes than it should: the first difference is at "
+                f"byte {at} of {path.name} (task {self._index}, loop {lap.loop})"
             )
 
     def _read_back(self, engine: BenchEngine, path: Path) -> torch.Tensor:
@@ -165,12 +165,12 @@ class Task:
         back = torch.empty(self._workload.nbytes, dtype=torch.uint8)
         return engines.Python().read(back, path)
 
-    def _seed(self, turn: Turn) -> int:
+    def _seed(self, lap: Lap) -> int:
         """Reads find what `make_files` wrote; each write has contents of its own."""
-        return self._index + (1000 + turn.loop if turn.op == "write" else 0)
+        return self._index + (1000 + lap.loop if lap.op == "write" else 0)
 
-    def _set(self, turn: Turn, seed: int) -> None:
-        tensor = self._own.get(turn.engine, self._tensor)
+    def _set(self, lap: Lap, seed: int) -> None:
+        tensor = self._own.get(lap.engine, self._tensor)
         if tensor.device.type == "cpu":
             fill(tensor, seed)
             if self._workload.gpu:

@@ -76,7 +76,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Lap:
     """One loop of one engine, for every task.
 
     Attributes:
@@ -94,7 +94,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one task's turn took.
+    """What one task's lap took.
 
     Attributes:
         start_s: When its transfer began, on the clock that all processes of a machine share.

@@ -37,7 +37,7 @@ from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, Settings
 from nvmeio.engines.cufile.library import Library
-from nvmeio.engines.cufile.registry import MEMORY, Region
+from nvmeio.engines.cufile.registry import REGIONS, Region
 from nvmeio.engines.cufile.status import CuFileFailure
 from nvmeio.errors import TransferError
 
@@ -158,7 +158,7 @@ class CuFileEngine(QueuedEngine[_Request]):
 
     def enqueue(self, request: _Request) -> None:
         if not request.begun:
-            request.region = MEMORY.use(request.transfer.address, request.transfer.nbytes)
+            request.region = REGIONS.use(request.transfer.address, request.transfer.nbytes)
         super().enqueue(request)
         self._busy.set()
 
@@ -200,7 +200,7 @@ class CuFileEngine(QueuedEngine[_Request]):
 
     def _give_back(self) -> None:
         assert self._library is not None
-        MEMORY.disown(self._library, self, any(worker.lost for worker in self._workers))
+        REGIONS.disown(self._library, self, any(worker.lost for worker in self._workers))
         self._driver.release()
         _running.discard(self)
 
@@ -215,7 +215,7 @@ class CuFileEngine(QueuedEngine[_Request]):
         """
         assert self._library is not None
         try:
-            MEMORY.add(self._library, Region(address, nbytes, self, keep))
+            REGIONS.add(self._library, Region(address, nbytes, self, keep))
         except CuFileFailure as failed:
             raise failed.with_context(
                 operation="register", path=f"{nbytes} bytes of memory"
@@ -230,7 +230,7 @@ class CuFileEngine(QueuedEngine[_Request]):
         """
         assert self._library is not None
         try:
-            MEMORY.remove(self._library, self, address)
+            REGIONS.remove(self._library, self, address)
         except CuFileFailure as failed:
             raise failed.with_context(
                 operation="register", path=f"memory at {address:#x}"
@@ -326,7 +326,7 @@ class CuFileEngine(QueuedEngine[_Request]):
     def _release_region(self, request: _Request) -> None:
         assert self._library is not None
         region, request.region = request.region, None
-        MEMORY.release(self._library, region)
+        REGIONS.release(self._library, region)
 
     # --- one task: in a worker, without the condition -----------------------------------------
 

@@ -44,7 +44,7 @@ class Region:
     users: int = 0
 
 
-class Memory:
+class Regions:
     """The registered regions of this process; they are disjoint."""
 
     def __init__(self) -> None:
@@ -214,5 +214,5 @@ class _File:
             library.unregister_file(handle)
 
 
-MEMORY = Memory()
-os.register_at_fork(after_in_child=MEMORY.forget)
+REGIONS = Regions()
+os.register_at_fork(after_in_child=REGIONS.forget)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nvmeio.offload import _weights
-from nvmeio.offload._pipeline import Move, Turn
+from nvmeio.offload._pipeline import Move, SlotTurn
 from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swapped import Swapped
 from nvmeio.offload._tensors import local, part, view
@@ -35,7 +35,7 @@ class Load:
     def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
         self._swapped = swapped
         self._states = states
-        self.turns: list[Turn] = []
+        self.turns: list[SlotTurn] = []
         self.moved: set[int] = set()
         self.small: dict[int, dict[str, Any]] = {}
         self.begun: dict[int, bool] = {}
@@ -48,7 +48,7 @@ class Load:
             in_stores = [p for p in subgroup.pieces if swapped.param_of(p).param_store is not None]
             reads = swapped.store.weights(subgroup, in_stores)
             self.turns.append(
-                Turn(
+                SlotTurn(
                     reads,
                     functools.partial(self._take_over, subgroup),
                     swapped.store.verifying(in_stores, []),
