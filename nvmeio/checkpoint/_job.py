@@ -4,7 +4,7 @@
     ───────────────────────────────────────────────────   ─────────────────────────────────────────
     plan the layout                  torch_layout
     the ranks agree                  _ranks
-    copy the storages                _snapshot ─────────▶ take the oldest file, or a new one
+    copy the storages         _snapshot, _live ─────────▶ take the oldest file, or a new one
     return: the state may change                          write it, with checksums  torch_writing
                                                           make it durable, name it        replace
                                                           then move `latest`            _retention
@@ -15,14 +15,12 @@ The right side is in `_job_files`.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import io
 import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -33,7 +31,10 @@ from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.rank_store import RankStore
-from nvmeio._io.threads import SLICE_S, Thread
+from nvmeio._io.threads import Thread
+from nvmeio.checkpoint._ended import Ended
+from nvmeio.checkpoint._guard import Guard
+from nvmeio.checkpoint._live import GuardedSnapshot, Moved
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
@@ -63,6 +64,7 @@ class Setup(NamedTuple):
         memory: Of the snapshots.
         store: What the ranks that save together share.
         timeout_s: How long one of them may make no progress, in seconds.
+        guard: What is written from where it lies.
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
     """
@@ -74,6 +76,7 @@ class Setup(NamedTuple):
     memory: SnapshotMemory
     store: RankStore
     timeout_s: float
+    guard: Guard
     get_handle: Callable[[], AioHandle]
     claim: Callable[[], None]
 
@@ -101,12 +104,13 @@ class SaveJob(ABC):
         self.setup = setup
         self.step = step
         self.messages = setup.messages(number)
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | GuardedSnapshot | None = None
+        self._moved = Moved()
         self.flight = InFlight()
         self.number = number
         self.going_on = False  # in the background
         self._cancelled = False
-        self._ended = _Ended()
+        self._ended = Ended()
         self._report: SaveReport | None = None
         self._taken_at = 0.0
         self._recycled: bool | None = None
@@ -165,6 +169,7 @@ class SaveJob(ABC):
                 path=self.path,
                 nbytes=source.nbytes,
                 copied_bytes=snapshot.copied_bytes,
+                guarded_bytes=0 if snapshot.live is None else snapshot.live.nbytes,
                 snapshot_bytes=self.setup.memory.nbytes,
                 held_s=self._taken_at - began,
                 waited_s=times[0] - began,
@@ -202,11 +207,13 @@ class SaveJob(ABC):
             return layout
         return with_pieces(layout, self.messages.get("pieces", 0))
 
-    def _new_snapshot(self, source: Layout) -> Snapshot:
+    def _new_snapshot(self, source: Layout) -> Snapshot | GuardedSnapshot:
+        setup = self.setup
         start, end = self.parts(source)[self.messages.rank]
         beside = self.pages_beside(source)
-        snapshot = Snapshot(self.setup.memory, source, start, end, beside)
+        snapshot = setup.guard.snapshot(setup.memory, source, start, end, beside, self.step)
         self.snapshot = snapshot
+        setup.guard.hold(snapshot.live)
         self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
@@ -225,7 +232,7 @@ class SaveJob(ABC):
         while True:
             handle = self.setup.get_handle()
             try:
-                return write_part(
+                crcs = write_part(
                     handle,
                     file,
                     self.layout(),
@@ -234,8 +241,13 @@ class SaveJob(ABC):
                     checksum=self.setup.checksum,
                     flight=self.flight,
                 )
+                if snapshot is not None:
+                    snapshot.check()
+                return crcs
             except (ClosedError, Cancelled):
-                if not handle.closed or snapshot is None or not snapshot.fits or self._cancelled:
+                if not handle.closed or snapshot is None or self._cancelled:
+                    raise
+                if not snapshot.again():
                     raise
             self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
 
@@ -325,7 +337,11 @@ class SaveJob(ABC):
 
     def _forget(self) -> None:
         """Let go of the snapshot's memory."""
-        self.snapshot = None
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
+            snapshot.over()
+            if snapshot.live is not None:
+                self._moved = snapshot.live.moved
         self.flight = InFlight()
 
     # What became of it
@@ -362,7 +378,13 @@ class SaveJob(ABC):
         if report is None:
             return None
         written_s = max(self._ended.at - self._taken_at, 0.0)
-        return report._replace(durable=True, recycled=self._recycled, written_s=written_s)
+        return report._replace(
+            durable=True,
+            recycled=self._recycled,
+            written_s=written_s,
+            moved_bytes=self._moved.nbytes,
+            step_held_s=self._moved.held_s,
+        )
 
     def part_from_others(self) -> None:
         """Where this rank has committed for all: until they know. For a limited time; quiet."""
@@ -372,43 +394,6 @@ class SaveJob(ABC):
     def call_when_done(self, call: Callable[[], None]) -> None:
         """Call something once it is over, at once if it is; in whatever thread."""
         self._ended.then(call)
-
-
-class _Ended:
-    """That a save is over, and how; waited for on a raw lock (see `nvmeio._io.threads`)."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.error: BaseException | None = None
-        self.at = 0.0
-        self._gate = _thread.allocate_lock()
-        self._gate.acquire()
-        self._calls: deque[Callable[[], None]] = deque()
-
-    def set(self, error: BaseException | None) -> None:
-        self.error, self.at, self.done = error, time.perf_counter(), True
-        self._gate.release()
-        self._call_all()
-
-    def wait(self, timeout: float | None) -> bool:
-        until = None if timeout is None else time.monotonic() + timeout
-        while not self.done:
-            left = SLICE_S if until is None else min(SLICE_S, until - time.monotonic())
-            if left <= 0:
-                break
-            if self._gate.acquire(timeout=left):
-                self._gate.release()  # who waits beside this one
-        return self.done
-
-    def then(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-        if self.done:
-            self._call_all()
-
-    def _call_all(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._calls.popleft()()
 
 
 def _planned(state: object, in_caller: InCaller) -> Layout:

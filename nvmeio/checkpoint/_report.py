@@ -22,6 +22,10 @@ class SaveReport(NamedTuple):
         durable: Whether all of it is durable; the next two are None until then.
         recycled: Whether the oldest checkpoint's blocks were overwritten, rather than new ones
             allocated; known by rank 0, and with ``layout="per_rank"`` by each for its own file.
+        guarded_bytes: What was left where it lies (see `Checkpointer.guard`), and not copied.
+        moved_bytes: Of that, copied out of the way of an `optimizer.step` all the same; with
+            `step_held_s` 0 until all is durable.
+        step_held_s: How long steps waited for that and for the drive, in seconds.
         written_s: From the end of `save` until all was durable, in seconds.
     """
 
@@ -38,3 +42,6 @@ class SaveReport(NamedTuple):
     durable: bool = False
     recycled: bool | None = None
     written_s: float | None = None
+    guarded_bytes: int = 0
+    moved_bytes: int = 0
+    step_held_s: float = 0.0

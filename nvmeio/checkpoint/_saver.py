@@ -19,6 +19,7 @@ from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint._guard import Guard
 from nvmeio.checkpoint._job import SaveJob, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._report import SaveReport
@@ -59,6 +60,7 @@ class Saver:
             SnapshotMemory(memory_bytes),
             store,
             timeout_s,
+            Guard(memory_bytes),
             self.get_handle,
             self._claim,
         )
@@ -270,6 +272,7 @@ class Saver:
     def _release(self) -> None:
         self._released = True
         self.setup.memory.release()
+        self.setup.guard.release()
         handle, self._handle = self._handle, None
         try:
             if handle is not None and self._own:

@@ -42,7 +42,7 @@ _STEP_BYTES = 8 << 20
 
 # One memmove. Smaller ones leave the GIL and take it again too often, larger ones let a thread
 # wait for the other at the end.
-_COPY_BYTES = 16 << 20
+COPY_BYTES = 16 << 20
 
 # One core copies 10 to 14 GB/s; a few of them reach what the memory gives.
 _MOST_THREADS = 8
@@ -102,6 +102,11 @@ class SnapshotMemory:
         return min(nbytes, budget)
 
     @property
+    def budget_bytes(self) -> int | None:
+        """What it may take at most; None for what the machine allows."""
+        return self._budget
+
+    @property
     def nbytes(self) -> int:
         """What is held."""
         return 0 if self._arena is None else self._arena.nbytes
@@ -125,12 +130,15 @@ class Snapshot:
 
     Attributes:
         layout: The same layout on the snapshot's memory.
+        live: What is not copied: nothing.
         copied_bytes: Bytes that `take` has copied.
         stalled_s: How long `take` waited for memory, in seconds.
 
     Raises:
         MemoryError: There is no room for it.
     """
+
+    live = None
 
     def __init__(
         self,
@@ -140,10 +148,10 @@ class Snapshot:
         end: int,
         also: Sequence[int] = (),
     ) -> None:
-        self._records = [record for record in source.records if _overlap(record, start, end)]
+        self._records = [record for record in source.records if overlap(record, start, end)]
         self._start, self._end = start, end
         self._devices = {_device_of(record) for record in source.records}
-        self._aside = _bytes_in_pages(source.records, also)
+        self._aside = bytes_in_pages(source.records, also)
         self._arena = memory.arena(end - start, any(d.type == "cuda" for d in self._devices))
         self._copied = self._written = start
         self._stopped = False
@@ -178,7 +186,7 @@ class Snapshot:
         while self._copied < self._end:
             window = self._wait_for_room()
             tasks = list(self._tasks(self._copied, window))
-            _copy_all(tasks, lambda: self._stopped)
+            copy_all(tasks, lambda: self._stopped)
             progress()
             with self._changed:
                 self._copied = window
@@ -203,16 +211,16 @@ class Snapshot:
                 raise Cancelled
             return min(self._copied + free, self._end)
 
-    def _tasks(self, start: int, end: int) -> Iterator[_Copy]:
+    def _tasks(self, start: int, end: int) -> Iterator[Copy]:
         """The copies of the file's bytes in [start, end)."""
         for record in self._records:
-            if not _overlap(record, start, end):
+            if not overlap(record, start, end):
                 continue
             position, stop = max(record.offset, start), min(record.end, end)
             while position < stop:
                 at = self._at(position)
-                nbytes = min(stop - position, _COPY_BYTES, self._arena.nbytes - at)
-                yield _Copy(self._arena, at, record, position - record.offset, nbytes)
+                nbytes = min(stop - position, COPY_BYTES, self._arena.nbytes - at)
+                yield Copy(self._arena, at, record, position - record.offset, nbytes)
                 self.copied_bytes += nbytes
                 position += nbytes
 
@@ -222,7 +230,17 @@ class Snapshot:
         with self._changed:
             self._changed.notify_all()
 
+    def over(self) -> None:
+        """Nobody reads it any more."""
+
     # The writing side
+
+    def check(self) -> None:
+        """Raise if what was read is not what it was when the snapshot was taken: never so here."""
+
+    def again(self) -> bool:
+        """Whether all of it can be read once more, from its start."""
+        return self.fits
 
     def written(self, end: int) -> None:
         """All of the file's bytes before `end` are in the file: their memory is free again."""
@@ -265,7 +283,9 @@ class Snapshot:
         return (position - self._start) % self._arena.nbytes
 
 
-class _Copy(NamedTuple):
+class Copy(NamedTuple):
+    """A piece of a record on its way into an arena."""
+
     arena: torch.Tensor
     at: int
     record: Record
@@ -273,6 +293,7 @@ class _Copy(NamedTuple):
     nbytes: int
 
     def run(self) -> None:
+        """Copy it; a device's only begins to."""
         data = self.record.data
         assert isinstance(data, torch.Tensor)  # a layout that was just planned
         if data.is_cpu:
@@ -284,10 +305,11 @@ class _Copy(NamedTuple):
 
     @property
     def on_cpu(self) -> bool:
+        """Whether it is memory to memory."""
         return _device_of(self.record).type == "cpu"
 
 
-def _copy_all(tasks: Sequence[_Copy], stopped: Callable[[], bool]) -> None:
+def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
     """Run copies in a few threads; device copies are queued by this one, and waited for."""
     devices = {_device_of(task.record) for task in tasks if not task.on_cpu}
     for task in tasks:
@@ -304,7 +326,7 @@ def _copy_all(tasks: Sequence[_Copy], stopped: Callable[[], bool]) -> None:
                 return
             task.run()
 
-    large = sum(task.nbytes for task in tasks if task.on_cpu) // _COPY_BYTES
+    large = sum(task.nbytes for task in tasks if task.on_cpu) // COPY_BYTES
     others = min(torch.get_num_threads(), _MOST_THREADS, large) - 1
     started: list[Thread] = []
     try:
@@ -332,11 +354,12 @@ def _wait_for(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _overlap(record: Record, start: int, end: int) -> bool:
+def overlap(record: Record, start: int, end: int) -> bool:
+    """Whether any of a record is in [start, end) of the file."""
     return record.offset < end and start < record.end
 
 
-def _bytes_in_pages(
+def bytes_in_pages(
     records: Sequence[Record], pages: Sequence[int]
 ) -> dict[int, list[tuple[int, torch.Tensor]]]:
     """Copies of the storages' bytes in some pages: (offset in the record, bytes), by record."""

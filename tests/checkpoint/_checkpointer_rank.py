@@ -33,7 +33,7 @@ import torch.distributed as dist
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._io import rank_store
-from nvmeio.checkpoint import _job, _ranks, _snapshot
+from nvmeio.checkpoint import _job, _live, _ranks, _snapshot
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
@@ -223,6 +223,124 @@ def save(me: Rank) -> None:
         assert reports[0].copied_bytes <= reports[0].nbytes // me.world + 8192
     text = json.dumps(me.written)
     (me.notes / f"written-{me.layout}-{me.world}-{me.rank}.json").write_text(text)
+
+
+class Guarded:
+    """Weights of an optimizer, the same on all ranks with one file; and what else is saved."""
+
+    def __init__(self, me: Rank) -> None:
+        value = 1.0 if me.layout == "one" else 1.0 + me.rank
+        rows = 700 if me.layout == "one" else 500 + 100 * me.rank
+        self.weights = [torch.nn.Parameter(torch.full((rows, 517), value)) for _ in range(5)]
+        self.optimizer = torch.optim.SGD(self.weights, lr=1.0, fused=True)
+        self.other = torch.ones(5000)
+
+    def step(self) -> None:
+        for weight in self.weights:
+            weight.grad = torch.full_like(weight, -1)
+        self.optimizer.step()
+        self.other += 1
+
+    def state(self) -> dict[str, Any]:
+        weights: list[torch.Tensor] = [weight.detach() for weight in self.weights]
+        return {"weights": weights, "other": self.other}
+
+    def copy(self) -> dict[str, Any]:
+        return {
+            "weights": [each.clone() for each in self.state()["weights"]],
+            "other": self.other.clone(),
+        }
+
+
+def guard(me: Rank) -> None:
+    """Steps while the ranks write; then one rank changes what it has not written yet."""
+    _live._MOST_IN_FLIGHT_BYTES = 1
+    last = me.rank == me.world - 1
+    gate = threading.Event()
+    handle = nvmeio.AioHandle(block_size=MIB, engine=FakeEngine(hold=gate))
+    training = Guarded(me)
+    with me.new(handle=handle) as checkpointer:
+        checkpointer.guard(training.optimizer)
+        for step in (1, 2, 3):
+            gate.set()
+            wanted = training.copy()
+            report = checkpointer.save_sync(training.state(), step)
+            assert report.guarded_bytes > 0 and report.copied_bytes <= 20_000, report
+            training.step()
+            checkpointer.wait_sync(PATIENCE_S)
+            me.meet_others()
+            assert same(checkpointer.restore(), wanted)
+            me.meet_others()
+        gate.clear()
+        checkpointer.save_sync(training.state(), 4)
+        if last:
+            for weight in training.weights:
+                weight.data += 1  # whichever of them this rank writes
+        gate.set()
+        if last:
+            with me.raises(nvmeio.IntegrityError, "parameter", "was changed"):
+                checkpointer.wait_sync(PATIENCE_S)
+        else:
+            with me.raises(nvmeio.TransferError, f"rank {me.world - 1} of", "was changed"):
+                checkpointer.wait_sync(PATIENCE_S)
+        me.meet_others()
+        assert checkpointer.latest_step() == 3 and same(checkpointer.restore(), wanted)
+        me.meet_others()
+        if last:
+            for weight in training.weights:
+                weight.data -= 1
+        me.meet_others()
+        wanted = training.copy()
+        checkpointer.save_sync(training.state(), 5)
+        training.step()
+        checkpointer.wait_sync(PATIENCE_S)
+        me.meet_others()
+        assert same(checkpointer.restore(), wanted)
+        me.meet_others()
+    handle.close()
+
+
+def shards(me: Rank) -> None:
+    """What a rank has of a model of FSDP2: changes of a DTensor are counted by it alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(256, 256)
+    fully_shard(model, mesh=init_device_mesh("cpu", (me.world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def train() -> None:
+        model(torch.ones(4, 256)).sum().backward()
+        optimizer.step()
+
+    def state() -> dict[str, torch.Tensor]:
+        weight: Any = model.weight
+        moment = optimizer.state[weight]["exp_avg"]
+        return {"weight": weight.to_local(), "moment": moment.to_local()}
+
+    train()
+    gate = threading.Event()
+    handle = nvmeio.AioHandle(engine=FakeEngine(hold=gate))
+    with me.new(handle=handle) as checkpointer:
+        checkpointer.guard(optimizer)
+        for step in (1, 2):
+            gate.set()
+            wanted = {name: value.detach().clone() for name, value in state().items()}
+            report = checkpointer.save_sync(state(), step)
+            assert report.guarded_bytes == 2 * 256 * 256 * 4 // me.world, report
+            train()
+            checkpointer.wait_sync(PATIENCE_S)
+            assert same(checkpointer.restore(), wanted)
+            me.meet_others()
+        gate.clear()
+        checkpointer.save_sync(state(), 3)
+        with torch.no_grad():
+            model.weight.add_(1)
+        gate.set()
+        with me.raises((nvmeio.IntegrityError, nvmeio.TransferError), "parameter 0 was changed"):
+            checkpointer.wait_sync(PATIENCE_S)
+        me.meet_others()
+    handle.close()
 
 
 def stream(me: Rank) -> None:
@@ -635,6 +753,8 @@ WORK: dict[str, Callable[..., bool | None]] = {
     work.__name__: work
     for work in (
         save,
+        guard,
+        shards,
         stream,
         restore,
         many,

@@ -170,6 +170,18 @@ def test_parts_that_are_larger_than_the_memory(ranks: Any, tmp_path: Path) -> No
     check_file(tmp_path / "checkpoints" / "latest", replicated(2, 140 * MIB))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ranks_guard_is_written_from_where_it_lies(
+    layout: str, ranks: Any, tmp_path: Path
+) -> None:
+    ranks(2, "guard", tmp_path, layout)
+
+
+def test_shards_are_written_from_where_they_lie(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.fsdp")
+    ranks(2, "shards", tmp_path, "per_rank")
+
+
 def test_ranks_on_devices_of_their_own(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "devices", tmp_path)
 

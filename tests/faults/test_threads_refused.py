@@ -152,7 +152,7 @@ def test_a_thread_that_only_helps_is_done_without(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
-    monkeypatch.setattr(_snapshot, "_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(_snapshot, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     die_at_birth(monkeypatch, name)
     HELPING[name](tmp_path)

@@ -190,6 +190,38 @@ class CheckpointerSave(Scenario):
         self.checkpointer.close()
 
 
+class CheckpointerGuard(CheckpointerSave):
+    """What an optimizer has is written from where it lies, and its step comes meanwhile.
+
+    All elements have one value, which is saved beside them, and a step adds one in a single call
+    of C.
+    """
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.weights = [torch.nn.Parameter(torch.zeros(97, 1101)) for _ in range(6)]
+        self.optimizer = torch.optim.SGD(self.weights, lr=1.0, fused=True)
+        for weight in self.weights:
+            weight.grad = torch.full_like(weight, -1)
+        self.checkpointer.guard(self.optimizer)
+
+    def work(self) -> Any:
+        self.checkpointer.guard(self.optimizer)
+        value = float(self.weights[0].detach()[0, 0])
+        saved = {"step": self.step, "value": value, "weights": self.weights}
+        self.checkpointer.save_sync(saved, self.step)
+        self.optimizer.step()
+        self.checkpointer.wait_sync()
+        assert float(self.weights[0].detach()[0, 0]) == value + 1
+
+    def whole(self, least: int) -> None:
+        if self.checkpointer.latest_step() is not None:
+            found = self.checkpointer.restore()
+            assert found["step"] >= least, f"{found['step']}, and {least} was durable"
+            for weight in found["weights"]:
+                assert torch.equal(weight, torch.full_like(weight, found["value"]))
+
+
 class CheckpointerAsync(CheckpointerSave):
     modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
 
@@ -291,6 +323,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "safetensors-load": SafetensorsLoad,
     "file-object": FileObject,
     "checkpointer-save": CheckpointerSave,
+    "checkpointer-guard": CheckpointerGuard,
     "checkpointer-async": CheckpointerAsync,
     "checkpointer-restore": CheckpointerRestore,
     "checkpointers": Checkpointers,

@@ -1,0 +1,95 @@
+"""Whether somebody changes a tensor that is written from where it lies.
+
+torch counts the changes of a tensor in its `_version`: those of its own operations, also of views
+and of `detach()`. Writes through ``.data``, numpy, other processes, and the fused optimizers' own
+kernels are not counted. So some of its bytes are compared as well: a word in every `_SAMPLE_BYTES`,
+the first and the last. An update of a whole tensor changes them; one of a few elements only may
+not be seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nvmeio.errors import IntegrityError
+
+_SAMPLE_BYTES = 256 << 10
+_WORD = 8
+
+
+class Watched:
+    """A tensor that must not change, and the optimizer that has it.
+
+    Args:
+        name: What it is, for errors.
+        optimizer: Whose it is.
+        parameter: The parameter, as the optimizer has it.
+        key: Of the parameter's state; None for the parameter itself.
+        memory: Its storage's bytes.
+    """
+
+    __slots__ = ("_before", "_key", "_memory", "_name", "_optimizer", "_parameter", "_samples")
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        parameter: torch.Tensor,
+        key: str | None,
+        memory: torch.Tensor,
+    ) -> None:
+        self._name = name
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._key = key
+        self._memory = memory
+        self._before = self._facts()
+        self._samples = samples(memory)
+
+    def check(self, step: int) -> None:
+        """Raise `IntegrityError` if it was changed since."""
+        found = self._facts()
+        if found == self._before and torch.equal(samples(self._memory), self._samples):
+            return
+        what = "changed"
+        if found is None or self._before is None or found[0] != self._before[0]:
+            what = "given other memory"
+        raise IntegrityError(
+            f"step {step} was not saved: {self._name} was {what} while it was written from where "
+            "it lies, and not by the step of its guarded optimizer. Change it after wait(), or in "
+            "optimizer.step(); a Checkpointer without guard() copies it first",
+            expected="what it was when save returned",
+            found=self._name,
+        )
+
+    def _facts(self) -> tuple[int, int, int] | None:
+        tensor: Any = self._parameter
+        if self._key is not None:
+            tensor = state_of(self._optimizer, self._parameter).get(self._key)
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        local = local_of(tensor)
+        return local.untyped_storage().data_ptr(), tensor._version, local._version
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """An optimizer's state of a parameter; none of a `SwappedOptimizer`, whose is on the drive."""
+    state: Any = optimizer.state
+    found = state.get(parameter) if isinstance(state, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it: a DTensor's shard."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def samples(memory: torch.Tensor) -> torch.Tensor:
+    """A copy of some words of a storage, the first and the last."""
+    whole = memory.numel() // _WORD
+    words = memory[: whole * _WORD].view(torch.int64)
+    few = words[:: _SAMPLE_BYTES // _WORD]
+    return torch.cat((few, words[-1:]))
