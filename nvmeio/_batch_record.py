@@ -36,6 +36,8 @@ logger = logging.getLogger("nvmeio")
 NAMES = {Opcode.READ: "pread_batch", Opcode.WRITE: "pwrite_batch"}
 # A file may need two descriptors; a batch leaves most of a process's to others.
 _FILES_MOST = 128
+# The caller waits for the first wave to be opened, 30 us a file. Between two waves the drive does.
+_LATER_TIMES = 4
 _SHARE_OF_DESCRIPTORS = 8
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -194,7 +196,7 @@ class BatchRecord(Record):
             transfers += self._begun(part, items, miscounted, again=True) or []
         if transfers:
             return transfers
-        most = _files_at_once()
+        most = _files_at_once(1 if self.request is None else _LATER_TIMES)
         while self._waiting and (len(self._wave) < most or not self._waiting[0].is_path):
             part = self._waiting[0]
             planned = self._begun(part, part.items, miscounted)
@@ -319,8 +321,9 @@ class BatchRecord(Record):
         return self._batch
 
 
-def _files_at_once() -> int:
+def _files_at_once(times: int = 1) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = _FILES_MOST * times
     if limit == resource.RLIM_INFINITY:
-        return _FILES_MOST
-    return max(1, min(_FILES_MOST, limit // _SHARE_OF_DESCRIPTORS))
+        return most
+    return max(1, min(most, limit // _SHARE_OF_DESCRIPTORS))

@@ -61,6 +61,7 @@ def paths(path: Path) -> list[Path]:
 def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches have two files open at most."""
     monkeypatch.setattr(_batch_record, "_FILES_MOST", 2)
+    monkeypatch.setattr(_batch_record, "_LATER_TIMES", 1)
 
 
 def zeros(number: int, nbytes: int = 10) -> list[torch.Tensor]:
