@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program
 
@@ -134,9 +134,7 @@ operations = st.lists(
 )
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(operations)
 def test_a_store_is_a_dict_that_forgets_what_was_used_longest_ago(
     tmp_path_factory: pytest.TempPathFactory, handle: AioHandle, steps: list[tuple[str, list[int]]]

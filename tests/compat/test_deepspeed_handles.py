@@ -454,17 +454,19 @@ def test_buffer_dropped_before_wait_is_still_written(path: Path) -> None:
 def test_handle_dropped_with_a_transfer_pending_does_not_abort(path: Path) -> None:
     done = run_python(
         f"""
-        import gc, threading, time, torch
+        import gc, time, torch
         from nvmeio.compat.deepspeed import aio_handle
         handle = aio_handle()
-        handle.async_pwrite(torch.ones(1 << 22), {str(path)!r})
+        tensor = torch.ones(1 << 22)
+        handle.async_pwrite(tensor, {str(path)!r})
         del handle
-        gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == "nvmeio-close":
-                while thread.ident is None:  # it is about to begin
-                    time.sleep(0.001)
-                thread.join()
+        until = time.monotonic() + 100  # a thread that is begun by another one ends it
+        while time.monotonic() < until:
+            gc.collect()
+            with open({str(path)!r}, "rb") as file:
+                if file.read() == tensor.numpy().tobytes():
+                    break
+            time.sleep(0.01)
         """
     )
     assert done.returncode == 0, done.stderr
