@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._plan import PAGE_BYTES
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -22,7 +24,6 @@ _libc.mmap.argtypes = [
 ]
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
-_PAGE = mmap.PAGESIZE
 
 
 class FilePart(NamedTuple):
@@ -56,11 +57,11 @@ def file_tensor(
         return torch.empty(shape, dtype=dtype)
     if not _maps(parts):
         return _copied(parts, dtype, shape)
-    lead = parts[0].offset % _PAGE
+    lead = parts[0].offset % PAGE_BYTES
     room = mmap.mmap(-1, lead + total)
     at = ctypes.addressof(ctypes.c_char.from_buffer(room))
     for each in parts:
-        start = each.offset // _PAGE * _PAGE
+        start = each.offset // PAGE_BYTES * PAGE_BYTES
         nbytes = each.nbytes + each.offset - start
         found = _libc.mmap(
             at,
@@ -79,8 +80,8 @@ def file_tensor(
 
 
 def _maps(parts: Sequence[FilePart]) -> bool:
-    inner = all(each.nbytes % _PAGE == 0 for each in parts[:-1])
-    return len(parts) == 1 or (inner and all(each.offset % _PAGE == 0 for each in parts))
+    inner = all(each.nbytes % PAGE_BYTES == 0 for each in parts[:-1])
+    return len(parts) == 1 or (inner and all(each.offset % PAGE_BYTES == 0 for each in parts))
 
 
 def _copied(parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
