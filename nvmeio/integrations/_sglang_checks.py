@@ -95,6 +95,13 @@ _REFUSED = (
         "it runs parts of two layers in turns, without calling the layers",
         "no --enable-two-batch-overlap",
     ),
+    _Refused(
+        "get_exec",
+        "features.enable_memory_saver",
+        (False,),
+        "what it releases of the weights is loaded anew by an update, which is refused",
+        "no --enable-memory-saver",
+    ),
     _Refused("get_exec", "moe.enable_eplb", (False,), _MOVED, "no --enable-eplb"),
     _Refused("get_exec", "moe.elastic_ep_backend", (None,), _MOVED, "no --elastic-ep-backend"),
     _Refused("get_lora", "enable_lora", (False, None), _MOVED, "no --enable-lora"),

@@ -204,6 +204,7 @@ def _options(**changed: Any) -> Any:
         "get_exec.offload.cpu_offload_gb": 0,
         "get_exec.offload.offload_group_size": -1,
         "get_exec.overlap.enable_two_batch_overlap": False,
+        "get_exec.features.enable_memory_saver": False,
         "get_exec.moe.enable_eplb": False,
         "get_exec.moe.elastic_ep_backend": None,
         "get_flags.capture.enable_torch_compile": False,

@@ -291,6 +291,7 @@ def test_updates_of_weights_are_refused_and_change_nothing(start: Any) -> None:
         ("get_exec.offload.cpu_offload_gb", 4, "no --cpu-offload-gb"),
         ("get_exec.offload.offload_group_size", 2, "no --offload-group-size"),
         ("get_exec.overlap.enable_two_batch_overlap", True, "no --enable-two-batch-overlap"),
+        ("get_exec.features.enable_memory_saver", True, "no --enable-memory-saver"),
         ("get_exec.moe.enable_eplb", True, "no --enable-eplb"),
         ("get_exec.moe.elastic_ep_backend", "mooncake", "no --elastic-ep-backend"),
         ("get_lora.enable_lora", True, "no --enable-lora"),
