@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from nvmeio import _transfer
-from nvmeio._plan import Plan
 from nvmeio._rows import RowPlaces
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines import base
@@ -63,6 +62,7 @@ class Record:
         "callbacks",
         "check",
         "claimed",
+        "direct",
         "error",
         "file_offset",
         "gates",
@@ -73,7 +73,6 @@ class Record:
         "opened",
         "path",
         "places",
-        "plan",
         "released",
         "request",
         "rows",
@@ -105,7 +104,7 @@ class Record:
         self.rows = None if places is None else places.rows
         self.opened: Descriptors | None = None
         self.released = False  # these
-        self.plan: Plan | None = None
+        self.direct = False  # to be done again by the page cache if it is refused
         self.request: Request | None = None
         self.home: CompletionQueue | None = None  # where its end is reported
         self.state = "pending"
@@ -113,7 +112,7 @@ class Record:
         self.claimed = 0  # the thread that concludes it, or HANDED_ON
         self.error: BaseException | None = None
         # Who is told of the end: event loops, threads (by releasing a lock), anybody.
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self.gates: list[threading.Lock] | None = None
         self.callbacks: list[Callable[[], object]] | None = None
 
@@ -141,7 +140,9 @@ class Record:
 
     def prepare(self, engine: Engine, cq: CompletionQueue, transfer: Any) -> Request:
         """The engine's request for it."""
-        return base.prepare(engine, cq, self.token, transfer, self.rows)
+        if self.rows is None:
+            return engine.prepare(cq, self.token, transfer)
+        return base.prepare_rows(engine, cq, self.token, transfer, self.rows)
 
     def cancel(self) -> None:
         """Issue no further block."""
@@ -152,7 +153,7 @@ class Record:
 
     def goes_on(self, moved: int) -> bool:
         """Whether more is to be done by the finisher, now that the request has moved so much."""
-        return moved == -errno.EINVAL and self.plan is not None and self.plan.direct
+        return moved == -errno.EINVAL and self.direct
 
     def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
         """What the engine is to do next, if anything, and what its counters have too much or lack.
@@ -162,7 +163,7 @@ class Record:
         opened, memory = self.opened, self.memory
         assert opened is not None and memory is not None
         try:
-            self.plan, transfer = _transfer.plan_buffered(
+            self.direct, transfer = _transfer.plan_buffered(
                 self.opcode, memory, opened, self.file_offset
             )
         except TransferError:
@@ -231,11 +232,12 @@ class Record:
         It may be done again, and tells the same then.
         """
         memory, places, opened = self.memory, self.places, self.opened
-        if memory is not None:
+        if memory is not None and memory.held is not None:
             memory.end()
         if places is not None:
             places.end()
-        self.memory = self.places = self.plan = self.check = None
+        self.memory = self.places = self.check = None
+        self.direct = False
         if opened is not None:
             try:
                 opened.release(self)
