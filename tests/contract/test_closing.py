@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from support import (
 )
 
 import nvmeio
+from nvmeio.testing import FakeEngine
 
 
 def test_close_finishes_what_is_in_flight(make_handle: Make, path: Path) -> None:
@@ -209,6 +211,30 @@ def test_closing_from_two_threads(
         spin_until(lambda: threads_in("wait_for_live") == 2)
         engine_held.gate.set()
     assert operation.result(0) == SIZE
+
+
+def test_closing_does_not_wait_for_a_transfer_that_could_not_be_begun(
+    new_handle: Callable[..., nvmeio.AioHandle], file: Path
+) -> None:
+    """It was found among those in flight, taken back, and waited for all the same, for ever."""
+
+    class Refusing(FakeEngine):
+        def enqueue(self, request: Any) -> None:
+            spin_until(lambda: threads_in("wait_for_live") == 1)
+            raise MemoryError("no room for it")
+
+    handle, closed = new_handle(Refusing()), threading.Event()
+
+    def close() -> None:
+        spin_until(lambda: handle._cores.in_flight == 1)
+        handle.close()
+        closed.set()
+
+    with thread(close):
+        with pytest.raises(MemoryError, match="no room"):
+            handle.async_pread(target(), file)
+        assert closed.wait(WAIT_S)
+    assert handle.closed
 
 
 def test_closing_gives_back_the_kernels_resources_at_once(make_handle: Make, file: Path) -> None:
