@@ -33,7 +33,8 @@ def test_a_directory_that_goes_as_it_is_found_is_made(
     """Its owner, interrupted twice, was still removing it in a thread of his: ENOENT."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    real, refused = os.open, []
+    real = os.open
+    refused: list[str] = []
 
     def removed_first(path: str, *args: int) -> int:
         if not refused:
