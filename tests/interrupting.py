@@ -52,7 +52,11 @@ def _places(code: CodeType) -> frozenset[int]:
         looks = name == "RESUME" or name.startswith("CALL")
         call = offset if looks and not name.startswith("CALL_INTRINSIC") else None
         if name.startswith(("JUMP_BACKWARD", "JUMP_ABSOLUTE")):
-            found.add(int(instruction.argval))
+            # And so by the jump, not by where it leads: that may be the NOP of a ``try`` within
+            # another, which no exception table covers.
+            target = int(instruction.argval)
+            if _handler(code, offset) == _handler(code, target):
+                found.add(target)
     _known[id(code)] = frozenset(found), code
     return _known[id(code)][0]
 
