@@ -14,18 +14,22 @@ import logging
 import os
 import resource
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from nvmeio import _transfer
 from nvmeio._batch import Batch, Part
+from nvmeio._plan import Plan
 from nvmeio._record import NOTHING, Record, copy_back, failure_of, refused_once
-from nvmeio._transfer import Planner
+from nvmeio._tensor import Memory
 from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Opcode, Outcome, Request, Transfer
 from nvmeio.errors import BatchError, TransferError
+from nvmeio.files import Descriptors
+
+Planner = Callable[[Opcode, Memory, Descriptors, int], tuple[Plan, Transfer]]
 
 logger = logging.getLogger("nvmeio")
 

@@ -44,9 +44,7 @@ def file_offset(name: str, value: Any, nbytes: int) -> int:
         TypeError: It is no integer.
         ValueError: They would lie outside of any file.
     """
-    if type(value) is int and 0 <= value <= OFFSET_MAX - nbytes:
-        return value
-    number = integer(name, value)
+    number = value if type(value) is int else integer(name, value)
     if not 0 <= number <= OFFSET_MAX - nbytes:
         raise ValueError(
             f"{name} must lie between 0 and 2**63 - 1 - {nbytes} (the tensor's bytes), not {number}"

@@ -29,15 +29,13 @@ from collections.abc import Callable
 
 from nvmeio import _transfer, _unreleased, files
 from nvmeio._batch import Batch
-from nvmeio._batch_record import BatchRecord
+from nvmeio._batch_record import BatchRecord, Planner
 from nvmeio._completions import CompletionQueues
 from nvmeio._io.threads import run_interruptible
 from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._record import Record, let_go_plain
 from nvmeio._rows import RowPlaces
 from nvmeio._tensor import Memory
-from nvmeio._transfer import Planner
-from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
@@ -100,8 +98,8 @@ class Core:
         opened: Descriptors | None = None
         planner = self._planner if places is None else _transfer.plan_rows
         try:
-            opened = files.acquire(file, opcode is base.WRITE)
-            direct, transfer = planner(opcode, memory, opened, file_offset)
+            opened = files.acquire(file, opcode is Opcode.WRITE)
+            planned, transfer = planner(opcode, memory, opened, file_offset)
         except BaseException as failed:
             if opened is not None:
                 opened.release()
@@ -113,7 +111,7 @@ class Core:
             raise
         token, nbytes = next(self._tokens), memory.nbytes
         record = Record(token, opcode, memory, opened.path, file_offset, nbytes, check, places)
-        record.opened, record.direct = opened, direct
+        record.opened, record.plan = opened, planned
         return self._submit(record, transfer)
 
     def start_batch(self, opcode: Opcode, batch: Batch) -> Record:
@@ -135,17 +133,17 @@ class Core:
         """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
         record = Record(next(self._tokens), opcode, None, opened.path, 0, 0)
         record.opened = opened
-        return self._submit(record, _transfer.plan_sync(opcode, opened))
+        record.plan, transfer = _transfer.plan_sync(opcode, opened)
+        return self._submit(record, transfer)
 
     def _submit(self, record: Record, transfer: Transfer | list[Transfer]) -> Record:
         token = record.token
         try:
             record.home = cq = self._completions.here()
             record.request = request = record.prepare(self.engine, cq, transfer)
-            # Noted first and asked then, as whoever closes does it: one of the two sees the other.
-            self._live[token] = record
-            if self._refusal:
+            with self._lock:
                 self.check_open()
+                self._live[token] = record
             request.start()
         except BaseException:
             self._withdraw(record)
@@ -160,7 +158,8 @@ class Core:
         if request is not None and request.started():
             request.start()  # whoever is to be woken by that may not have been
             return
-        self._live.pop(record.token, None)
+        with self._lock:
+            self._live.pop(record.token, None)
         record.let_go()
         self._publish(record, "cancelled")  # to whoever waits for all that is live
 
@@ -341,11 +340,11 @@ class Core:
             self._finished += 1
 
     def _tell(self, record: Record) -> None:
-        # Struck off only once told: told twice is better than never. Latecomers see the state.
-        for loop, waiter in record.waiters:
-            wake(loop, waiter)
-        record.waiters.clear()
-        gates, callbacks = record.gates, record.callbacks
+        # Nobody is added any more. Struck off only once told: told twice is better than never.
+        waiters, gates, callbacks = record.waiters, record.gates, record.callbacks
+        while waiters:
+            wake(*waiters[0])
+            waiters.pop(0)
         while gates:
             if gates[0].locked():
                 gates[0].release()
@@ -364,20 +363,19 @@ class Core:
         if self._refusal is _FORKED:
             raise ClosedError(_FORKED)
         waiter = loop.create_future()
-        latest, cq = self._completions.latest
-        if latest is not loop:
-            cq = self._completions.of(loop)
-        # Added first and asked then, without a lock: it is settled first, and told then.
-        record.waiters.append((loop, waiter))
-        if record.state != "pending":
-            wake(loop, waiter)
-        if record.state != "pending" or record.home is cq:
-            return waiter
+        cq = self._completions.of(loop)
         with self._lock:
             if record.state != "pending":
+                waiter.set_result(None)
+                return waiter
+            lonely = not record.waiters and not record.callbacks
+            if record.waiters is None:
+                record.waiters = [(loop, waiter)]
+            else:
+                record.waiters.append((loop, waiter))
+            if record.home is cq:
                 return waiter
             default = self._completions.default
-            lonely = len(record.waiters) == 1 and not record.callbacks
             target = cq if lonely and record.home is default else default
             self._move(record, target)
         if target is default:
@@ -453,7 +451,7 @@ class Core:
     def _adopt(self, cq: CompletionQueue) -> None:
         """A loop was closed with its queue: what was to report there reports at the default."""
         with self._lock:
-            orphans = [o for o in list(self._live.values()) if o.home is cq]
+            orphans = [o for o in self._live.values() if o.home is cq]
             for record in orphans:
                 self._move(record, self._completions.default)
         if orphans:
@@ -480,7 +478,7 @@ class Core:
     def live_writes(self, inode: tuple[int, int]) -> list[Record]:
         """The writes to a file that have been started up to now, and are not over."""
         with self._lock:
-            return [r for r in list(self._live.values()) if r.writes_to(inode)]
+            return [record for record in self._live.values() if record.writes_to(inode)]
 
     async def settle_live(self) -> None:
         """`wait_for_live`, awaited."""
@@ -491,10 +489,7 @@ class Core:
     def _any_live(self) -> Record | None:
         with self._lock:
             while self._live:
-                try:
-                    record = next(iter(self._live.values()))
-                except RuntimeError:  # one was added meanwhile
-                    continue
+                record = next(iter(self._live.values()))
                 if record.state == "pending":
                     return record
                 self._live.pop(record.token)  # interrupted half way through `settled`

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -144,7 +144,7 @@ class _CudaMark:
             self._event.synchronize()
 
 
-def is_device(tensor: object) -> TypeGuard[torch.Tensor]:
+def is_device(tensor: object) -> bool:
     """Whether it is a tensor in a device's memory that engines reach through a `Copier`."""
     return getattr(tensor, "is_cuda", False) is True
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nvmeio import _transfer
+from nvmeio._plan import Plan
 from nvmeio._rows import RowPlaces
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines import base
@@ -62,7 +63,6 @@ class Record:
         "callbacks",
         "check",
         "claimed",
-        "direct",
         "error",
         "file_offset",
         "gates",
@@ -73,6 +73,7 @@ class Record:
         "opened",
         "path",
         "places",
+        "plan",
         "released",
         "request",
         "rows",
@@ -104,7 +105,7 @@ class Record:
         self.rows = None if places is None else places.rows
         self.opened: Descriptors | None = None
         self.released = False  # these
-        self.direct = False  # to be done again by the page cache if it is refused
+        self.plan: Plan | None = None
         self.request: Request | None = None
         self.home: CompletionQueue | None = None  # where its end is reported
         self.state = "pending"
@@ -112,7 +113,7 @@ class Record:
         self.claimed = 0  # the thread that concludes it, or HANDED_ON
         self.error: BaseException | None = None
         # Who is told of the end: event loops, threads (by releasing a lock), anybody.
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
         self.gates: list[threading.Lock] | None = None
         self.callbacks: list[Callable[[], object]] | None = None
 
@@ -140,9 +141,7 @@ class Record:
 
     def prepare(self, engine: Engine, cq: CompletionQueue, transfer: Any) -> Request:
         """The engine's request for it."""
-        if self.rows is None:
-            return engine.prepare(cq, self.token, transfer)
-        return base.prepare_rows(engine, cq, self.token, transfer, self.rows)
+        return base.prepare(engine, cq, self.token, transfer, self.rows)
 
     def cancel(self) -> None:
         """Issue no further block."""
@@ -153,7 +152,7 @@ class Record:
 
     def goes_on(self, moved: int) -> bool:
         """Whether more is to be done by the finisher, now that the request has moved so much."""
-        return moved == -errno.EINVAL and self.direct
+        return moved == -errno.EINVAL and self.plan is not None and self.plan.direct
 
     def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
         """What the engine is to do next, if anything, and what its counters have too much or lack.
@@ -163,7 +162,7 @@ class Record:
         opened, memory = self.opened, self.memory
         assert opened is not None and memory is not None
         try:
-            self.direct, transfer = _transfer.plan_buffered(
+            self.plan, transfer = _transfer.plan_buffered(
                 self.opcode, memory, opened, self.file_offset
             )
         except TransferError:
@@ -232,12 +231,11 @@ class Record:
         It may be done again, and tells the same then.
         """
         memory, places, opened = self.memory, self.places, self.opened
-        if memory is not None and memory.held is not None:
+        if memory is not None:
             memory.end()
         if places is not None:
             places.end()
-        self.memory = self.places = self.check = None
-        self.direct = False
+        self.memory = self.places = self.plan = self.check = None
         if opened is not None:
             try:
                 opened.release(self)

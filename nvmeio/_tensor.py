@@ -117,10 +117,12 @@ def destination(tensor: Data) -> Memory:
     """
     if not isinstance(tensor, torch.Tensor):
         return _in_place(_over_buffer(tensor, writable=True), None)
+    if _is_plain(tensor) and not tensor.requires_grad and not tensor.is_inference():
+        return _in_place(tensor, tensor)
     _check(tensor)
     _check_writable(tensor)
     grad = torch.is_grad_enabled()
-    if _is_plain(tensor) and (not tensor.requires_grad or tensor.is_inference() or not grad):
+    if _is_plain(tensor) and (tensor.is_inference() or not grad):
         return _in_place(tensor, tensor)
     staging, copy_back = _staged(tensor, _CPU)
     return Memory(
@@ -130,32 +132,6 @@ def destination(tensor: Data) -> Memory:
         copy_back,
         held=_holds.hold(tensor.untyped_storage()),
     )
-
-
-def plain(tensor: Data, reading: bool) -> Memory | None:
-    """`destination` or `source` of nearly every tensor, whose memory is used as it lies; or None.
-
-    In one function, for what a short transfer costs is mostly calls of Python's.
-    """
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or type(tensor) not in _PLAIN_TYPES
-        or not tensor.is_cpu
-        or tensor.layout is not _STRIDED
-        or (reading and tensor.requires_grad)
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor.is_quantized
-        or tensor.is_inference()
-    ):
-        return None
-    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
-    held, address = _holds.hold(storage), tensor.data_ptr()
-    foreign = held is None and _is_foreign(storage, address, nbytes)
-    changed = tensor if reading else None
-    # Not by Memory(): its __new__ is a function of Python's, as long as all that is done here.
-    return _new(Memory, (address, nbytes, storage, None, None, None, changed, foreign, held))
 
 
 def _over_buffer(given: Buffer, writable: bool) -> torch.Tensor:
@@ -186,9 +162,11 @@ def _in_place(tensor: torch.Tensor, changed: torch.Tensor | None) -> Memory:
     """A contiguous CPU tensor's own memory."""
     storage = tensor.untyped_storage()
     held = _holds.hold(storage)
-    address, nbytes = tensor.data_ptr(), _nbytes(tensor)
+    address = tensor.data_ptr()
+    nbytes = _nbytes(tensor) if tensor.is_quantized else tensor.nbytes
     foreign = held is None and _is_foreign(storage, address, nbytes)
-    return Memory(address, nbytes, storage, None, None, None, changed, foreign, held)
+    # Not by Memory(): its __new__ is a function of Python's, as long as all that is done here.
+    return _new(Memory, (address, nbytes, storage, None, None, None, changed, foreign, held))
 
 
 def in_place(tensors: Sequence[Data], reading: bool) -> tuple[list[Memory | None], Any]:

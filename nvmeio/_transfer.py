@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from nvmeio import buffers
-from nvmeio._plan import PAGE_BYTES, plan_read, plan_write
+from nvmeio._plan import PAGE_BYTES, Plan, plan_read, plan_write
 from nvmeio._tensor import Memory
-from nvmeio.engines.base import WRITE, DeviceTransfer, Opcode, Transfer
+from nvmeio.engines.base import DeviceTransfer, Opcode, Transfer
 from nvmeio.errors import TransferError
 from nvmeio.files import Descriptors
-
-if TYPE_CHECKING:
-    from typing import TypeAlias
 
 # Aligned memory on 4 KiB pages was read at 1.4 to 2.8 GB/s and written at 2.7 to 5.1, as its pages
 # happened to lie; through a ring of huge-page blocks at 2.5 and 4.7, always. Short transfers are
@@ -22,32 +18,24 @@ if TYPE_CHECKING:
 BOUNCE_FROM_BYTES = 1 << 20
 
 _new = tuple.__new__
-
-
-# Makes a transfer of a read or write; with it goes whether the page cache is to do it where the
-# kernel refuses it as direct I/O.
-Planner: TypeAlias = Callable[[Opcode, Memory, Descriptors, int], tuple[bool, Transfer]]
+_WRITE = Opcode.WRITE  # a look at a class of enums costs as much as a step of the plan
 
 
 def plan(
     opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
-) -> tuple[bool, Transfer]:
-    """A read or write, as direct as the file and the memory allow; a `Planner`.
+) -> tuple[Plan, Transfer]:
+    """A read or write, as direct as the file and the memory allow.
 
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
-    writing = opcode is WRITE
+    writing = opcode is _WRITE
     address, nbytes = memory.address, memory.nbytes
     unit, memory_unit = opened.alignment
-    whole = PAGE_BYTES if writing and unit < PAGE_BYTES else unit
-    if unit and nbytes and not (file_offset | nbytes) % whole:  # it is its own span
-        start, end, direct, buffered = file_offset, file_offset + nbytes, True, False
-    else:
-        planner = plan_write if writing else plan_read
-        start, end, direct, buffered = planner(file_offset, nbytes, unit)
+    planned = (plan_write if writing else plan_read)(file_offset, nbytes, unit)
+    start, end, direct, buffered = planned
     # Not by Transfer(): its __new__ is a function of Python's.
-    return direct, _new(
+    return planned, _new(
         Transfer,
         (
             opcode,
@@ -78,7 +66,7 @@ def plan_all(
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
     unit, memory_unit = opened.alignment
-    writing = opcode is WRITE
+    writing = opcode is Opcode.WRITE
     # Aligned and short, a piece is its own span: nothing is to be planned.
     whole = max(unit, PAGE_BYTES) if writing else unit
     planned = []
@@ -109,7 +97,7 @@ def plan_all(
 
 def plan_device(
     opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
-) -> tuple[bool, Transfer]:
+) -> tuple[Plan, Transfer]:
     """The same for device memory, as the ring and cuFile take it.
 
     Which bytes go direct is planned as ever: the unaligned edges of a write are not left to
@@ -119,8 +107,8 @@ def plan_device(
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
-    _, transfer = plan(opcode, memory, opened, file_offset)
-    return False, DeviceTransfer.make(transfer, memory, opened)
+    planned, transfer = plan(opcode, memory, opened, file_offset)
+    return planned._replace(direct=False), DeviceTransfer.make(transfer, memory, opened)
 
 
 def not_there(operation: str, file: object, failed: OSError) -> TransferError:
@@ -131,15 +119,15 @@ def not_there(operation: str, file: object, failed: OSError) -> TransferError:
 
 def plan_rows(
     opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
-) -> tuple[bool, Transfer]:
+) -> tuple[Plan, Transfer]:
     """A gather or scatter; the engine finds out which bytes of which row go direct.
 
     Raises:
         TransferError: The file's second descriptor is needed and cannot be opened.
     """
     direct = opened.direct_fd >= 0 and opened.alignment.offset > 0
-    buffered = opcode is WRITE or not direct
-    return direct, Transfer(
+    buffered = opcode is Opcode.WRITE or not direct
+    return Plan(file_offset, file_offset, direct, buffered), Transfer(
         opcode,
         opened.direct_fd if direct else -1,
         opened.buffered_fd() if buffered else -1,
@@ -158,7 +146,7 @@ def plan_rows(
 
 def plan_buffered(
     opcode: Opcode, memory: Memory, opened: Descriptors, file_offset: int
-) -> tuple[bool, Transfer]:
+) -> tuple[Plan, Transfer]:
     """The same transfer through the page cache, for a file that refused direct I/O after all.
 
     Raises:
@@ -166,7 +154,7 @@ def plan_buffered(
     """
     opened.demote()
     end = file_offset + memory.nbytes
-    return False, Transfer(
+    return Plan(file_offset, end, False, True), Transfer(
         opcode,
         -1,
         opened.buffered_fd(),
@@ -183,6 +171,8 @@ def plan_buffered(
     )
 
 
-def plan_sync(opcode: Opcode, opened: Descriptors) -> Transfer:
+def plan_sync(opcode: Opcode, opened: Descriptors) -> tuple[Plan, Transfer]:
     """An fsync or fdatasync."""
-    return Transfer(opcode, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False)
+    return Plan(0, 0, False, True), Transfer(
+        opcode, -1, opened.any_fd(), 0, 0, 0, 0, 0, 1, 1, False, False
+    )

@@ -22,7 +22,7 @@ from nvmeio._record import NAMES, ROWS_NAMES
 from nvmeio._rows import FileOffsets
 from nvmeio._tensor import Data
 from nvmeio.engines import ring, select
-from nvmeio.engines.base import READ, WRITE, Counters, Engine, Opcode, Options
+from nvmeio.engines.base import Counters, Engine, Opcode, Options
 from nvmeio.operation import Operation
 
 MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)
@@ -163,7 +163,7 @@ class AioHandle(ClosingWork):
         misaligned memory, and of 1 MiB and more into memory on small pages, which is faster so.
         Source: io_submit(2).
         """
-        return self._start(READ, tensor, file, file_offset)
+        return self._start(Opcode.READ, tensor, file, file_offset)
 
     def async_pwrite(self, tensor: Data, file: FileLike, file_offset: int = 0) -> Operation:
         """Start writing a tensor into a file.
@@ -186,7 +186,7 @@ class AioHandle(ClosingWork):
         how many bytes got through. The span's contents in the file are then unknown, and a file
         that was to grow may already have its new size.
         """
-        return self._start(WRITE, tensor, file, file_offset)
+        return self._start(Opcode.WRITE, tensor, file, file_offset)
 
     def sync_pread(self, tensor: Data, file: FileLike, file_offset: int = 0) -> int:
         """`async_pread`, blocking; the number of bytes read."""
@@ -216,7 +216,7 @@ class AioHandle(ClosingWork):
 
         Cost: `validate` reads everything twice.
         """
-        operation = self._start(READ, tensor, file, file_offset, validate)
+        operation = self._start(Opcode.READ, tensor, file, file_offset, validate)
         return operation if async_op else operation.result()
 
     def pwrite(
@@ -228,7 +228,7 @@ class AioHandle(ClosingWork):
         file_offset: int = 0,
     ) -> Operation | int:
         """Write, with all choices; see `pread`."""
-        operation = self._start(WRITE, tensor, file, file_offset, validate)
+        operation = self._start(Opcode.WRITE, tensor, file, file_offset, validate)
         return operation if async_op else operation.result()
 
     def async_gather(
@@ -258,7 +258,7 @@ class AioHandle(ClosingWork):
         in the file and in memory, and far from others, are read in place, others copied. CUDA
         tensors, on every handle, are read into host memory of their size, and copied from there.
         """
-        return self._start_rows(READ, out, file, file_offsets)
+        return self._start_rows(Opcode.READ, out, file, file_offsets)
 
     def async_scatter(
         self, source: torch.Tensor, file: FileLike, file_offsets: FileOffsets
@@ -284,7 +284,7 @@ class AioHandle(ClosingWork):
         Cost: as `async_gather`. A row that is no whole page costs a write(2) of its own, and the
         page cache a read of that page, unless it has it.
         """
-        return self._start_rows(WRITE, source, file, file_offsets)
+        return self._start_rows(Opcode.WRITE, source, file, file_offsets)
 
     def sync_gather(self, out: torch.Tensor, file: FileLike, file_offsets: FileOffsets) -> int:
         """`async_gather`, blocking; the number of bytes read."""
@@ -317,7 +317,7 @@ class AioHandle(ClosingWork):
         operations. Files given as paths are opened once, and up to 128 at a time (fewer
         where `ulimit -n` is below 1024); the first of them by the call, others in a thread.
         """
-        return self._start_batch(READ, tensors, files, file_offsets)
+        return self._start_batch(Opcode.READ, tensors, files, file_offsets)
 
     def async_pwrite_batch(
         self, tensors: Sequence[Data], files: Files, file_offsets: BatchOffsets = None
@@ -332,7 +332,7 @@ class AioHandle(ClosingWork):
         Raises: As `async_pread_batch`; ValueError also if items overlap in a file that is named
         alike. Of two names for one file, which item remains is unknown.
         """
-        return self._start_batch(WRITE, tensors, files, file_offsets)
+        return self._start_batch(Opcode.WRITE, tensors, files, file_offsets)
 
     def sync_pread_batch(
         self, tensors: Sequence[Data], files: Files, file_offsets: BatchOffsets = None
@@ -381,7 +381,7 @@ class AioHandle(ClosingWork):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"rows lie in a torch.Tensor, not in {type(tensor).__name__}")
         try:
-            if opcode is WRITE:
+            if opcode is Opcode.WRITE:
                 return _tensor.source(tensor)
             if _device.is_device(tensor):
                 return _tensor.staged_device_destination(tensor, self._copier)
@@ -412,13 +412,14 @@ class AioHandle(ClosingWork):
 
     def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         """A tensor's memory, and the core that moves it."""
-        if _device.is_device(tensor):
-            take = _tensor.device_destination if opcode is READ else _tensor.device_source
-            return self._cores.device, take(tensor, self._copier)
-        memory = _tensor.plain(tensor, opcode is READ)
-        if memory is None:
-            memory = _tensor.destination(tensor) if opcode is READ else _tensor.source(tensor)
-        return self._cores.host, memory
+        if isinstance(tensor, torch.Tensor) and _device.is_device(tensor):
+            core = self._cores.device
+            if opcode is Opcode.READ:
+                return core, _tensor.device_destination(tensor, self._copier)
+            return core, _tensor.device_source(tensor, self._copier)
+        if opcode is Opcode.READ:
+            return self._cores.host, _tensor.destination(tensor)
+        return self._cores.host, _tensor.source(tensor)
 
     # --- all operations of the handle -------------------------------------------------------
 

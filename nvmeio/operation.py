@@ -30,13 +30,19 @@ class Operation(Coroutine[Any, Any, int]):
     not yet taken and waits for those that it has. Only then is `CancelledError` raised: after it
     nobody touches the tensor's memory any more. What part of a cancelled read or write has
     happened is unknown.
+
+    Attributes:
+        file_offset: Where in the file it begins, in bytes.
+        nbytes: How many bytes it moves.
     """
 
-    __slots__ = ("__weakref__", "_core", "_driven", "_record")
+    __slots__ = ("__weakref__", "_core", "_driven", "_record", "file_offset", "nbytes")
 
     def __init__(self, core: Core, record: Record) -> None:
         self._core = core
         self._record = record
+        self.file_offset = record.file_offset
+        self.nbytes = record.nbytes
         self._driven: dict[asyncio.Task[Any] | None, Generator[Any, Any, int]] | None = None
 
     # --- awaiting -------------------------------------------------------------------------
@@ -62,7 +68,7 @@ class Operation(Coroutine[Any, Any, int]):
             raise thrown
         if record.state == "cancelled":
             raise asyncio.CancelledError(f"{self!r} was cancelled")
-        return record.nbytes if record.error is None else self._value()
+        return self.nbytes if record.error is None else self._value()
 
     # An awaitable is enough for `await`; create_task and TaskGroup want a coroutine. Several tasks
     # may be made of one operation, and each of them drives an await of its own.
@@ -170,16 +176,6 @@ class Operation(Coroutine[Any, Any, int]):
         return self._record.path
 
     @property
-    def file_offset(self) -> int:
-        """Where in the file it begins, in bytes."""
-        return self._record.file_offset
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it moves."""
-        return self._record.nbytes
-
-    @property
     def transferred(self) -> int:
         """Bytes that got through; like the three below, 0 while it is pending."""
         return 0 if self._record.state == "pending" else self._record.outcome().transferred
@@ -214,7 +210,7 @@ class Operation(Coroutine[Any, Any, int]):
         if error is not None:
             self._core.retrieved(self._record)
             raise error
-        return self._record.nbytes
+        return self.nbytes
 
     def _call(self, callback: Callable[[Operation], object]) -> None:
         try:

@@ -26,10 +26,6 @@ class Opcode(IntEnum):
     FDATASYNC = 3
 
 
-# A look at a class of enums costs as much as a step of a short transfer.
-READ, WRITE = Opcode.READ, Opcode.WRITE
-
-
 class Options(NamedTuple):
     """How an engine works; the parameters of `AioHandle`."""
 
@@ -301,14 +297,16 @@ def total(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def prepare_rows(
-    engine: Engine, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
+def prepare(
+    engine: Engine, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows | None
 ) -> Request:
-    """A gather or scatter that is ready to start.
+    """A transfer, or one of rows, that is ready to start.
 
     Raises:
         BackendUnavailableError: The engine moves no rows.
     """
+    if rows is None:
+        return engine.prepare(cq, token, transfer)
     if getattr(engine, "prepare_rows", None) is None:
         raise BackendUnavailableError(
             f"the engine {engine.name!r} moves no rows",

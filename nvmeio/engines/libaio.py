@@ -29,8 +29,6 @@ BOUNCE_BYTES = 112 << 20
 MIN_BOUNCE_BLOCKS = 4
 _REAP_MAX = 64
 
-_gc, _prepare, _start, _free = ffi.gc, lib.nv_prepare, lib.nv_start, lib.nv_request_free
-
 
 class LibaioEngine:
     """Linux AIO through libaio, or through the same system calls where libaio is missing.
@@ -85,11 +83,11 @@ class LibaioEngine:
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request for one of the lanes."""
-        raw: Any = cq  # one of ours: to assert that takes as long as a step of the work
-        request = _prepare(self._engine, raw.raw, token, *transfer)
+        assert isinstance(cq, _CompletionQueue)
+        request = lib.nv_prepare(self._engine, cq.raw, token, *transfer)
         if not request:
             raise MemoryError("the native shim could not allocate a request")
-        return _Request(_gc(request, _free))
+        return _Request(ffi.gc(request, lib.nv_request_free))
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
@@ -153,7 +151,7 @@ class _Request:
         self._raw = raw
 
     def start(self) -> None:
-        _start(self._raw)
+        lib.nv_start(self._raw)
 
     def started(self) -> bool:
         return bool(lib.nv_is_started(self._raw))

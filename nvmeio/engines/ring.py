@@ -34,7 +34,7 @@ import torch
 from nvmeio import _transfer
 from nvmeio._device import Copier, Mark
 from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, Plan
 from nvmeio._tensor import Memory
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
 from nvmeio.engines.base import (
@@ -89,7 +89,7 @@ class _Part:
     shift: int  # where in the chunk it begins
     moved: int = 0  # what the host engine moved
     host: Request | None = None
-    direct: bool = False  # to be done again by the page cache if it is refused
+    plan: Plan | None = None
     mark: Mark | None = None
     cancelled: bool = False
 
@@ -358,7 +358,7 @@ class _Pump:
         memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
         plan = _transfer.plan_buffered if buffered else _transfer.plan
         try:
-            part.direct, planned = plan(
+            part.plan, planned = plan(
                 Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
             )
         except TransferError as failed:
@@ -373,10 +373,10 @@ class _Pump:
         self.at_drive.append(part)
 
     def _after_drive(self, part: _Part) -> None:
-        assert part.host is not None
+        assert part.host is not None and part.plan is not None
         request, outcome = part.turn.request, part.host.outcome()
         self.engine.count_inside(part.turn.transfer.opcode, part.nbytes, outcome)
-        if outcome.error == errno.EINVAL and part.direct and not request.stop:
+        if outcome.error == errno.EINVAL and part.plan.direct and not request.stop:
             logger.warning(
                 "%s refused direct I/O: buffered instead", part.turn.transfer.opened.path
             )
