@@ -65,13 +65,18 @@ def test_the_page_cache_is_used_where_it_holds_the_file(
     saved(llama, tmp_path)
     monkeypatch.setattr(_page_cache, "holds", lambda *_: cached)
     read: list[int] = []
-    begin = nvmeio.AioHandle.async_pread
+    begin, begin_batch = nvmeio.AioHandle.async_pread, nvmeio.AioHandle.async_pread_batch
 
     def pread(handle: Any, tensor: torch.Tensor, *rest: Any) -> Any:
         read.append(tensor.nbytes)
         return begin(handle, tensor, *rest)
 
+    def pread_batch(handle: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        read.extend(tensor.nbytes for tensor in tensors)
+        return begin_batch(handle, tensors, *rest)
+
     monkeypatch.setattr(nvmeio.AioHandle, "async_pread", pread)
+    monkeypatch.setattr(nvmeio.AioHandle, "async_pread_batch", pread_batch)
     whole = loaded(tmp_path).state_dict()
     given = dict(for_vllm.iterate_weights(tmp_path))
     assert all(given[name].equal(tensor) for name, tensor in whole.items())
