@@ -93,7 +93,7 @@ bench-checkpoint: $(BENCH_STAMP) ## checkpoints beside torch, DCP, safetensors a
 bench-offload: $(BENCH_STAMP) ## state on disk beside memory, fio and DeepSpeed
 	@$(BIN)/python benchmarks/offload.py $(BENCH_ARGS)
 
-bench-inference: $(BENCH_STAMP) ## weights on disk beside fio, accelerate, DeepSpeed
+bench-inference: $(BENCH_STAMP) ## weights on disk beside fio, accelerate, DeepSpeed, AirLLM, llama.cpp
 	@$(BIN)/python benchmarks/inference.py $(BENCH_ARGS)
 
 wheel-check: $(STAMP) ## build the wheel and use it where there is no compiler
@@ -163,7 +163,8 @@ $(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim
 # What cannot be installed is skipped: the benchmarks name the peers that are missing. fio comes from the system.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== installing the peers"
-	@for peer in ninja caio deepspeed==0.19.8 transformers safetensors fastsafetensors runai-model-streamer; do \
+	@for peer in ninja caio deepspeed==0.19.8 transformers safetensors fastsafetensors runai-model-streamer \
+	    airllm llama-cpp-python gguf; do \
 	    $(PIP) install --quiet "$$peer" || echo "== $$peer cannot be installed here: the table goes without it" >&2; \
 	done
 	@touch $@

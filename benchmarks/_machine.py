@@ -24,6 +24,9 @@ DISTRIBUTIONS = (
     "safetensors",
     "fastsafetensors",
     "runai-model-streamer",
+    "accelerate",
+    "airllm",
+    "llama-cpp-python",
 )
 
 

@@ -34,6 +34,8 @@ TARGETS = {
     "ZeRO-3": "peers.zero3:OnItsOwn",
     "streaming": "peers.inference:Streaming",
     "accelerate offload": "peers.inference:Accelerate",
+    "AirLLM": "peers.streamers:AirLLM",
+    "llama.cpp": "peers.streamers:LlamaCpp",
     "ZeRO-3 inference": "peers.zero3_inference:ZeroInference",
 }
 

@@ -1,4 +1,4 @@
-"""Inference with weights on disk: nvmeio against fio, memory, accelerate and DeepSpeed.
+"""Inference with weights on disk: nvmeio against fio, memory, accelerate, DeepSpeed and others.
 
     python benchmarks/inference.py --dir /mnt/nvme --json result.json
     python benchmarks/inference.py --only pass,resident --repeats 7

@@ -20,6 +20,8 @@ ROWS: dict[str, Row] = {
     "deepspeed": Row(
         "DeepSpeed ZeRO-3 inference", peers_on_disk.measure_deepspeed, lambda size, _: 3 * size
     ),
+    "airllm": Row("AirLLM", peers_on_disk.measure_airllm, lambda size, _: 3 * size),
+    "llamacpp": Row("llama.cpp, mapped", peers_on_disk.measure_llama_cpp, lambda size, _: 3 * size),
     "blocks": Row("micro-batches that share layers", passes.measure_blocks, lambda s, _: 2 * s),
     "lag": Row("event-loop lag beside a pass", lag.measure, lambda size, _: 2 * size),
 }

@@ -1,13 +1,15 @@
-"""Rows `accelerate` and `deepspeed`: the same model, weights on disk on both sides."""
+"""Rows `accelerate`, `deepspeed`, `airllm`, `llamacpp`: the same weights, on disk on both sides."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from _files import bring_into_cache, drop_from_cache
 from _lines import Line, at_least, compare
+from _measure import Sample
 from _session import Session, calling
 
 from inference_rows._model import PASSES, streaming
@@ -15,6 +17,7 @@ from inference_rows.passes import tokens_per_s
 from nvmeio.cli.measure.worker import Worker
 
 MANY = 64  # prompts whose token takes about as long to compute as the weights to come
+TOKENS = 4
 ALL_ON_DISK = "every layer on disk, as device_map has it"
 CACHES = (
     ("cold", 1, drop_from_cache, 3.0, ALL_ON_DISK),
@@ -121,3 +124,83 @@ def measure_deepspeed(session: Session) -> list[Line]:
             at_least(1.2),
         )
     ]
+
+
+def measure_airllm(session: Session) -> list[Line]:
+    """Row `airllm`."""
+    return _beside(session, "airllm", "AirLLM", "one layer in memory, one on its way")
+
+
+def measure_llama_cpp(session: Session) -> list[Line]:
+    """Row `llamacpp`."""
+    return _beside(
+        session, "llamacpp", "llama.cpp", "mapped, with an eighth of it and 64 MiB as memory"
+    )
+
+
+def _beside(session: Session, row: str, name: str, what: str) -> list[Line]:
+    """A token of one prompt, from a cold cache, by who makes a copy of the checkpoint first."""
+    ready = streaming(session)
+    if ready is None:
+        return []
+    worker, directory = ready
+    copy = session.directory / f"copy-{row}"
+    with session.fresh_worker(name) as peer:
+        try:
+            if peer is None or not session.attempt(
+                name, peer, "prepare", directory=str(directory), copy=str(copy)
+            ):
+                return []
+
+            def ready_for(who: Worker, weights: Path) -> None:
+                who.call("begin", prompts=1)
+                drop_from_cache(weights)
+
+            model = {"directory": str(directory), "share": 8}
+            same = worker.call("tokens", count=TOKENS, **model) == peer.call("tokens", count=TOKENS)
+            samples = session.measure(
+                name,
+                [
+                    calling(
+                        "nvmeio",
+                        worker,
+                        "passes",
+                        before=partial(ready_for, worker, directory),
+                        count=PASSES,
+                        **model,
+                    ),
+                    # What it reads stays in the cache: the second pass would be a warm one.
+                    calling(name, peer, "passes", before=partial(ready_for, peer, copy), count=1),
+                ],
+            )
+            needs = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file()) / 1e9
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+    ours, theirs = samples["nvmeio"], samples[name]
+    tokens = f"{TOKENS} tokens: {'the same' if same else 'others'}"
+    return [
+        compare(
+            row,
+            "tokens/s, one prompt, cold",
+            name,
+            "tokens/s",
+            tokens_per_s,
+            ours,
+            theirs,
+            note=f"{what}; {tokens}",
+        ),
+        compare(
+            row,
+            "memory of the process at most",
+            name,
+            "GB",
+            _peak_gb,
+            ours,
+            theirs,
+            note=f"mapped files included; {name} needs {needs:.2f} GB on disk for its copy",
+        ),
+    ]
+
+
+def _peak_gb(sample: Sample) -> float:
+    return sample.extra["peak_gb"]

@@ -8,6 +8,8 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,38 @@ def forget_peak() -> int:
     return process_bytes("VmRSS")
 
 
+def prompt_ids(prompts: int) -> torch.Tensor:
+    """Eight random tokens for each."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCABULARY, (prompts, 8), generator=generator)
+
+
+def with_peak(work: Callable[..., Sample]) -> Callable[..., Sample]:
+    """A sample that says how much memory the process had at most, mapped files included."""
+
+    @wraps(work)
+    def watched(*args: Any, **kwargs: Any) -> Sample:
+        forget_peak()
+        sample = work(*args, **kwargs)
+        sample.extra["peak_gb"] = process_bytes("VmHWM") / 1e9
+        return sample
+
+    return watched
+
+
+@torch.no_grad()
+def greedy(model: Any, count: int) -> list[int]:
+    """The likeliest tokens after the prompt."""
+    found: list[int] = []
+    output = model(prompt_ids(1), use_cache=True)
+    while len(found) < count:
+        found.append(int(output.logits[0, -1].argmax()))
+        output = model(
+            torch.tensor([found[-1:]]), past_key_values=output.past_key_values, use_cache=True
+        )
+    return found
+
+
 class Decoding:
     """Passes of one token each, with a cache that is not long enough to matter."""
 
@@ -100,8 +134,7 @@ class Decoding:
             return
         self._prompts = prompts
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(1)
-            ids = torch.randint(3, VOCABULARY, (prompts, 8), generator=generator)
+            ids = prompt_ids(prompts)
             self._cache = self.model(ids, use_cache=True).past_key_values
         self._token = ids[:, :1]
 
@@ -163,9 +196,14 @@ class Streaming(Decoding):
         self.begin()
         self._pass()  # residents are there and the order is known
 
+    @with_peak
     def passes(self, directory: str, share: int, count: int, checksum: bool = True) -> Sample:
         self._stream(directory, share, checksum)
         return self._timed(count, lambda: self.model.weight_stream.stats.bytes_read)
+
+    def tokens(self, directory: str, share: int, count: int) -> list[int]:
+        self._stream(directory, share)
+        return greedy(self.model, count)
 
     def batches(self, directory: str, share: int, count: int, together: bool) -> Sample:
         self._stream(directory, share)
