@@ -16,7 +16,8 @@ import torch
 
 from nvmeio._formats.torch_layout import Layout
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint._live import GuardedSnapshot, Live
+from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
+from nvmeio.checkpoint._live import Live
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
 from nvmeio.checkpoint._watched import Watched, local_of, state_of
 

@@ -34,7 +34,8 @@ from nvmeio._io.rank_store import RankStore
 from nvmeio._io.threads import Thread
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._guard import Guard
-from nvmeio.checkpoint._live import GuardedSnapshot, Moved
+from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
+from nvmeio.checkpoint._live import Moved
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces

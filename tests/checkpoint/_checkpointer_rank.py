@@ -33,7 +33,7 @@ import torch.distributed as dist
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._io import rank_store
-from nvmeio.checkpoint import _job, _live, _ranks, _snapshot
+from nvmeio.checkpoint import _guarded_snapshot, _job, _ranks, _snapshot
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
@@ -254,7 +254,7 @@ class Guarded:
 
 def guard(me: Rank) -> None:
     """Steps while the ranks write; then one rank changes what it has not written yet."""
-    _live._MOST_IN_FLIGHT_BYTES = 1
+    _guarded_snapshot._MOST_IN_FLIGHT_BYTES = 1
     last = me.rank == me.world - 1
     gate = threading.Event()
     handle = nvmeio.AioHandle(block_size=MIB, engine=FakeEngine(hold=gate))

@@ -24,7 +24,7 @@ from faults._support import MIB
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
-from nvmeio.checkpoint import _live
+from nvmeio.checkpoint import _guarded_snapshot
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
 
@@ -87,7 +87,7 @@ class Training:
 @pytest.fixture(autouse=True)
 def few_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operations, so that most is left when a step comes."""
-    monkeypatch.setattr(_live, "_MOST_IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(_guarded_snapshot, "_MOST_IN_FLIGHT_BYTES", 1)
 
 
 @pytest.fixture

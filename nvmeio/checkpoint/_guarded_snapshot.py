@@ -1,0 +1,141 @@
+"""A snapshot with a part that is not copied: what guarded optimizers own stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nvmeio._formats.torch_layout import Layout, Record
+from nvmeio.checkpoint._live import Live, Spans
+from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, bytes_in_pages, overlap
+from nvmeio.checkpoint._watched import Watched
+
+# What may be in flight: who wants his memory back waits for it. It keeps a drive busy.
+_MOST_IN_FLIGHT_BYTES = 64 << 20
+
+
+class GuardedSnapshot:
+    """As `Snapshot`, of a state of which a part is left where it lies.
+
+    Args:
+        memory: Of the copy of everything else.
+        refuge: Where the rest of what is left is copied to, when its owner wants it back.
+        source: The layout, with the storages themselves.
+        start: First byte of the part of the file; a multiple of 4096.
+        end: First byte behind it.
+        also: As for `Snapshot`.
+        live: What is left where it lies: what watches it, by the record's index.
+        step: Of the checkpoint; for errors.
+    """
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        refuge: SnapshotMemory,
+        source: Layout,
+        start: int,
+        end: int,
+        also: Sequence[int],
+        live: dict[int, list[Watched]],
+        step: int,
+    ) -> None:
+        aside = bytes_in_pages(source.records, also)
+        copied: list[tuple[Record, int, int]] = []
+        left: list[tuple[Record, int, int]] = []
+        numbers: dict[int, int] = {}  # the record's index → its number among its like
+        for index, record in enumerate(source.records):
+            if not overlap(record, start, end):
+                continue
+            kind = left if index in live else copied
+            numbers[index] = len(kind)
+            kind.append((record, max(record.offset, start), min(record.end, end)))
+        self._spans = Spans([(low, high) for _, low, high in copied])
+        budget = refuge.budget_bytes
+        if budget is not None and refuge.nbytes + self._spans.end > budget:
+            refuge.release()
+        self._copied = Snapshot(memory, _packed(copied, self._spans), 0, self._spans.end)
+        watched = [each for index in live if index in numbers for each in live[index]]
+        self.live = Live(left, watched, refuge, memory.nbytes, step)
+        readers = [record.data for record in self._copied.layout.records]
+
+        def reader(index: int, record: Record) -> Callable[[int, int], torch.Tensor]:
+            name, number = record.name, numbers.get(index, -1)
+            low = max(record.offset, start) - record.offset
+            data = None if index in live or number < 0 else readers[number]
+
+            def read(at: int, nbytes: int) -> torch.Tensor:
+                for first, known in aside.get(index, ()):
+                    if first <= at and at + nbytes <= first + known.nbytes:
+                        return known[at - first : at - first + nbytes]
+                if number < 0:
+                    raise ValueError(f"{name} is not of the part [{start}, {end})")
+                if data is None:
+                    return self.live.read(number, at, nbytes)
+                assert not isinstance(data, torch.Tensor)
+                return data(at - low, nbytes)
+
+            return read
+
+        self.layout = source._replace(
+            records=[
+                record._replace(data=reader(index, record))
+                for index, record in enumerate(source.records)
+            ]
+        )
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that `take` has copied."""
+        return self._copied.copied_bytes
+
+    @property
+    def stalled_s(self) -> float:
+        """How long `take` waited for memory, in seconds."""
+        return self._copied.stalled_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that is copied is held at once."""
+        return self._copied.fits
+
+    @property
+    def most_in_flight_bytes(self) -> int:
+        """What may be in flight at once."""
+        return min(self._copied.most_in_flight_bytes, _MOST_IN_FLIGHT_BYTES)
+
+    def take(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Copy what is not left where it lies; see `Snapshot.take`."""
+        self._copied.take(progress)
+
+    def written(self, end: int) -> None:
+        """All of the file's bytes before `end` are in the file."""
+        self._copied.written(self._spans.reached(end))
+        self.live.written(end)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if what was left where it lies was changed; all was read."""
+        self.live.check()
+
+    def again(self) -> bool:
+        """Whether all of it can be read once more, from its start; nothing is in flight."""
+        return self.fits and self.live.again()
+
+    def stop(self) -> None:
+        """Wake whoever waits, with `Cancelled`; from any thread."""
+        self._copied.stop()
+        self.live.stop()
+
+    def over(self) -> None:
+        """Nobody reads it any more: the caller's memory is the caller's again."""
+        self.live.over()
+
+
+def _packed(records: Sequence[tuple[Record, int, int]], spans: Spans) -> Layout:
+    """Spans of records as a file of their own."""
+    packed: list[Record] = []
+    for (record, low, high), place in zip(records, spans.places, strict=True):
+        assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
+        data = record.data[low - record.offset : high - record.offset]
+        packed.append(record._replace(offset=place, nbytes=high - low, data=data))
+    return Layout(spans.end, [], packed)
