@@ -19,7 +19,7 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
 from nvmeio.checkpoint._live import Live
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
-from nvmeio.checkpoint._watched import Watched, local_of, state_of
+from nvmeio.checkpoint._watched import Told, Watched, local_of, state_of
 
 # Smaller storages are copied: to watch one costs more.
 _LEAST_BYTES = PAGE_BYTES
@@ -45,7 +45,7 @@ class Guard:
     def __init__(self, memory_bytes: int | None) -> None:
         self.refuge = SnapshotMemory(memory_bytes)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
-        self._live: Live | None = None
+        self._lives: tuple[Live, ...] = ()
         self._pid = os.getpid()
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -64,30 +64,30 @@ class Guard:
         start: int,
         end: int,
         also: Sequence[int],
-        step: int,
+        told: Told,
     ) -> Snapshot | GuardedSnapshot:
         """What is to be saved, as it is now; see `Snapshot`."""
-        live = self._watched(source) if self._optimizers else {}
+        live = self.watched(source) if self._optimizers else {}
         if not live:
             self.refuge.release()  # within one budget
             return Snapshot(memory, source, start, end, also)
-        return GuardedSnapshot(memory, self.refuge, source, start, end, also, live, step)
+        return GuardedSnapshot(memory, self.refuge, source, start, end, also, live, told)
 
     def hold(self, live: Live | None) -> None:
         """Steps wait for this from now on."""
-        self._live = live
+        held = [each for each in self._lives if not each.free]
+        self._lives = tuple(held if live is None else [*held, live])
 
-    def before_step(self) -> None:
-        """Block until nothing is read any more that a step changes."""
-        live = self._live
-        if live is not None and self._pid == os.getpid():
-            live.leave()
+    @property
+    def held(self) -> tuple[Live, ...]:
+        """What a step waits for; nothing in a forked child."""
+        return self._lives if self._pid == os.getpid() else ()
 
     def release(self) -> None:
         """Give the memory back."""
         self.refuge.release()
 
-    def _watched(self, source: Layout) -> dict[int, list[Watched]]:
+    def watched(self, source: Layout) -> dict[int, list[Watched]]:
         """What watches each record that is all a guarded optimizer's, by the record's index."""
         by_storage: dict[int, list[_Owned]] = {}
         for known in self._optimizers:
@@ -130,11 +130,13 @@ class _Door:
             self._guards = (*there, weakref.ref(guard))
 
     def pass_through(self, optimizer: object, args: object, kwargs: object) -> None:
-        """Wait where a step has to."""
-        for known in self._guards:
-            guard = known()
-            if guard is not None:
-                guard.before_step()
+        """Block until nothing is read any more that a step changes."""
+        guards = [guard for known in self._guards if (guard := known()) is not None]
+        held = [live for guard in guards for live in guard.held]
+        for live in held:
+            live.ask()
+        for live in held:
+            live.leave()
 
 
 _registering = threading.Lock()

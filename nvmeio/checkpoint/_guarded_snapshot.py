@@ -9,7 +9,7 @@ import torch
 from nvmeio._formats.torch_layout import Layout, Record
 from nvmeio.checkpoint._live import Live, Spans
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, bytes_in_pages, overlap
-from nvmeio.checkpoint._watched import Watched
+from nvmeio.checkpoint._watched import Told, Watched
 
 # What may be in flight: who wants his memory back waits for it. It keeps a drive busy.
 _MOST_IN_FLIGHT_BYTES = 64 << 20
@@ -26,7 +26,7 @@ class GuardedSnapshot:
         end: First byte behind it.
         also: As for `Snapshot`.
         live: What is left where it lies: what watches it, by the record's index.
-        step: Of the checkpoint; for errors.
+        told: Of the save; for errors.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GuardedSnapshot:
         end: int,
         also: Sequence[int],
         live: dict[int, list[Watched]],
-        step: int,
+        told: Told,
     ) -> None:
         aside = bytes_in_pages(source.records, also)
         copied: list[tuple[Record, int, int]] = []
@@ -56,7 +56,7 @@ class GuardedSnapshot:
             refuge.release()
         self._copied = Snapshot(memory, _packed(copied, self._spans), 0, self._spans.end)
         watched = [each for index in live if index in numbers for each in live[index]]
-        self.live = Live(left, watched, refuge, memory.nbytes, step)
+        self.live = Live(left, watched, refuge, memory.nbytes, told)
         readers = [record.data for record in self._copied.layout.records]
 
         def reader(index: int, record: Record) -> Callable[[int, int], torch.Tensor]:

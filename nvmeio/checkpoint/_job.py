@@ -40,6 +40,7 @@ from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
+from nvmeio.checkpoint._watched import Told
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -133,6 +134,19 @@ class SaveJob(ABC):
     def write(self) -> bool | None:
         """Write, make durable, name; whether something was recycled. In the background."""
 
+    @property
+    def told(self) -> Told:
+        """What an error says where a guarded tensor was changed."""
+        remedy = (
+            "Change it after wait(), or in optimizer.step(); a Checkpointer without guard() copies "
+            "it first"
+        )
+        return Told(f"step {self.step}", remedy)
+
+    def planned(self, state: object, in_caller: InCaller) -> Layout:
+        """The layout of what is saved."""
+        return _planned(state, in_caller)
+
     # In the foreground
 
     def take(self, state: object, began: float, in_caller: InCaller) -> SaveReport:
@@ -156,7 +170,7 @@ class SaveJob(ABC):
         try:
             if self.messages.rank == 0:
                 self.setup.claim()
-            source = self._agreed(_planned(state, in_caller))
+            source = self._agreed(self.planned(state, in_caller))
             times.append(time.perf_counter())
             snapshot = self._new_snapshot(source)
             times.append(time.perf_counter())
@@ -212,7 +226,7 @@ class SaveJob(ABC):
         setup = self.setup
         start, end = self.parts(source)[self.messages.rank]
         beside = self.pages_beside(source)
-        snapshot = setup.guard.snapshot(setup.memory, source, start, end, beside, self.step)
+        snapshot = setup.guard.snapshot(setup.memory, source, start, end, beside, self.told)
         self.snapshot = snapshot
         setup.guard.hold(snapshot.live)
         self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)

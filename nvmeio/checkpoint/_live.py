@@ -34,7 +34,7 @@ from nvmeio._io.inflight import Cancelled
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._snapshot import COPY_BYTES, Copy, SnapshotMemory, copy_all
-from nvmeio.checkpoint._watched import Watched
+from nvmeio.checkpoint._watched import Told, Watched
 
 logger = logging.getLogger("nvmeio")
 
@@ -88,7 +88,7 @@ class Live:
         watched: What belongs to whom, and must not change.
         memory: Where the rest is copied to.
         beside_bytes: What the snapshot of everything else takes of its budget.
-        step: Of the checkpoint; for errors.
+        told: Of the save; for errors.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Live:
         watched: Sequence[Watched],
         memory: SnapshotMemory,
         beside_bytes: int,
-        step: int,
+        told: Told,
     ) -> None:
         self._records = list(records)
         self._watched = list(watched)
         self._memory = memory
         self._beside_bytes = beside_bytes
-        self._step = step
+        self._told = told
         self.spans = Spans([(low, high) for _, low, high in records])
         self.nbytes = sum(high - low for _, low, high in records)
         self._lock = threading.Lock()  # of all that follows; never taken by the one who waits
@@ -114,6 +114,7 @@ class Live:
         self._stopped = False
         self._released = False
         self._error: BaseException | None = None
+        self._unseen = 0  # the thread that may read without asking
         self._copying = threading.Lock()  # while the mover uses the arena
         self._moving = _thread.allocate_lock()  # taken by the one mover
         self._free = Ended()
@@ -124,12 +125,23 @@ class Live:
 
     def leave(self) -> None:
         """Block until nobody reads the caller's memory any more; an interrupt ends the waiting."""
+        self.ask()
+        self._free.wait(None)
+
+    def ask(self) -> None:
+        """Begin to get out of the way; who has several asks all of them before it waits."""
         if self._free.done:
             return
+        if self._unseen == _thread.get_ident():
+            self.seen()  # who reads is who steps: it has read
         self._asked_at = self._asked_at or time.perf_counter()
         if not self._moving.locked():
             threads.start(self._move, "nvmeio-guard", _no_thread)
-        self._free.wait(None)
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody reads the caller's memory any more."""
+        return self._free.done
 
     # The writer
 
@@ -154,6 +166,35 @@ class Live:
             self._check_there(record)
             self._claimed = max(self._claimed, place + nbytes)
             return record.data[offset : offset + nbytes]  # type: ignore[index]
+
+    def begin_unseen(self) -> bool:
+        """From now on this thread may read the memory itself, not by `read`, until `seen`.
+
+        False where it is the caller's again, who may have changed it: then all was copied.
+        """
+        with self._lock:
+            if self._released:
+                return False
+            self._unseen = _thread.get_ident()
+            return True
+
+    def seen(self) -> None:
+        """Whoever reads asks for each byte from now on, or has read all."""
+        with self._lock:
+            self._unseen = 0
+            self._release_if_free()
+
+    def all_read(self) -> None:
+        """Nothing that was not read will be: of what is here, not all may be wanted.
+
+        Raises:
+            IntegrityError: What was read was changed.
+        """
+        with self._lock:
+            self._unseen = 0
+            self._claimed = self._written = self.spans.end
+            self._release_if_free()
+            self._raise_error()
 
     def written(self, position: int) -> None:
         """All before a position of the file is in the file, with its sums."""
@@ -194,7 +235,9 @@ class Live:
 
     def _release_if_free(self) -> None:
         """With the lock."""
-        if self._released or self._written < self._claimed or self._claimed < self._moved:
+        if self._released or self._unseen:
+            return
+        if self._written < self._claimed or self._claimed < self._moved:
             return
         self._released = True
         self._check_watched()
@@ -207,7 +250,7 @@ class Live:
     def _check_watched(self) -> None:
         try:
             for each in self._watched:
-                each.check(self._step)
+                each.check(self._told)
         except BaseException as changed:
             self._error = changed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def write(wanted: Wanted, handle: AioHandle, flight: InFlight) -> None:
     groups = shards.split({n: tensor.nbytes for n, tensor in wanted.tensors.items()}, wanted.limit)
     names: list[str] = []
     if len(groups) == 1:
-        _replace(handle, wanted.path, _layout(wanted, groups[0]), flight)
+        _replace(handle, wanted.path, layout_of(wanted, groups[0]), flight)
     else:
         names = _replace_set(wanted, groups, handle, flight)
     if wanted.shards:
@@ -90,8 +90,9 @@ def _replace(handle: AioHandle, path: Path, layout: Layout, flight: InFlight) ->
         replacement.commit()
 
 
-def _layout(wanted: Wanted, names: list[str]) -> Layout:
-    tensors = {name: wanted.tensors[name] for name in names}
+def layout_of(wanted: Wanted, names: Sequence[str] | None = None) -> Layout:
+    """The layout of one file, of some of the tensors; None for all of them."""
+    tensors = {name: wanted.tensors[name] for name in names or wanted.tensors}
     ordered = _in_order(tensors) if wanted.align else headers.package_order(tensors)
     text, entries = headers.build(
         [(name, tensor.dtype, tensor.shape) for name, tensor in ordered.items()],
@@ -120,7 +121,7 @@ def _replace_set(
     try:
         for name, group in zip(names, groups, strict=True):
             made.append(directory / name)
-            _replace(handle, directory / name, _layout(wanted, group), flight)
+            _replace(handle, directory / name, layout_of(wanted, group), flight)
         _replace(handle, index, Layout(len(text), [KnownBytes(0, text)], []), flight)
     except BaseException:
         # The index may be in its place although its directory could not be synchronised.

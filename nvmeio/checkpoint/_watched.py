@@ -9,7 +9,7 @@ not be seen.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,18 @@ from nvmeio.errors import IntegrityError
 
 _SAMPLE_BYTES = 256 << 10
 _WORD = 8
+
+
+class Told(NamedTuple):
+    """How the error of a save begins and ends, whose tensors somebody has changed.
+
+    Attributes:
+        what: Was not saved, such as "step 12".
+        remedy: When to change them instead.
+    """
+
+    what: str
+    remedy: str
 
 
 class Watched:
@@ -48,7 +60,7 @@ class Watched:
         self._before = self._facts()
         self._samples = samples(memory)
 
-    def check(self, step: int) -> None:
+    def check(self, told: Told) -> None:
         """Raise `IntegrityError` if it was changed since."""
         found = self._facts()
         if found == self._before and torch.equal(samples(self._memory), self._samples):
@@ -57,9 +69,8 @@ class Watched:
         if found is None or self._before is None or found[0] != self._before[0]:
             what = "given other memory"
         raise IntegrityError(
-            f"step {step} was not saved: {self._name} was {what} while it was written from where "
-            "it lies, and not by the step of its guarded optimizer. Change it after wait(), or in "
-            "optimizer.step(); a Checkpointer without guard() copies it first",
+            f"{told.what} was not saved: {self._name} was {what} while it was written from where "
+            f"it lies, and not by the step of its guarded optimizer. {told.remedy}",
             expected="what it was when save returned",
             found=self._name,
         )

@@ -1,6 +1,7 @@
 """Lightning checkpoints through nvmeio: a `CheckpointIO` plugin, and one that saves meanwhile.
 
     Trainer(plugins=[NvmeCheckpointIO()])
+    Trainer(callbacks=[NvmeModelCheckpoint(...)])  # meanwhile, without a copy of the optimizers'
 
 Works with `lightning` and with `pytorch_lightning`, whichever the Trainer comes from. Files are
 ordinary Lightning checkpoints: with or without the plugin, each reads what the other wrote.
@@ -8,25 +9,29 @@ ordinary Lightning checkpoints: with or without the plugin, each reads what the 
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout, Record, plan_layout
-from nvmeio._formats.torch_writing import padded_nbytes, write_part
-from nvmeio._io.handles import CallHandle
-from nvmeio._io.staging import new_staging
-from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint import load, save
+from nvmeio.checkpoint import SaveReport, load, save
+from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.errors import BackendUnavailableError, ClosedError
 from nvmeio.handle import AioHandle
+
+logger = logging.getLogger("nvmeio")
+
+__all__ = [
+    "AsyncNvmeCheckpointIO",
+    "NvmeCheckpointIO",
+    "NvmeModelCheckpoint",  # noqa: F822
+    "NvmeModelCheckpointMixin",
+]
 
 # Where the two packages keep the class that a Trainer's plugin has to be one of.
 _PLUGIN_MODULES = {
@@ -34,8 +39,11 @@ _PLUGIN_MODULES = {
     "pytorch_lightning": "lightning_fabric.plugins.io.checkpoint_io",
 }
 
-# A storage that is not in memory as a whole is copied in pieces of this size.
-_CHUNK_BYTES = 16 << 20
+# And the callback that decides when to save.
+_CALLBACKS = {
+    "lightning": "lightning.pytorch.callbacks",
+    "pytorch_lightning": "pytorch_lightning.callbacks",
+}
 
 
 class NvmeCheckpointIO:
@@ -123,8 +131,8 @@ class NvmeCheckpointIO:
 class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     """`NvmeCheckpointIO` that writes while training goes on.
 
-    `save_checkpoint` waits for the save before it, copies the state into memory of its own and
-    returns; a thread writes it. Everything else waits for what it must see: `load_checkpoint` for
+    `save_checkpoint` waits for the save before it, takes a snapshot and returns; a thread writes
+    it. Everything else waits for what it must see: `load_checkpoint` for
     the save before it; a checkpoint is removed only once all saves asked for earlier are durable,
     and not at all if one failed. A failure is raised by the next call of any method, `teardown`
     included, which the Trainer calls at its end.
@@ -134,13 +142,32 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         handle: See `checksum`.
 
     Cost: host memory of the size of the state, kept until `teardown`; the training loop is held
-    for one copy of it (longer at the first save, when the memory is new).
+    for one copy of it (longer at the first save, when the memory is new). What guarded optimizers
+    own is not copied (see `guard`).
     """
 
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
         super().__init__(checksum=checksum, handle=handle)
-        self._pending: list[concurrent.futures.Future[None]] = []
-        self._memory: torch.Tensor | None = None
+        self._made: BackgroundSaver | None = None
+
+    def guard(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Save what these own from where it lies, without a copy; see `Checkpointer.guard`.
+
+        `NvmeModelCheckpoint` calls it with the Trainer's. A step waits, where it has to, until what
+        it changes is written.
+
+        Args:
+            optimizers: Of torch.optim, as in ``trainer.optimizers``.
+
+        Raises:
+            TypeError: One is no torch optimizer, or wraps another one.
+        """
+        self._saver.guard(*optimizers)
+
+    @property
+    def report(self) -> SaveReport | None:
+        """Of the last save: what was copied, what was left where it lies, how long it took."""
+        return None if self._made is None else self._made.last
 
     def save_checkpoint(
         self,
@@ -148,21 +175,13 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Copy the state and begin to save it; see the class.
+        """Take a snapshot of the state and begin to write it; see the class.
 
         Raises:
             TypeError, ValueError: As `NvmeCheckpointIO.save_checkpoint`.
             TransferError: An earlier save failed. This one was not begun.
         """
-        target = _prepared(path, storage_options)
-        self.wait()
-        try:
-            layout = plan_layout(checkpoint)
-        except BackendUnavailableError:  # says so in the log
-            save(checkpoint, target, checksum=self._checksum, handle=self._handle)
-            return
-        snapshot = self._copied(layout)
-        self._submit(lambda: self._write(snapshot, target))
+        self._saver.save(checkpoint, _prepared(path, storage_options))
 
     def load_checkpoint(
         self,
@@ -177,18 +196,11 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint once all saves that were begun are durable; see the class."""
         target = _local(path)
-        self._raise_failures()
-        earlier = list(self._pending)
-        if not earlier:
+        self._saver.raise_failures()
+        if self._saver.idle:
             _remove(target)
-            return
-
-        def remove() -> None:
-            # They are done. What a failed save was to replace stays.
-            if all(future.exception() is None for future in earlier):
-                _remove(target)
-
-        self._submit(remove)
+        else:
+            self._saver.after(lambda: _remove(target))
 
     def wait(self) -> None:
         """Block until all that was begun is durable.
@@ -196,68 +208,75 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         Raises:
             TransferError: A save failed; raised once.
         """
-        concurrent.futures.wait(self._pending)
-        self._raise_failures()
+        self._saver.wait()
 
     def teardown(self) -> None:
         """Wait, and give back the memory; raises what failed."""
         try:
             self.wait()
         finally:
-            self._memory = None
+            self._saver.release()
 
-    def _copied(self, layout: Layout) -> Layout:
-        """The layout with the bytes of its storages in memory of ours, as they are now."""
-        nbytes = padded_nbytes(layout)
-        memory = self._memory
-        if memory is None or memory.nbytes < nbytes:
-            self._memory = memory = None  # not both at a time
-            memory = self._memory = _new_memory(layout, nbytes)
-        records = []
-        for record in layout.records:
-            # At its offset in the file: what is aligned there is aligned here.
-            room = memory[record.offset : record.end]
-            for offset in range(0, record.nbytes, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, record.nbytes - offset)
-                room[offset : offset + size].copy_(_part(record, offset, size))
-            records.append(record._replace(data=room))
-        return layout._replace(records=records)
-
-    def _write(self, layout: Layout, target: str) -> None:
-        with CallHandle(self._handle, target) as handle, Replacement(target) as replacement:
-            replacement.reserve(padded_nbytes(layout))
-            write_part(handle.get(), replacement.file, layout, checksum=self._checksum)
-            handle.done()
-            replacement.truncate(layout.nbytes)
-            replacement.commit()
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        """Do it after all that was asked for earlier, in a thread that ends with it.
-
-        One of an executor, which the end of the program waits for.
-        """
-        earlier = list(self._pending)
-
-        def in_order() -> None:
-            concurrent.futures.wait(earlier)
-            work()
-
-        executor = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-lightning")
-        self._pending.append(executor.submit(in_order))
-        executor.shutdown(wait=False)
-
-    def _raise_failures(self) -> None:
-        """The first failure among what is done, which is forgotten with it."""
-        done = [future for future in self._pending if future.done()]
-        self._pending = [future for future in self._pending if future not in done]
-        failures = [failed for future in done if (failed := future.exception()) is not None]
-        if failures:
-            raise failures[0]
+    @property
+    def _saver(self) -> BackgroundSaver:
+        """What saves in this process: that of a forked one's parent is none of its own."""
+        if self._made is None or self._made.pid != os.getpid():
+            self._made = BackgroundSaver(checksum=self._checksum, handle=self._handle)
+        return self._made
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._pending:
+        if self._made is not None and not self._made.idle:
             raise ClosedError("saves are under way: call wait() before this is sent elsewhere")
-        return {**super().__getstate__(), "_memory": None}
+        return {**super().__getstate__(), "_made": None}
+
+
+class NvmeModelCheckpointMixin:
+    """What `NvmeModelCheckpoint` adds to a ``ModelCheckpoint``, of Lightning's or one's own.
+
+    When training starts, the Trainer's own `CheckpointIO` gives way to an `AsyncNvmeCheckpointIO`
+    (one that was passed in ``plugins=[…]`` stays), which guards the Trainer's optimizers.
+
+    Where that cannot be, training goes on as it would without, and a warning says why: another
+    plugin saves; the strategy writes checkpoints of its own (DeepSpeed, sharded FSDP); an optimizer
+    is none of torch's. A strategy that gathers a copy of the state before it is saved (FSDP with
+    full state dicts) has nothing that could be left where it lies: its copy is copied.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to save in the background, and guard the optimizers."""
+        super().on_train_start(trainer, pl_module)  # type: ignore[misc]
+        strategy = trainer.strategy
+        if not trainer.is_global_zero:
+            return  # only that rank saves
+        own = _writes_itself(strategy)
+        if own is not None:
+            logger.warning("optimizers are not guarded: %s", own)
+            return
+        plugin = strategy.checkpoint_io
+        if type(plugin).__name__ == "TorchCheckpointIO":
+            plugin = strategy.checkpoint_io = AsyncNvmeCheckpointIO()
+        if not isinstance(plugin, AsyncNvmeCheckpointIO):
+            logger.warning(
+                "optimizers are not guarded: %s saves, and no AsyncNvmeCheckpointIO",
+                type(plugin).__name__,
+            )
+            return
+        try:
+            plugin.guard(*trainer.optimizers)
+        except TypeError as refused:
+            logger.warning("optimizers are not guarded: %s", refused)
+
+
+def _writes_itself(strategy: Any) -> str | None:
+    """Why a strategy's checkpoints do not come to the plugin; None if they do."""
+    name = type(strategy).__name__
+    if "DeepSpeed" in name:
+        return f"{name} writes checkpoints of its own"
+    if getattr(strategy, "_state_dict_type", None) == "sharded":
+        return f"{name} writes sharded checkpoints through torch.distributed.checkpoint itself"
+    if getattr(strategy, "_save_distributed_checkpoint", False):
+        return f"{name} writes distributed checkpoints itself (save_distributed_checkpoint=True)"
+    return None
 
 
 def _register(plugin: type) -> None:
@@ -270,14 +289,18 @@ def _register(plugin: type) -> None:
     if not names:
         names = [name for name in _PLUGIN_MODULES if importlib.util.find_spec(name) is not None]
     if not names:
-        raise BackendUnavailableError(
-            "there is no Lightning to plug into",
-            attempts=[(name, "not installed") for name in _PLUGIN_MODULES],
-            remedy="pip install lightning",
-        )
+        raise _no_lightning()
     for name in names:
         module = importlib.import_module(_PLUGIN_MODULES[name])
         module.CheckpointIO.register(plugin)
+
+
+def _no_lightning() -> BackendUnavailableError:
+    return BackendUnavailableError(
+        "there is no Lightning to plug into",
+        attempts=[(name, "not installed") for name in _PLUGIN_MODULES],
+        remedy="pip install lightning",
+    )
 
 
 def _prepared(path: str | os.PathLike[str], storage_options: Any | None) -> str:
@@ -307,14 +330,22 @@ def _remove(target: str) -> None:
         os.unlink(target)
 
 
-def _part(record: Record, offset: int, nbytes: int) -> torch.Tensor:
-    if isinstance(record.data, torch.Tensor):
-        return record.data[offset : offset + nbytes]
-    return record.data(offset, nbytes)
-
-
-def _new_memory(layout: Layout, nbytes: int) -> torch.Tensor:
-    on_gpu = any(
-        isinstance(record.data, torch.Tensor) and record.data.is_cuda for record in layout.records
+def __getattr__(name: str) -> Any:
+    """`NvmeModelCheckpoint`, made when it is first asked for, of the Lightning that is in use."""
+    if name != "NvmeModelCheckpoint":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = [package for package in _CALLBACKS if package in sys.modules]
+    found = found or [name for name in _CALLBACKS if importlib.util.find_spec(name) is not None]
+    if not found:
+        raise _no_lightning()
+    stock: Any = importlib.import_module(_CALLBACKS[found[0]]).ModelCheckpoint
+    made = type(
+        "NvmeModelCheckpoint",
+        (NvmeModelCheckpointMixin, stock),
+        {
+            "__doc__": "Lightning's ``ModelCheckpoint`` with `NvmeModelCheckpointMixin`.",
+            "__module__": __name__,
+        },
     )
-    return new_staging(nbytes, torch.device("cuda" if on_gpu else "cpu"))
+    globals()[name] = made
+    return made

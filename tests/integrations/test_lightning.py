@@ -8,6 +8,7 @@ import importlib
 import os
 import pickle
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_python, spin_until
+from support import run_python, spin_until, thread
 
 import nvmeio
+from nvmeio.checkpoint import _guarded_snapshot
 from nvmeio.integrations import lightning as plugins
 from nvmeio.integrations.lightning import AsyncNvmeCheckpointIO, NvmeCheckpointIO
 
@@ -141,6 +143,183 @@ def test_a_save_that_fails_ends_the_training(pl: ModuleType, tmp_path: Path) -> 
         ):
             fit(pl, tmp_path / kind.__name__, 2, kind(handle=handle))
         assert os.listdir(tmp_path / kind.__name__) == []
+
+
+# Without a copy
+
+
+def new_wide_module(pl: ModuleType, optimizers: int) -> Any:
+    """Two layers of 256 KiB, an optimizer for both or one for each."""
+
+    class Wide(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
+            self.norm = torch.nn.BatchNorm1d(256)
+            self.automatic_optimization = optimizers == 1
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            rows: Any = batch[0]
+            for layer in self.layers:
+                rows = torch.tanh(layer(rows))
+            loss: torch.Tensor = self.norm(rows).square().mean() + rows.mean()
+            if optimizers > 1:
+                found = self.optimizers()
+                self.manual_backward(loss)
+                for each in found:
+                    each.step()
+                    each.zero_grad()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            if optimizers == 1:
+                return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+            return [torch.optim.Adam(layer.parameters()) for layer in self.layers]
+
+        def train_dataloader(self) -> Any:
+            data = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 4)
+
+    return Wide()
+
+
+def fit_wide(
+    pl: ModuleType, directory: Path, optimizers: int, plugin: Any = None, callback: Any = None
+) -> Any:
+    """Four steps, each saved."""
+    made = (callback or plugins.NvmeModelCheckpoint)(
+        dirpath=directory, filename="{step}", save_top_k=-1, every_n_train_steps=1
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            plugins=[plugin] if plugin is not None else None,
+            callbacks=[made],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(new_wide_module(pl, optimizers))
+    return trainer
+
+
+@pytest.fixture
+def callbacks_of(pl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`NvmeModelCheckpoint` is that of the package under test."""
+    package = pl.__name__.partition(".")[0]
+    monkeypatch.setattr(plugins, "_CALLBACKS", {package: plugins._CALLBACKS[package]})
+    vars(plugins).pop("NvmeModelCheckpoint", None)
+    yield
+    vars(plugins).pop("NvmeModelCheckpoint", None)
+
+
+class Reporting(AsyncNvmeCheckpointIO):
+    """Keeps what was said of each save, once it was durable."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.reports: list[nvmeio.SaveReport] = []
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        if self.report is not None:
+            self.wait()
+            self.reports.append(self.report)
+        super().save_checkpoint(*arguments, **options)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.usefixtures("callbacks_of")
+def test_the_trainers_optimizers_are_guarded_and_files_are_the_same(
+    pl: ModuleType,
+    optimizers: int,
+    tmp_path: Path,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first step meets a save of which nothing is written yet."""
+    monkeypatch.setattr(_guarded_snapshot, "_MOST_IN_FLIGHT_BYTES", 1)
+    plugin = Reporting(handle=held.handle)
+
+    def release() -> None:
+        made = plugin._saver
+        spin_until(lambda: any(live._asked_at for live in made._guard._lives))
+        held.gate.set()
+
+    with thread(release):
+        trainer = fit_wide(pl, tmp_path / "run", optimizers, plugin)
+    assert trainer.strategy.checkpoint_io is plugin
+    (tmp_path / "run").rename(tmp_path / "guarded")
+    assert len(plugin.reports) == 3
+    for report in plugin.reports:
+        assert report.durable and report.guarded_bytes >= 3 * 2 * 256 * 256 * 4
+        assert report.copied_bytes < report.guarded_bytes / 20
+    assert plugin.reports[0].step_held_s > 0
+    monkeypatch.setattr(AsyncNvmeCheckpointIO, "guard", lambda *_: None)
+    fit_wide(pl, tmp_path / "run", optimizers)
+    names = sorted(os.listdir(tmp_path / "run"))
+    assert names == sorted(os.listdir(tmp_path / "guarded")) and len(names) == 4
+    for name in names:
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "guarded" / name).read_bytes()
+
+
+@pytest.mark.usefixtures("callbacks_of")
+def test_the_stock_plugin_gives_way(pl: ModuleType, tmp_path: Path) -> None:
+    trainer = fit_wide(pl, tmp_path, 1)
+    assert type(trainer.strategy.checkpoint_io) is AsyncNvmeCheckpointIO
+    report = trainer.strategy.checkpoint_io.report
+    assert report.durable and report.guarded_bytes > report.copied_bytes
+
+
+@pytest.mark.usefixtures("callbacks_of")
+def test_what_cannot_be_guarded_is_told(
+    pl: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit_wide(pl, tmp_path / "other", 1, NvmeCheckpointIO())
+    assert "not guarded: NvmeCheckpointIO saves" in caplog.text
+    caplog.clear()
+
+    plugin = AsyncNvmeCheckpointIO()
+    strategy = types.SimpleNamespace(checkpoint_io=plugin)
+    trainer = types.SimpleNamespace(
+        is_global_zero=True, strategy=strategy, optimizers=["of no one"]
+    )
+    plugins.NvmeModelCheckpoint(dirpath=tmp_path).on_train_start(trainer, None)
+    assert "not guarded: guard needs optimizers of torch.optim" in caplog.text
+    caplog.clear()
+    strategy._state_dict_type = "sharded"
+    plugins.NvmeModelCheckpoint(dirpath=tmp_path).on_train_start(trainer, None)
+    assert "not guarded: SimpleNamespace writes sharded checkpoints" in caplog.text
+
+
+def test_strategies_that_write_checkpoints_themselves_are_known(pl: ModuleType) -> None:
+    found = importlib.import_module(f"{pl.__name__}.strategies")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharded = found.FSDPStrategy(state_dict_type="sharded")
+        assert "sharded checkpoints" in (plugins._writes_itself(sharded) or "")
+        distributed = found.ModelParallelStrategy()
+        assert "distributed checkpoints" in (plugins._writes_itself(distributed) or "")
+        for other in (found.FSDPStrategy(state_dict_type="full"), found.DDPStrategy()):
+            assert plugins._writes_itself(other) is None
+        assert plugins._writes_itself(found.SingleDeviceStrategy("cpu")) is None
+
+
+def test_a_change_of_a_guarded_tensor_fails_the_save(
+    held_plugin: AsyncNvmeCheckpointIO, held: Held, tmp_path: Path
+) -> None:
+    layer = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(layer.parameters())
+    held_plugin.guard(optimizer)
+    held_plugin.save_checkpoint({"state_dict": layer.state_dict()}, tmp_path / "a.ckpt")
+    with torch.no_grad():
+        layer.weight.zero_()
+    held.gate.set()
+    with pytest.raises(nvmeio.IntegrityError, match=r"a.ckpt was not saved: parameter 0 was chan"):
+        held_plugin.wait()
+    assert os.listdir(tmp_path) == []
 
 
 # The plugins by themselves
@@ -386,7 +565,7 @@ def test_every_call_raises_what_failed(
     held.failing = True
     held.gate.set()
     held_plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
-    for future in held_plugin._pending:
+    for future in held_plugin._saver._pending:
         future.exception()  # done by now
     arguments = [tmp_path / "a.ckpt"] if call.endswith("checkpoint") else []
     with pytest.raises(nvmeio.TransferError):
@@ -397,13 +576,14 @@ def test_memory_is_used_again_and_given_back(
     async_plugin: AsyncNvmeCheckpointIO, tmp_path: Path
 ) -> None:
     async_plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
-    memory = async_plugin._memory
+    memory = async_plugin._saver._memory
+    first = memory._arena
     async_plugin.save_checkpoint(state(1), tmp_path / "b.ckpt")
-    assert async_plugin._memory is memory
+    assert memory._arena is first
     async_plugin.save_checkpoint(state(2, 1 << 20), tmp_path / "c.ckpt")
-    assert async_plugin._memory is not memory
+    assert memory._arena is not first
     async_plugin.teardown()
-    assert async_plugin._memory is None
+    assert memory.nbytes == 0
     for number, name in enumerate("ab"):
         assert_same(torch.load(tmp_path / f"{name}.ckpt"), state(number))
     assert_same(torch.load(tmp_path / "c.ckpt"), state(2, 1 << 20))

@@ -1,0 +1,283 @@
+"""Files of any name, written while training goes on: what other libraries' trainers save with.
+
+A `Checkpointer` has a directory of its own; here the caller says where each file goes, and when one
+is removed. The snapshot, the guard and the life of a save are the same (`_job`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nvmeio._formats.torch_layout import Layout
+from nvmeio._formats.torch_writing import padded_nbytes
+from nvmeio._io.caller import Cancellation, InCaller, run_with_caller
+from nvmeio._io.handles import new_handle
+from nvmeio._io.threads import run_interruptible
+from nvmeio._storage.replace import Replacement
+from nvmeio.checkpoint import _guard, _safetensors_save
+from nvmeio.checkpoint._guard import Guard
+from nvmeio.checkpoint._job import SaveJob, Setup
+from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
+from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint._snapshot import SnapshotMemory
+from nvmeio.checkpoint._under_way import UnderWay
+from nvmeio.checkpoint._watched import Told
+from nvmeio.handle import AioHandle
+
+# How often a wait looks whether it was cancelled.
+_LOOK_S = 0.05
+
+
+class BackgroundSaver:
+    """Saves into files, one after the other, each durable at once or not at all.
+
+    `save` waits for the save before, takes a snapshot and returns; what guarded optimizers own is
+    left where it lies (see `Checkpointer.guard`). A failure is raised by the next call of `save`
+    or `wait`, once.
+
+    Args:
+        checksum: Write the CRC-32 of every record.
+        handle: Moves the bytes and stays open; None makes one for each save.
+        memory_bytes: As for `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        checksum: bool = True,
+        handle: AioHandle | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self._checksum = checksum
+        self._handle = handle
+        self._memory = SnapshotMemory(memory_bytes)
+        self._guard = Guard(memory_bytes)
+        self._turn = threading.Lock()
+        self._pending: list[concurrent.futures.Future[Any]] = []
+        self._last: SaveReport | None = None
+        self.pid = os.getpid()
+
+    def guard(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Leave what these own where it lies; see `Checkpointer.guard`.
+
+        Raises:
+            TypeError: One is no torch optimizer, or wraps another one.
+        """
+        found = _guard.checked(optimizers)
+        run_interruptible(lambda: self._guard.add(found))
+
+    def save(self, state: object, path: str) -> SaveReport:
+        """Take a snapshot of a state and begin to write it, as `torch.save` would.
+
+        Args:
+            state: What torch.save takes.
+            path: The file.
+
+        Raises:
+            Exception: An earlier save failed, or what `Checkpointer.save` raises. Nothing of this
+                one is left.
+        """
+
+        def planned(job: SaveJob, in_caller: InCaller) -> Layout:
+            return SaveJob.planned(job, state, in_caller)
+
+        return self._save(planned, path, self._checksum)
+
+    def save_safetensors(
+        self, tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None
+    ) -> SaveReport:
+        """The same as one safetensors file; tensors and metadata as for `save_safetensors`."""
+        wanted = _safetensors_save.checked(tensors, path, metadata, None, True)
+        return self._save(lambda *_: _safetensors_save.layout_of(wanted), path, False)
+
+    def after(self, work: Callable[[], object]) -> None:
+        """Have something done once all that was begun is durable; not at all if that failed."""
+        earlier = list(self._pending)
+
+        def in_order() -> None:
+            concurrent.futures.wait(earlier)
+            if all(future.exception() is None for future in earlier):
+                work()
+
+        # An executor's thread is waited for at the end of the program.
+        executor = concurrent.futures.ThreadPoolExecutor(1, "nvmeio-after")
+        self._pending.append(executor.submit(in_order))
+        executor.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Block until all that was begun is done.
+
+        Raises:
+            Exception: Something failed; raised once.
+        """
+        pending = list(self._pending)
+        UnderWay(lambda: concurrent.futures.wait(pending), lambda: None).wait()
+        self.raise_failures()
+
+    def raise_failures(self) -> None:
+        """Raise the first failure among what is done, which is forgotten with it."""
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
+        failures = [failed for future in done if (failed := future.exception()) is not None]
+        if failures:
+            try:
+                raise failures[0]
+            finally:
+                failures.clear()  # no cycle with the traceback
+
+    def release(self) -> None:
+        """Give the memory back; the next save makes it anew."""
+        self._memory.release()
+        self._guard.release()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way, and nobody has a failure to see."""
+        return not self._pending
+
+    @property
+    def last(self) -> SaveReport | None:
+        """Of the save that was begun last; with what its writing took, once it is durable."""
+        return self._last
+
+    def _save(
+        self, planned: Callable[[SaveJob, InCaller], Layout], path: str, checksum: bool
+    ) -> SaveReport:
+        began = time.perf_counter()
+        call = Cancellation()
+        return run_with_caller(
+            lambda in_caller: self._begin(planned, path, checksum, began, call, in_caller),
+            call.cancel,
+        )
+
+    def _begin(
+        self,
+        planned: Callable[[SaveJob, InCaller], Layout],
+        path: str,
+        checksum: bool,
+        began: float,
+        call: Cancellation,
+        in_caller: InCaller,
+    ) -> SaveReport:
+        with self._turn:
+            while concurrent.futures.wait(self._pending, _LOOK_S).not_done:
+                call.check()
+            self.raise_failures()
+            own = _OwnHandle(self._handle, path)
+            setup = Setup(
+                os.path.dirname(path),
+                1,
+                False,
+                checksum,
+                self._memory,
+                store_of(None, path),
+                DEFAULT_TIMEOUT_S,
+                self._guard,
+                own.get,
+                lambda: None,
+            )
+            job = _NamedFile(setup, path, planned, own.close)
+            call.then(job.cancel)
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            try:
+                self._last = job.take(None, began, in_caller)
+            finally:
+                if job.going_on:
+                    self._pending.append(future)
+                    job.call_when_done(lambda: self._settle(job, future))
+            return self._last
+
+    def _settle(self, job: SaveJob, future: concurrent.futures.Future[Any]) -> None:
+        try:
+            report = job.result()
+            if report is not None:
+                self._last = report
+            future.set_result(report)
+        except BaseException as failed:
+            future.set_exception(failed)
+
+
+class _NamedFile(SaveJob):
+    """A save into one file of any name, by one process."""
+
+    LAYOUT = "file"
+
+    def __init__(
+        self,
+        setup: Setup,
+        path: str,
+        plan: Callable[[SaveJob, InCaller], Layout],
+        written: Callable[[], None],
+    ) -> None:
+        super().__init__(setup, 0, 1)
+        self._path = path
+        self._plan = plan
+        self._written = written
+
+    @property
+    def path(self) -> str:
+        """Where the file will be."""
+        return self._path
+
+    @property
+    def told(self) -> Told:
+        """What an error says where a guarded tensor was changed."""
+        remedy = "Change it once the save is durable, or in optimizer.step(); unguarded, it is "
+        return Told(self._path, f"{remedy}copied first")
+
+    def planned(self, state: object, in_caller: InCaller) -> Layout:
+        """The layout of what is saved."""
+        return self._plan(self, in_caller)
+
+    def parts(self, layout: Layout) -> list[tuple[int, int]]:
+        """All of it."""
+        return [(0, padded_nbytes(layout))]
+
+    def pages_beside(self, layout: Layout) -> list[int]:
+        """None: there is no other part."""
+        return []
+
+    def write(self) -> bool | None:
+        """Write the file and put it into its place."""
+        layout = self.layout()
+        end = padded_nbytes(layout)
+        try:
+            with Replacement(self._path) as replacement:
+                replacement.reserve(end)
+                self.write_bytes(replacement.file, 0, end)
+                replacement.truncate(layout.nbytes)
+                self.check_cancelled()
+                replacement.commit()
+        finally:
+            self._written()
+        return None
+
+
+class _OwnHandle:
+    """The handle of one save: the caller's, or one made when its first byte is written."""
+
+    def __init__(self, given: AioHandle | None, path: str) -> None:
+        self._given = given
+        self._path = path
+        self._own: AioHandle | None = None
+
+    def get(self) -> AioHandle:
+        """What moves the bytes; a handle of the caller's that he closed is replaced."""
+        if self._given is not None and not self._given.closed:
+            return self._given
+        if self._own is None:
+            self._own = new_handle(self._path)
+        return self._own
+
+    def close(self) -> None:
+        """Close its own."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()

@@ -1,0 +1,104 @@
+"""`BackgroundSaver`: files of any name, whole or not there, while what they are of goes on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from checkpoint._objects import assert_same
+from support import HeldEngine, thread
+
+import nvmeio
+from nvmeio.checkpoint.background import BackgroundSaver
+
+
+@pytest.fixture
+def engine() -> Iterator[HeldEngine]:
+    made = HeldEngine()
+    yield made
+    made.gate.set()
+
+
+@pytest.fixture
+def saver(engine: HeldEngine) -> Iterator[BackgroundSaver]:
+    with nvmeio.AioHandle(engine=engine) as handle:
+        made = BackgroundSaver(handle=handle)
+        yield made
+        engine.gate.set()
+        made.wait()
+
+
+def trained() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(700, 700)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)
+    layer(torch.ones(1, 700)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_what_is_guarded_is_written_from_where_it_lies(
+    kind: str, saver: BackgroundSaver, engine: HeldEngine, tmp_path: Path
+) -> None:
+    layer, optimizer = trained()
+    wanted = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    saver.guard(optimizer)
+    path = str(tmp_path / "weights")
+    if kind == "torch":
+        report = saver.save(layer.state_dict(), path)
+    else:
+        report = saver.save_safetensors(layer.state_dict(), path, {"format": "pt"})
+    assert report.guarded_bytes == 700 * 700 * 4 and report.copied_bytes < 700 * 4 + 4096
+    engine.wait_until_begun(1)
+    with thread(optimizer.step) as ended:
+        assert not ended
+        engine.gate.set()
+    saver.wait()
+    found: Any = torch.load(path) if kind == "torch" else safetensors.torch.load_file(path)
+    assert_same(dict(found), wanted)
+    assert saver.last is not None and saver.last.durable
+
+
+def test_a_failure_is_raised_once_and_by_the_next_call(
+    saver: BackgroundSaver, engine: HeldEngine, tmp_path: Path
+) -> None:
+    layer, optimizer = trained()
+    saver.guard(optimizer)
+    saver.save(layer.state_dict(), str(tmp_path / "a"))
+    with torch.no_grad():
+        layer.weight.zero_()
+    engine.gate.set()
+    with pytest.raises(nvmeio.IntegrityError, match="a was not saved: parameter 0 was changed"):
+        saver.save(layer.state_dict(), str(tmp_path / "b"))
+    assert os.listdir(tmp_path) == [] and saver.idle
+    saver.save(layer.state_dict(), str(tmp_path / "b"))
+    saver.wait()
+    assert_same(dict(torch.load(tmp_path / "b")), dict(layer.state_dict()))
+
+
+def test_what_comes_after_a_save_waits_for_it(
+    saver: BackgroundSaver, engine: HeldEngine, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+    path = tmp_path / "a"
+    saver.save({"weight": torch.ones(4)}, str(path))
+    saver.after(lambda: seen.append(path.exists()))
+    assert seen == []
+    engine.gate.set()
+    saver.wait()
+    assert seen == [True]
+
+
+def test_a_state_that_cannot_be_pickled_leaves_nothing(
+    saver: BackgroundSaver, tmp_path: Path
+) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
+        saver.save({"made here": lambda: None}, str(tmp_path / "a"))
+    assert saver.idle and os.listdir(tmp_path) == []
