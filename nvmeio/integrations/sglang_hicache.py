@@ -18,6 +18,7 @@ Written for sglang 0.5.23 (`sglang.srt.mem_cache.hicache_storage`); see docs/ser
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -32,7 +33,7 @@ import torch
 from nvmeio import buffers
 from nvmeio._blocks.store import PAGE_BYTES, BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, ClosedError
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
@@ -72,6 +73,8 @@ class HiCache:
 
     Raises:
         ValueError: One of the two is missing or makes no sense.
+
+    Any thread may call it; once it is closed, what is asked for is not there.
     """
 
     mem_pool_host: Any
@@ -157,10 +160,10 @@ class HiCache:
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
         """Pages into tensors; None for each that is not there."""
-        store = self._store(_KV)
-        if store is None:
-            return [None] * len(keys)
-        found = store.load(keys, [_bytes_of(target) for target in target_locations])
+        store, found = self._store(_KV), [False] * len(keys)
+        with contextlib.suppress(ClosedError):
+            if store is not None:
+                found = store.load(keys, [_bytes_of(target) for target in target_locations])
         return [
             target if there else None for target, there in zip(target_locations, found, strict=True)
         ]
@@ -182,7 +185,9 @@ class HiCache:
         store = self._store(_KV)
         if store is None or not store.is_writer:
             return self.batch_exists(keys) == len(keys)
-        return all(store.store(keys, [_bytes_of(value) for value in values]))
+        with contextlib.suppress(ClosedError):
+            return all(store.store(keys, [_bytes_of(value) for value in values]))
+        return False
 
     def exists(self, key: str) -> bool:
         """Whether a page is there."""
@@ -190,8 +195,8 @@ class HiCache:
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there."""
-        store = self._store(_KV)
-        return 0 if store is None else store.prefix(keys)
+        there = self._contains(_KV, keys)
+        return there.index(False) if False in there else len(there)
 
     # Interfaces 1 and 2: pages of host pools
 
@@ -230,30 +235,37 @@ class HiCache:
         for transfer in pool_transfers or []:
             if not restorable:
                 break
-            store = self._store(str(transfer.name))
-            there = store.contains(keys) if store else [False] * len(keys)
+            there = self._contains(str(transfer.name), keys)
             possible = _restorable(there[:pages], transfer, interface.PoolHitPolicy)
             if possible:
                 hits[transfer.name] = max(possible)
             restorable = [count for count in restorable if count in possible]
         return interface.PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
+    def _contains(self, name: str, keys: Sequence[str]) -> list[bool]:
+        store = self._store(name)
+        with contextlib.suppress(ClosedError):
+            if store is not None:
+                return store.contains(keys)
+        return [False] * len(keys)
+
     def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         store, pool = self._store(name), self._pool(name)
         starts = _starts(pool, keys, indices)
         if store is None or starts is None:
             return [False] * len(keys)
-        there = store.contains(keys)
-        if not store.is_writer:  # another rank writes the same pages
-            return there
         found: list[bool] = []
-        for first, last in _parts(len(keys), _page_bytes_of(store)):
-            new = [n for n in range(first, last) if not there[n]]
-            pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
-            stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
-            found += [stored.get(n, True) for n in range(first, last)]
-        store.touch([key for key, known in zip(keys, there, strict=True) if known])
-        return found
+        with contextlib.suppress(ClosedError):
+            there = store.contains(keys)
+            if not store.is_writer:  # another rank writes the same pages
+                return there
+            for first, last in _parts(len(keys), store.block_bytes):
+                new = [n for n in range(first, last) if not there[n]]
+                pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
+                stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
+                found += [stored.get(n, True) for n in range(first, last)]
+            store.touch([key for key, known in zip(keys, there, strict=True) if known])
+        return found + [False] * (len(keys) - len(found))
 
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """One part is read while the one before is copied into the pool."""
@@ -261,7 +273,7 @@ class HiCache:
         starts = _starts(pool, keys, indices)
         if store is None or starts is None:
             return [False] * len(keys)
-        nbytes = _page_bytes_of(store)
+        nbytes = store.block_bytes
         parts = list(_parts(len(keys), nbytes))
         stagings = self._staging(name, nbytes, parts)
         answers: SimpleQueue[list[bool]] = SimpleQueue()
@@ -273,20 +285,20 @@ class HiCache:
             store.begin_load(keys[first:last], blocks, answers.put)
 
         found: list[bool] = []
-        for number in range(min(1, len(parts))):
-            begin(number)
-        for number, (first, last) in enumerate(parts):
-            there = answers.get()
-            if number + 1 < len(parts):
-                begin(number + 1)
-            rows = stagings[number % len(stagings)]
-            for n in range(first, last):
-                if there[n - first]:
-                    pool.set_from_flat_data_page(
-                        starts[n], rows[n - first, :nbytes].view(pool.dtype)
-                    )
-            found += there
-        return found
+        with contextlib.suppress(ClosedError):
+            for number in range(min(1, len(parts))):
+                begin(number)
+            for number, (first, last) in enumerate(parts):
+                there = answers.get()
+                if number + 1 < len(parts):
+                    begin(number + 1)
+                rows = stagings[number % len(stagings)]
+                for n in range(first, last):
+                    if there[n - first]:
+                        page = rows[n - first, :nbytes].view(pool.dtype)
+                        pool.set_from_flat_data_page(starts[n], page)
+                found += there
+        return found + [False] * (len(keys) - len(found))
 
     def _staging(self, name: str, nbytes: int, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
         """Memory for two parts, of this thread and pool, kept."""
@@ -324,10 +336,6 @@ class HiCache:
 def _page_bytes(pool: Any) -> int:
     nbytes: int = pool.get_dummy_flat_data_page().nbytes
     return nbytes
-
-
-def _page_bytes_of(store: BlockStore) -> int:
-    return store.block_bytes
 
 
 def _bytes_of(page: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,11 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from itertools import repeat, starmap
+from typing import Any
 
 import torch
 
@@ -59,10 +59,14 @@ def __getattr__(name: str) -> Any:
     return kind
 
 
-class _Ended(NamedTuple):
-    job_id: int
-    found: list[bool]
-    seconds: float
+class _Job:
+    """What was submitted once; `ended` when the drive is done with it."""
+
+    def __init__(self, submitted: Any) -> None:
+        self.number: int = submitted.job_id
+        self.keys: list[bytes] = list(submitted.keys)
+        self.began = time.monotonic()
+        self.ended = False
 
 
 class Tier:
@@ -82,6 +86,7 @@ class Tier:
         TransferError: The store cannot be opened: see `nvmeio._blocks.store.BlockStore`.
 
     Jobs are done in the background; every method returns at once but `drain_jobs` and `shutdown`.
+    A submission that is interrupted was not begun, or goes on and is reported.
     """
 
     def __init__(
@@ -116,65 +121,73 @@ class Tier:
         self._rows: torch.Tensor | None = torch.frombuffer(self._view, dtype=torch.uint8).view(
             -1, self._nbytes
         )
-        self._ended: SimpleQueue[_Ended] = SimpleQueue()
-        self._jobs: dict[int, tuple[list[bytes], bool]] = {}
-        self._storing: Counter[bytes] = Counter()
+        self._ended: deque[Any] = deque()  # their results
+        self._stores_begun: deque[_Job] = deque()
+        self._storing: dict[bytes, _Job] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT, MISS, or RETRY while the chunk is on its way to the drive."""
         result = self._interface.LookupResult
+        job = self._storing.get(key)
+        on_its_way = job is not None and not job.ended
         if self._store.contains([key])[0]:
             return result.HIT
-        return result.RETRY if key in self._storing else result.MISS
+        return result.RETRY if on_its_way else result.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to write chunks; those that are there are left as they are."""
-        keys, rows = self._begun(job_metadata, is_load=False)
-        self._storing.update(keys)
-        ended = partial(self._end, job_metadata.job_id, time.monotonic())
-        self._store.begin_store(keys, rows, ended)
+        self._forget_stores_that_ended()
+        job = _Job(job_metadata)
+        ended = partial(self._end, job, False)
+        self._store.begin_store(job.keys, self._rows_of(job_metadata), ended)
+        # An interrupt before this lets it go on unannounced. Said before, it would leave chunks
+        # that are on their way for ever.
+        self._stores_begun.append(job)
+        self._storing.update(dict.fromkeys(job.keys, job))
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to read chunks."""
-        keys, rows = self._begun(job_metadata, is_load=True)
-        ended = partial(self._end_load, job_metadata.job_id, keys, time.monotonic())
-        self._store.begin_load(keys, rows, ended)
+        job = _Job(job_metadata)
+        ended = partial(self._end_load, job)
+        self._store.begin_load(job.keys, self._rows_of(job_metadata), ended)
 
-    def _begun(self, job: Any, is_load: bool) -> tuple[list[bytes], list[torch.Tensor]]:
-        keys = list(job.keys)
-        self._jobs[job.job_id] = (keys, is_load)
+    def _rows_of(self, submitted: Any) -> list[torch.Tensor]:
         assert self._rows is not None
-        return keys, [self._rows[int(chunk)] for chunk in job.chunk_ids]
+        return [self._rows[int(chunk)] for chunk in submitted.chunk_ids]
 
-    def _end(self, job_id: int, began: float, found: list[bool]) -> None:
-        self._ended.put(_Ended(job_id, found, time.monotonic() - began))
+    def _forget_stores_that_ended(self) -> None:
+        begun = self._stores_begun
+        while begun and begun[0].ended:  # in the order in which they were begun
+            for key in begun[0].keys:
+                if self._storing.get(key) is begun[0]:
+                    del self._storing[key]
+            begun.popleft()
 
-    def _end_load(self, job_id: int, keys: list[bytes], began: float, found: list[bool]) -> None:
-        # Were they found again and again, and could never be read, vLLM would ask for ever.
-        self._store.remove([key for key, there in zip(keys, found, strict=True) if not there])
-        self._end(job_id, began, found)
+    def _end_load(self, job: _Job, found: list[bool]) -> None:
+        try:
+            # Were they found again and again, and could never be read, vLLM would ask for ever.
+            missing = [key for key, there in zip(job.keys, found, strict=True) if not there]
+            self._store.remove(missing)
+        finally:
+            self._end(job, True, found)
+
+    def _end(self, job: _Job, is_load: bool, found: list[bool]) -> None:
+        """In a thread of the store."""
+        there = tuple(key for key, is_there in zip(job.keys, found, strict=True) if is_there)
+        result = self._results(
+            job_id=job.number,
+            success=all(found),
+            successful_keys=there or None if is_load else None,
+            transfer_time=time.monotonic() - job.began,
+            transfer_bytes=len(there) * self._nbytes,
+        )
+        job.ended = True
+        self._ended.append(result)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """What has ended since the last call."""
-        results: list[Any] = []
-        while True:
-            try:
-                ended = self._ended.get_nowait()
-            except Empty:
-                return results
-            keys, is_load = self._jobs.pop(ended.job_id)
-            if not is_load:
-                self._storing -= Counter(keys)
-            there = tuple(key for key, found in zip(keys, ended.found, strict=True) if found)
-            results.append(
-                self._results(
-                    job_id=ended.job_id,
-                    success=all(ended.found),
-                    successful_keys=there or None if is_load else None,
-                    transfer_time=ended.seconds,
-                    transfer_bytes=len(there) * self._nbytes,
-                )
-            )
+        """What has ended since the last call; each is taken when the caller gets to it."""
+        # From the one to the other in C: an interrupt loses none, and vLLM waits for all of them.
+        return starmap(self._ended.popleft, repeat((), len(self._ended)))
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Chunks that were used: they are evicted last."""

@@ -75,7 +75,6 @@ def test_blocks_come_back(tmp_path: Path, handle: AioHandle) -> None:
         assert put(store, [1, 2, 3]) == [True] * 3
         assert loaded(store, [3, 9, 1]) == [True, False, True]
         assert store.contains(["1", "9"]) == [True, False]
-        assert store.prefix(["2", "3", "4", "1"]) == 2
         assert put(store, [1]) == [True]
         assert (store.stats.stored, store.stats.loaded, len(store)) == (3, 2, 3)
     with pytest.raises(ClosedError):

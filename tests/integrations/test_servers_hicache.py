@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import at_places, at_random_times
 
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.integrations import sglang_hicache
@@ -154,6 +155,78 @@ def test_pages_come_back_after_a_restart(
     for page, source in ((0, 9), (1, 3), (3, 0), (4, 7), (5, 1)):
         assert other.get_data_page(page * PAGE).equal(pool.get_data_page(source * PAGE))
     assert not other.get_data_page(2 * PAGE).any()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("interrupts", [at_places, at_random_times])
+@pytest.mark.parametrize("version", ["", "_v1", "_v2"])
+def test_an_interrupted_batch_can_be_asked_for_again(
+    version: str,
+    interrupts: Any,
+    opened: Callable[..., Any],
+    interface: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = filled()
+    monkeypatch.setattr(sglang_hicache, "STAGING_BYTES", 768)  # a page a part
+    backend = opened(pool)
+    backend.register_mem_host_pool_v2(pool, interface.PoolName.KV)
+    keys, from_, to = list("abc"), indices(3, 1, 0), indices(9, 7, 5)
+    expected = [pool.get_data_page(page * PAGE).clone() for page in (3, 1, 0)]
+
+    def transfer(where: torch.Tensor) -> list[Any]:
+        return [interface.PoolTransfer(name=interface.PoolName.KV, host_indices=where, keys=keys)]
+
+    def store() -> Any:
+        if version == "_v2":
+            return backend.batch_set_v2(transfer(from_))[interface.PoolName.KV] == [True] * 3
+        if version == "_v1":
+            return backend.batch_set_v1(keys, from_) == [True] * 3
+        return backend.batch_set(keys, expected)
+
+    def load() -> list[torch.Tensor]:
+        pool.kv_buffer[:, :, 5 * PAGE : 10 * PAGE] = 0
+        if version == "":
+            return backend.batch_get(keys, [pool.get_dummy_flat_data_page() for _ in keys])
+        if version == "_v2":
+            found = backend.batch_get_v2(transfer(to))[interface.PoolName.KV]
+        else:
+            found = backend.batch_get_v1(keys, to)
+        assert found == [True] * 3
+        return [pool.get_data_page(page * PAGE) for page in (9, 7, 5)]
+
+    def work() -> None:
+        backend.clear()
+        store()
+        load()
+
+    work()
+    for where in interrupts(work, 60):
+        assert store(), where
+        assert backend.batch_exists(keys) == 3, where
+        assert all(a.equal(b) for a, b in zip(load(), expected, strict=True)), where
+
+
+def test_a_backend_that_is_closed_while_it_reads_ends_the_read(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's prefetching thread waited for an answer that nobody gave."""
+    monkeypatch.setattr(sglang_hicache, "STAGING_BYTES", 768)
+    backend = opened(filled())
+    keys = list("abcdef")
+    backend.batch_set_v1(keys, indices(*range(6)))
+    copy, copied = backend.mem_pool_host.set_from_flat_data_page, []
+
+    def close_meanwhile(index: int, page: torch.Tensor) -> None:
+        copy(index, page)
+        copied.append(index)
+        backend.close()
+
+    monkeypatch.setattr(backend.mem_pool_host, "set_from_flat_data_page", close_meanwhile)
+    assert backend.batch_get_v1(keys, indices(*range(10, 16))) == [True, *[False] * 5]
+    assert copied == [10 * PAGE]
+    assert backend.batch_set_v1(keys, indices(*range(6))) == [False] * 6
 
 
 def test_a_page_at_a_time(opened: Callable[..., Any]) -> None:

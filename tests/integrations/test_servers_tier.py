@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import at_places, at_random_times, everywhere
 
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.integrations import vllm_tier
@@ -216,6 +218,116 @@ def test_a_chunk_on_its_way_is_to_be_asked_for_again(
     held[0][2]([False])
     assert ended(tier) == [(1, False, None)]
     assert tier.lookup(b"a", None) is interface.MISS
+
+
+def run(tier: Any, submit: Callable[[Any], None], number: int, chunks: list[int]) -> None:
+    """A job from one end to the other, as vLLM's manager follows it."""
+    submit(job(number, [bytes([chunk]) for chunk in chunks], chunks))
+    tier.drain_jobs()
+    results = []
+    for result in tier.get_finished_jobs():
+        results.append(result)
+    assert (number, True) in [(result.job_id, result.success) for result in results]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("interrupts", [at_places, at_random_times])
+def test_an_interrupted_submission_is_none_or_goes_on(
+    interrupts: Any, opened: Callable[..., Any], interface: Any
+) -> None:
+    """Chunks that it had announced were on their way for ever, and its end was of no job."""
+    primary = Primary()
+    tier = opened(primary)
+    chunks = [2, 3, 5]
+
+    def work() -> None:
+        run(tier, tier.submit_store, 1, chunks)
+        assert tier.lookup(bytes([3]), None) is interface.HIT
+        run(tier, tier.submit_load, 2, chunks)
+        tier._store.clear()
+
+    for where in interrupts(work, 120):
+        tier.drain_jobs()
+        before = [result.job_id for result in tier.get_finished_jobs()]
+        assert before in ([], [1], [2]), where  # what was interrupted, if anything, and once
+        expected = interface.HIT, interface.MISS
+        assert tier.lookup(bytes([3]), None) in expected, where
+        tier._store.clear()
+        assert tier.lookup(bytes([3]), None) is interface.MISS, where
+        run(tier, tier.submit_store, 3, chunks)
+        primary.mapping[5 * CHUNK : 6 * CHUNK] = bytes(CHUNK)
+        run(tier, tier.submit_load, 4, chunks)
+        assert primary.chunk(5) == primary.whole[5].numpy().tobytes(), where
+        tier._store.clear()
+    run(tier, tier.submit_store, 5, chunks)
+    run(tier, tier.submit_store, 6, [1])
+    assert len(tier._storing) <= len(chunks) + 1  # what had ended is forgotten
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
+def test_no_end_of_a_job_is_lost_to_an_interrupt(opened: Callable[..., Any]) -> None:
+    """vLLM's manager waits until every job was told."""
+    tier = opened(Primary())
+    told: list[int] = []
+    number = 0
+
+    def work() -> None:
+        for result in tier.get_finished_jobs():
+            told.append(result.job_id)
+
+    for _ in everywhere(work):
+        number += 1
+        tier.submit_store(job(number, [bytes([number % 16])], [number % 16]))
+        tier.drain_jobs()
+    work()
+    assert told == list(range(1, number + 1))
+    assert number
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
+def test_opening_and_shutting_down_can_be_interrupted(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    primary = Primary()
+    tier = opened(primary)
+    run(tier, tier.submit_store, 1, [1])
+    tier.shutdown()
+
+    def work() -> None:
+        vllm_tier.NvmeTier(
+            spec(), primary.view, "n", directory=str(tmp_path), capacity_bytes=1 << 20
+        ).shutdown()
+
+    for where in at_places(work, 30):
+        again = vllm_tier.NvmeTier(
+            spec(), primary.view, "n", directory=str(tmp_path), capacity_bytes=1 << 20
+        )
+        run(again, again.submit_load, 2, [1])
+        assert primary.chunk(1) == primary.whole[1].numpy().tobytes(), where
+        again.shutdown()
+    primary.close()
+
+
+def test_a_drive_that_fails_the_table_as_well_ends_every_job(
+    opened: Callable[..., Any], interface: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job whose missing chunks could not be forgotten was never told, and vLLM waited."""
+    tier = opened(Primary())
+    tier.submit_store(job(1, [b"a"], [0]))
+    assert ended(tier) == [(1, True, None)]
+    with tier._store.path.open("r+b") as file:
+        file.write(b"damaged")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the drive failed")
+
+    monkeypatch.setattr(tier._store._catalog._table, "empty", fail)
+    tier.submit_load(job(2, [b"a"], [4]))
+    assert ended(tier) == [(2, False, None)]
+    assert tier.lookup(b"a", None) is interface.MISS
+    tier.submit_store(job(3, [b"b"], [0]))
+    assert ended(tier) == [(3, False, None)]
 
 
 def test_a_load_that_fails_in_part(opened: Callable[..., Any], interface: Any) -> None:
