@@ -248,9 +248,9 @@ def correctness(step: Step, gds: bool) -> dict[str, Any]:
 
 def raw_cufile(step: Step, threads: int, task: int, registered: bool) -> dict[str, Any]:
     """The best that a plain loop of cuFileRead in threads can do."""
-    from nvmeio.engines.cufile.driver import DRIVER, Settings
+    from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
 
-    library = DRIVER.acquire(Settings(needs_cuda=step.device == "cuda"))
+    library = DRIVER.acquire(DriverSettings(needs_cuda=step.device == "cuda"))
     if step.device == "cuda":
         tensor = torch.empty(step.size, dtype=torch.uint8, device="cuda")
     else:

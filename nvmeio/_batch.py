@@ -26,7 +26,7 @@ Mover = TypeVar("Mover")
 _FILES = (str, os.PathLike, int, File)
 
 
-class Part:
+class BatchMember:
     """What a batch has to do with one file.
 
     Attributes:
@@ -90,7 +90,7 @@ class Batch:
     def __init__(self, memories: list[Memory], held: Any) -> None:
         self.memories = memories
         self.held = held
-        self.parts: list[Part] = []
+        self.parts: list[BatchMember] = []
         self.offsets: list[int] = []
 
     def end(self) -> None:
@@ -184,7 +184,7 @@ def laid_out(
 
 def _places(
     opcode: Opcode, memories: list[Memory], files: Files, file_offsets: BatchOffsets
-) -> tuple[list[int], list[Part]]:
+) -> tuple[list[int], list[BatchMember]]:
     """Where items begin, and which of them belong to which file."""
     number = len(memories)
     one = isinstance(files, _FILES)
@@ -199,7 +199,7 @@ def _places(
     if min(offsets, default=0) < 0 or highest > _checks.OFFSET_MAX:
         for item, offset in enumerate(offsets):
             _checks.file_offset(f"file_offsets[{item}]", offset, sizes[item])
-    parts = [Part(files, range(number))] if one else _parts(files, number)
+    parts = [BatchMember(files, range(number))] if one else _parts(files, number)
     if opcode is Opcode.WRITE:
         for part in parts:
             _check_apart(part, offsets, sizes)
@@ -215,7 +215,7 @@ def _one_of_each_type(files: Any) -> list[Any]:
     return list({type(file): file for file in files}.values())
 
 
-def _parts(files: Any, number: int) -> list[Part]:
+def _parts(files: Any, number: int) -> list[BatchMember]:
     if len(files) != number:
         raise ValueError(f"there are {number} tensors, but {len(files)} files")
     items_of: dict[Any, list[int]] = {}
@@ -226,7 +226,7 @@ def _parts(files: Any, number: int) -> list[Part]:
             items_of[key] = [item]
         else:
             found.append(item)
-    return [Part(files[items[0]], items) for items in items_of.values()]
+    return [BatchMember(files[items[0]], items) for items in items_of.values()]
 
 
 def _offsets(file_offsets: Any, sizes: list[int], one: bool) -> list[int]:
@@ -249,7 +249,7 @@ def _offsets(file_offsets: Any, sizes: list[int], one: bool) -> list[int]:
     ]
 
 
-def _check_apart(part: Part, offsets: list[int], sizes: list[int]) -> None:
+def _check_apart(part: BatchMember, offsets: list[int], sizes: list[int]) -> None:
     """Refuse to write two pieces over each other: which of them would remain is unknown."""
     items = [item for item in part.items if sizes[item]]
     items.sort(key=offsets.__getitem__)

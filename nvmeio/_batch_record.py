@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nvmeio import _transfer
-from nvmeio._batch import Batch, Part
+from nvmeio._batch import Batch, BatchMember
 from nvmeio._plan import Plan
 from nvmeio._record import NOTHING, Record, copy_back, failure_of, refused_once
 from nvmeio._tensor import Memory
@@ -80,9 +80,9 @@ class BatchRecord(Record):
         self._batch: Batch | None = batch
         self._planner = planner
         self._copies = any(memory.copy_back is not None for memory in batch.memories)
-        self._waiting: deque[Part] | None = None
-        self._wave: list[tuple[Part, Sequence[int], bool]] = []  # whether direct
-        self._again: dict[Part, list[int]] = {}
+        self._waiting: deque[BatchMember] | None = None
+        self._wave: list[tuple[BatchMember, Sequence[int], bool]] = []  # whether direct
+        self._again: dict[BatchMember, list[int]] = {}
         self._failures: dict[int, BaseException] = {}
         self._inodes: set[tuple[int, int]] = set()
         self._dropped = False
@@ -206,7 +206,7 @@ class BatchRecord(Record):
             self._waiting.popleft()
         return transfers
 
-    def _parts_to_begin(self, miscounted: Counter[str]) -> list[Part]:
+    def _parts_to_begin(self, miscounted: Counter[str]) -> list[BatchMember]:
         """All of them, as the caller means them now: files that may be closed, relative paths."""
         batch = self._batch_now
         parts, directory = [], None
@@ -225,7 +225,7 @@ class BatchRecord(Record):
         return parts
 
     def _begun(
-        self, part: Part, items: Sequence[int], miscounted: Counter[str], again: bool = False
+        self, part: BatchMember, items: Sequence[int], miscounted: Counter[str], again: bool = False
     ) -> list[Transfer] | None:
         """What is to be done with a file; None if no more descriptors can be had for now."""
         batch = self._batch_now
@@ -279,7 +279,7 @@ class BatchRecord(Record):
                 self._again[part] = again
                 logger.warning("%s refused direct I/O (EINVAL): buffered instead", part.name)
 
-    def _copy_back(self, part: Part, item: int) -> None:
+    def _copy_back(self, part: BatchMember, item: int) -> None:
         memory = self._batch_now.memories[item]
         if memory.copy_back is not None:
             try:
@@ -292,12 +292,12 @@ class BatchRecord(Record):
         miscounted.update(operations=len(items), errors=len(items))
         self._failures.update(dict.fromkeys(items, failed))
 
-    def _close_now(self, part: Part) -> None:
+    def _close_now(self, part: BatchMember) -> None:
         lost = self._closed(part)
         if lost is not None:
             self._failures.setdefault(part.items[0], lost)
 
-    def _closed(self, part: Part) -> TransferError | None:
+    def _closed(self, part: BatchMember) -> TransferError | None:
         """Close a file; NFS and friends report lost writes here (man 2 close)."""
         try:
             part.close()
@@ -305,7 +305,7 @@ class BatchRecord(Record):
             return TransferError(failed.errno or errno.EIO, operation="close", path=part.name)
         return None
 
-    def _about_item(self, part: Part, item: int, transferred: int) -> dict[str, Any]:
+    def _about_item(self, part: BatchMember, item: int, transferred: int) -> dict[str, Any]:
         batch = self._batch_now
         return {
             "operation": self.name,

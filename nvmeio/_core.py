@@ -34,7 +34,7 @@ from nvmeio._completions import CompletionQueues
 from nvmeio._io.threads import run_interruptible
 from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._record import Record, let_go_plain
-from nvmeio._rows import RowPlaces
+from nvmeio._row_places import RowPlaces
 from nvmeio._tensor import Memory
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
 from nvmeio.errors import ClosedError, TransferError

@@ -18,7 +18,7 @@ import torch
 
 from nvmeio import _transfer
 from nvmeio._plan import Plan
-from nvmeio._rows import RowPlaces
+from nvmeio._row_places import RowPlaces
 from nvmeio._tensor import Memory, touch
 from nvmeio.engines import base
 from nvmeio.engines.base import (

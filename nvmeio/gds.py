@@ -12,7 +12,7 @@ from nvmeio._core import Core
 from nvmeio._tensor import Data
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
-from nvmeio.engines.cufile.driver import Settings
+from nvmeio.engines.cufile.driver import DriverSettings
 from nvmeio.handle import AioHandle
 
 __all__ = ["GdsHandle"]
@@ -96,7 +96,7 @@ class GdsHandle(AioHandle):
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
         self._host_too = cpu_tensors == "cufile"
-        settings = Settings(
+        settings = DriverSettings(
             needs_cuda=not self._host_too or torch.cuda.is_available(),
             allow_compat=_checks.switch("allow_compat", allow_compat),
             max_direct_io_bytes=max_direct_io_bytes,

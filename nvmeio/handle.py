@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from nvmeio import _batch, _checks, _device, _rows, _tensor, _transfer, _validate, buffers, files
+from nvmeio import _batch, _checks, _device, _tensor, _transfer, _validate, buffers, files
 from nvmeio import tuned as _tuned
 from nvmeio._batch import BatchOffsets, FileLike, Files
 from nvmeio._closing import ClosingWork
@@ -19,7 +19,7 @@ from nvmeio._cores import Cores, ring_core
 from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._record import NAMES, ROWS_NAMES
-from nvmeio._rows import FileOffsets
+from nvmeio._row_places import FileOffsets, row_places
 from nvmeio._tensor import Data
 from nvmeio.engines import ring, select
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
@@ -369,7 +369,7 @@ class AioHandle(ClosingWork):
         self._cores.check_open()
         memory = self._rows_memory(opcode, tensor, file)
         try:
-            places = _rows.places(tensor, file_offsets)
+            places = row_places(tensor, file_offsets)
         except BaseException:
             memory.end()
             raise

@@ -119,7 +119,7 @@ def test_cufile_is_opened_on_the_callers_device(
     monkeypatch.setattr(driver.preflight, "problem", lambda: ("", "", ""))
     monkeypatch.setattr(driver.library, "load", Opened)
     opened = driver._Driver()
-    opened.acquire(driver.Settings())
+    opened.acquire(driver.DriverSettings())
     opened.release()
     assert seen == [2]
     assert cuda.contexts == {2}

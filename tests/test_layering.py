@@ -39,7 +39,7 @@ LAYERS = {
     "_device": 2,
     "_tensor": 2,
     "files": 2,
-    "_rows": 3,
+    "_row_places": 3,
     "_batch": 3,
     "_transfer": 3,
     "engines": 3,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nvmeio._blocks.slots import Index, Place
+from nvmeio._blocks.slots import BlockPlace, Index
 from nvmeio._blocks.table import NotATable, Table
 from nvmeio._io.ending import wait_for_those_that_end
 from nvmeio._storage.durable import reserve
@@ -150,7 +150,7 @@ class Catalog:
             elif slot >= room:
                 lost += 1
             else:
-                place = Place(slot, record.nbytes, record.crc)
+                place = BlockPlace(slot, record.nbytes, record.crc)
                 self.index.recover(slot, record.digest, place)
         self._seen = latest
         if self._writer:
@@ -205,7 +205,7 @@ class Catalog:
         self,
         digests: Sequence[bytes],
         slots: Sequence[int | None],
-        places: dict[int, Place],
+        places: dict[int, BlockPlace],
         failed: dict[int, BaseException],
     ) -> None:
         """What was written to slots that were reserved counts from now on."""
@@ -228,7 +228,7 @@ class Catalog:
 
     # Loading
 
-    def pin(self, digests: Sequence[bytes]) -> list[Place | None]:
+    def pin(self, digests: Sequence[bytes]) -> list[BlockPlace | None]:
         """Where blocks lie; none of these slots is taken until `unpin`."""
         self.follow()
         places = self.touch(digests)
@@ -237,19 +237,21 @@ class Catalog:
                 self.index.pin(place.slot)
         return places
 
-    def unpin(self, places: Sequence[Place | None]) -> None:
+    def unpin(self, places: Sequence[BlockPlace | None]) -> None:
         """Undo one `pin`."""
         for place in places:
             if place is not None:
                 self.index.unpin(place.slot)
 
-    def touch(self, digests: Sequence[bytes]) -> list[Place | None]:
+    def touch(self, digests: Sequence[bytes]) -> list[BlockPlace | None]:
         """Have blocks count as used just now; where they lie."""
         return [self.index.touch(digest) for digest in digests]
 
     # Forgetting
 
-    def drop(self, bad: Sequence[tuple[bytes, Place | None]], why: BaseException | None) -> None:
+    def drop(
+        self, bad: Sequence[tuple[bytes, BlockPlace | None]], why: BaseException | None
+    ) -> None:
         """Blocks that are not what the table says are not there."""
         dropped = 0
         for digest, place in bad:
@@ -273,7 +275,7 @@ class Catalog:
         """Forget all blocks."""
         self.remove(list(self.index.where))
 
-    def _forget(self, digest: bytes, place: Place) -> None:
+    def _forget(self, digest: bytes, place: BlockPlace) -> None:
         self.index.forget_slot(place.slot)
         if self._writer:
             self._noted(self._table.empty, place.slot)

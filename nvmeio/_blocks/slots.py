@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block lies.
 
     Attributes:
@@ -33,14 +33,14 @@ class Index:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.limit = 0
-        self.where: OrderedDict[bytes, Place] = OrderedDict()
+        self.where: OrderedDict[bytes, BlockPlace] = OrderedDict()
         self.evictions = 0
         self._holds: dict[int, bytes] = {}
         self._free: list[int] = []
         self._pins: dict[int, int] = {}
         self._writing: set[int] = set()
 
-    def recover(self, slot: int, digest: bytes, place: Place) -> None:
+    def recover(self, slot: int, digest: bytes, place: BlockPlace) -> None:
         """Take over what the table says, before `grow`; later records count more."""
         self.forget_slot(slot)
         before = self.where.get(digest)
@@ -70,7 +70,7 @@ class Index:
         self._writing.add(slot)
         return slot
 
-    def written(self, digest: bytes, place: Place) -> None:
+    def written(self, digest: bytes, place: BlockPlace) -> None:
         """A slot that was taken holds a block now."""
         self._writing.discard(place.slot)
         before = self.where.get(digest)
@@ -89,7 +89,7 @@ class Index:
         """Whether there is a slot that holds nothing."""
         return bool(self._free)
 
-    def touch(self, digest: bytes) -> Place | None:
+    def touch(self, digest: bytes) -> BlockPlace | None:
         """A block's place; it is the most recently used now."""
         place = self.where.get(digest)
         if place is not None:

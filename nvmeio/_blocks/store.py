@@ -31,7 +31,7 @@ import torch
 
 from nvmeio import files
 from nvmeio._blocks.catalog import Catalog
-from nvmeio._blocks.slots import Place
+from nvmeio._blocks.slots import BlockPlace
 from nvmeio._blocks.table import DIGEST_BYTES
 from nvmeio._blocks.transfers import Transfers
 from nvmeio._closing import Closing
@@ -224,7 +224,7 @@ class BlockStore(Closing):
         """In the stores' thread."""
         catalog = self._catalog
         slots = catalog.locked(catalog.reserve, digests)
-        places: dict[int, Place] = {}
+        places: dict[int, BlockPlace] = {}
         failed: dict[int, BaseException] = {}
         try:
             with Transfers(self._handle, self._file, self.slot_bytes) as transfers:
@@ -233,7 +233,7 @@ class BlockStore(Closing):
                         continue
                     transfers.write(block, slot, partial(_note, failed, number))
                     # Beside the write.
-                    places[number] = Place(slot, block.nbytes, crc32.of_tensor(block))
+                    places[number] = BlockPlace(slot, block.nbytes, crc32.of_tensor(block))
         except BaseException as error:  # nothing of it is in flight any more
             failed |= {n: error for n, slot in enumerate(slots) if slot is not None}
             raise

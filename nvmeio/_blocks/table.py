@@ -36,7 +36,7 @@ _SEQUENCE_WORD = DIGEST_BYTES // 8
 _WORDS = RECORD_BYTES // 8
 
 
-class Record(NamedTuple):
+class SlotRecord(NamedTuple):
     """A slot that holds a block.
 
     Attributes:
@@ -123,7 +123,7 @@ class Table:
         os.pwrite(self._file.fileno(), record, HEADER_BYTES + slot * RECORD_BYTES)
         os.pwrite(self._file.fileno(), struct.pack("<Q", self._latest), _LATEST_AT)
 
-    def records(self, since: int = 0) -> Iterator[tuple[int, Record | None]]:
+    def records(self, since: int = 0) -> Iterator[tuple[int, SlotRecord | None]]:
         """Every slot that changed after `since`, oldest change first, and what it holds."""
         words = torch.frombuffer(self._map, dtype=torch.int64, offset=HEADER_BYTES)
         sequences = words.view(self.slots, _WORDS)[:, _SEQUENCE_WORD].clone()
@@ -131,14 +131,14 @@ class Table:
         for slot in changed[sequences[changed].argsort()].tolist():
             yield slot, self.record(slot)
 
-    def record(self, slot: int) -> Record | None:
+    def record(self, slot: int) -> SlotRecord | None:
         """What a slot holds; None for nothing, or a record that is damaged."""
         at = HEADER_BYTES + slot * RECORD_BYTES
         found = self._map[at : at + _RECORD.size]
         digest, sequence, nbytes, crc, own = _RECORD.unpack(found)
         if not nbytes or own != crc32.of_bytes(found[:-4]):
             return None
-        return Record(slot, digest, sequence, nbytes, crc)
+        return SlotRecord(slot, digest, sequence, nbytes, crc)
 
     def close(self) -> None:
         """Close the file; the lock on it goes. Idempotent."""

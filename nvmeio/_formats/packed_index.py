@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nvmeio._formats.safetensors_header import Entry
+from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._storage import crc32
 
 KEY = "nvmeio.pack"
@@ -54,7 +54,7 @@ def read(text: str) -> dict[str, Any]:
 
 
 def sums_in(
-    index: Mapping[str, Any], entries: Mapping[str, Entry]
+    index: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> dict[str, tuple[int, ...]] | None:
     """The checksums of each tensor's shares; None where the index has none.
 
@@ -77,7 +77,9 @@ def sums_in(
     return sums
 
 
-def shares_of(entries: Mapping[str, Entry], sums: Mapping[str, tuple[int, ...]]) -> list[Share]:
+def shares_of(
+    entries: Mapping[str, TensorEntry], sums: Mapping[str, tuple[int, ...]]
+) -> list[Share]:
     """What has a checksum, in the order of the file; padding too, which is zeros."""
     found = []
     for name, entry in entries.items():

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nvmeio._formats.torch_pickle import (
-    Call,
     Global,
+    PickledCall,
     PickleError,
     Scan,
     StorageRef,
@@ -66,7 +66,7 @@ def refused(scan: Scan) -> str | None:
     return None
 
 
-def _shown(call: Call) -> str:
+def _shown(call: PickledCall) -> str:
     name = shown(getattr(call.function, "name", call.function)).strip("'")
     if type(call.args) is not tuple:
         return f"{name}(*{shown(call.args)})"
@@ -87,7 +87,7 @@ class _Judge:
         # live as long as the scan, so no id is used twice.
         self._parts: dict[int, int] = {}
 
-    def look_at(self, call: Call) -> None:
+    def look_at(self, call: PickledCall) -> None:
         function, args = call.function, call.args
         for _ in range(_MOST_WRAPPERS):
             if not isinstance(function, Global):
@@ -116,7 +116,7 @@ class _Judge:
 
     # What is written of each function
 
-    def bytes_of_text(self, call: Call, args: tuple[Any, ...]) -> None:
+    def bytes_of_text(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`_codecs.encode(text, "latin1")`."""
         if len(args) not in (1, 2) or not all(isinstance(arg, (str, bytes)) for arg in args):
             raise _Absurd("expected a text and an encoding")
@@ -124,20 +124,20 @@ class _Judge:
             raise _Absurd(f"expected the encoding latin1, not {shown(args[1])}")
         self._remember(call, len(args[0]))
 
-    def bytearray(self, call: Call, args: tuple[Any, ...]) -> None:
+    def bytearray(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`bytearray(text, "latin-1")` or `bytearray(bytes)`."""
         if len(args) > 1:
             self.bytes_of_text(call, args)
         elif args:
             self._remember(call, self._length(args[0]))
 
-    def elements(self, call: Call, args: tuple[Any, ...]) -> None:
+    def elements(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`set([...])`, `Counter({...})`: all elements are hashed."""
         self._remember(call, self._length(args[0]) if args else 0)
-        if args and not isinstance(args[0], Call):
+        if args and not isinstance(args[0], PickledCall):
             self._check_hashable(args[0])
 
-    def pairs(self, call: Call, args: tuple[Any, ...]) -> None:
+    def pairs(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`OrderedDict([[key, value], ...])`, of Python 2."""
         self._remember(call, self._length(args[0]) if args else 0)
         if args and isinstance(args[0], (list, tuple)):
@@ -145,23 +145,23 @@ class _Judge:
                 raise _Absurd("expected pairs")
             self._check_hashable([pair[0] for pair in args[0]])
 
-    def numbers(self, call: Call, args: tuple[Any, ...]) -> None:
+    def numbers(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`complex(1.0, 2.0)`, `torch.Size((3, 4))`."""
         given = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
         self._remember(call, len(given))
         if not all(isinstance(number, (int, float)) for number in given):
             raise _Absurd("expected numbers")
 
-    def nothing(self, call: Call, args: tuple[Any, ...]) -> None:
+    def nothing(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """`torch.Tensor()`, which the state then fills."""
         if args:
             raise _Absurd("expected no arguments: it would allocate what they say")
 
-    def never(self, call: Call, args: tuple[Any, ...]) -> None:
+    def never(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """A storage is a record of the archive, and not made by a call."""
         raise _Absurd("a storage that is none of the archive's")
 
-    def of_tensors(self, call: Call, args: tuple[Any, ...]) -> None:
+    def of_tensors(self, call: PickledCall, args: tuple[Any, ...]) -> None:
         """What goes through all elements of its tensors, or copies them.
 
         A tensor of one element may have any shape, where its strides are 0.
@@ -171,7 +171,7 @@ class _Judge:
             if not waiting:
                 return
             value = waiting.pop()
-            if isinstance(value, Call):
+            if isinstance(value, PickledCall):
                 waiting += [value.function, value.args, value.state]
             elif isinstance(value, Global):
                 if value.name == "_rebuild_wrapper_subclass":
@@ -182,7 +182,9 @@ class _Judge:
                     value = list(value.values())
                 elif value and isinstance(value[0], StorageRef):
                     self.make(max(0, math.prod(shape_of(value)) - value[0].numel))
-                waiting += [part for part in value if isinstance(part, (Call, dict, list, tuple))]
+                waiting += [
+                    part for part in value if isinstance(part, (PickledCall, dict, list, tuple))
+                ]
         raise _Absurd(f"more than {_MOST_ARGUMENTS} arguments in one another")
 
     def _check_hashable(self, values: Iterable[Any]) -> None:
@@ -195,18 +197,18 @@ class _Judge:
 
     def _length(self, value: Any) -> int:
         """The parts of what a text, bytes or a container is made of."""
-        if isinstance(value, Call) and id(value) in self._parts:
+        if isinstance(value, PickledCall) and id(value) in self._parts:
             return self._parts[id(value)] + len(value.items) + len(value.elements)
         if type(value) not in (str, bytes, list, tuple, dict, set, frozenset):
             raise _Absurd("expected a text, bytes or a container")
         return len(value)
 
-    def _remember(self, call: Call, parts: int) -> None:
+    def _remember(self, call: PickledCall, parts: int) -> None:
         self._parts[id(call)] = parts
         self.make(parts)
 
 
-_Check = Callable[[_Judge, Call, tuple[Any, ...]], None]
+_Check = Callable[[_Judge, PickledCall, tuple[Any, ...]], None]
 
 _CHECKS: dict[Global, _Check] = {
     Global("_codecs", "encode"): _Judge.bytes_of_text,

@@ -9,7 +9,7 @@ import torch
 
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_header import Entry, Header
+from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -47,7 +47,7 @@ def bytes_at(handle: AioHandle, file: File, offset: int, nbytes: int) -> bytes:
     return bytes(room.numpy())
 
 
-def tensor_on(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+def tensor_on(memory: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """A tensor of the entry's dtype and shape, on the memory that was read for it."""
     dtype, shape = entry.for_torch()
     if math.prod(shape) == 0:

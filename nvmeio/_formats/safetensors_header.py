@@ -100,7 +100,7 @@ _MAX_SIZE = (1 << 63) - 1  # torch's sizes are signed
 _MAX_DEPTH = 127  # of nested JSON; the package's parser stops there
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file.
 
     Attributes:
@@ -142,7 +142,7 @@ class Entry(NamedTuple):
 class Header(NamedTuple):
     """What a file says of itself: tensors by name, in the order of their bytes, and metadata."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
 
 
@@ -207,7 +207,7 @@ def build(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None,
     alignment: int = DATA_ALIGNMENT,
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorEntry]]:
     """A header for these tensors, one behind the other, and where each lies.
 
     Args:
@@ -257,7 +257,7 @@ def build(
             f"{MAX_HEADER_BYTES}: use shards (max_shard_size) or shorter names"
         )
     entries = {
-        name: Entry(dtype, shape, base + start, base + end)
+        name: TensorEntry(dtype, shape, base + start, base + end)
         for name, (dtype, shape, start, end) in shapes.items()
     }
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length), entries
@@ -328,7 +328,7 @@ def _metadata(given: Any, where: str) -> dict[str, str]:
     return given
 
 
-def _entry(name: str, given: Any, base: int, where: str) -> Entry:
+def _entry(name: str, given: Any, base: int, where: str) -> TensorEntry:
     if type(given) is not dict:
         raise _bad(where, f"{name!r} is not described", "an object", _brief(given))
     for field in ("dtype", "shape", "data_offsets"):
@@ -343,7 +343,7 @@ def _entry(name: str, given: Any, base: int, where: str) -> Entry:
         raise _bad(where, f"{name!r} has impossible data_offsets", "[start, end]", _brief(offsets))
     if len(given) > 3 and _depth(given) > _MAX_DEPTH - 1:
         raise _bad(where, f"{name!r} is nested too deeply", _MAX_DEPTH, "more")
-    return Entry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+    return TensorEntry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def _are_unsigned(given: Any) -> bool:
@@ -352,7 +352,7 @@ def _are_unsigned(given: Any) -> bool:
     )
 
 
-def _check_size(name: str, entry: Entry, where: str) -> None:
+def _check_size(name: str, entry: TensorEntry, where: str) -> None:
     elements = 1
     for size in entry.shape:
         elements *= size

@@ -12,22 +12,22 @@ from nvmeio import files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_files import bytes_at, header_of, shards_of
-from nvmeio._formats.safetensors_header import Entry
+from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._storage.unchanged import Unchanged
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of the checkpoint: its name, the index of its file, and where it lies there."""
 
     name: str
     file: int
-    entry: Entry
+    entry: TensorEntry
 
 
-class Checkpoint:
+class SafetensorsSet:
     """A safetensors file, an index of shards, or a directory that holds either, kept open.
 
     The files are opened once, so that one which is replaced or removed while weights are streamed
@@ -45,7 +45,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], handle: AioHandle) -> None:
         self.path = shards.find(path)
         self.files: list[File] = []
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         self._unchanged: list[Unchanged] = []
         try:
@@ -70,7 +70,7 @@ class Checkpoint:
                     expected=name,
                     found=sorted(header.tensors)[:20],
                 )
-            self.tensors[name] = Stored(name, index, header.tensors[name])
+            self.tensors[name] = StoredTensor(name, index, header.tensors[name])
 
     def check(self, index: int, what: str) -> None:
         """Raise if a file was written to since it was opened.

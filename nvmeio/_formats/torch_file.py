@@ -30,7 +30,7 @@ _READ_BYTES = 64 << 20
 _MAX_TEXT_BYTES = 1 << 20
 
 
-class Checkpoint:
+class TorchFile:
     """The records of one open torch archive.
 
     Args:
@@ -95,7 +95,7 @@ class Checkpoint:
         return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
 
 
-def scan_pickle(checkpoint: Checkpoint) -> torch_pickle.Scan:
+def scan_pickle(checkpoint: TorchFile) -> torch_pickle.Scan:
     """What the checkpoint's pickle refers to, found without running any of it.
 
     Raises:
@@ -111,7 +111,7 @@ def scan_pickle(checkpoint: Checkpoint) -> torch_pickle.Scan:
         ) from wrong
 
 
-def check_calls(checkpoint: Checkpoint, scan: torch_pickle.Scan) -> None:
+def check_calls(checkpoint: TorchFile, scan: torch_pickle.Scan) -> None:
     """Refuse a pickle whose calls make far more than it holds, which torch lets it do.
 
     Raises:
@@ -125,7 +125,7 @@ def check_calls(checkpoint: Checkpoint, scan: torch_pickle.Scan) -> None:
         )
 
 
-def spans_of(checkpoint: Checkpoint, file: File, scan: torch_pickle.Scan) -> dict[str, Span]:
+def spans_of(checkpoint: TorchFile, file: File, scan: torch_pickle.Scan) -> dict[str, Span]:
     """Where each storage lies that the pickle refers to, by key.
 
     Raises:
@@ -175,7 +175,7 @@ def same_file(file: File) -> Iterator[str]:
         opened.release()
 
 
-def size_error(checkpoint: Checkpoint, name: str, nbytes: int) -> IntegrityError:
+def size_error(checkpoint: TorchFile, name: str, nbytes: int) -> IntegrityError:
     """The error of a record that has not the `nbytes` bytes that the pickle says."""
     there = checkpoint.records[name].nbytes
     return IntegrityError(

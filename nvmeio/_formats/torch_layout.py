@@ -37,7 +37,7 @@ Data = torch.Tensor | Callable[[int, int], torch.Tensor]
 that returns that part of them as one. The part must stay as it is until the write is done."""
 
 
-class Record(NamedTuple):
+class StorageRecord(NamedTuple):
     """A storage's place in the file.
 
     Attributes:
@@ -72,7 +72,7 @@ class KnownBytes(NamedTuple):
         return self.offset + len(self.data)
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """A checkpoint file before it is written.
 
     Attributes:
@@ -84,7 +84,7 @@ class Layout(NamedTuple):
 
     nbytes: int
     pieces: list[KnownBytes]
-    records: list[Record]
+    records: list[StorageRecord]
 
     @property
     def data_nbytes(self) -> int:
@@ -97,7 +97,7 @@ def plan_layout(
     pickle_module: Any = pickle,
     pickle_protocol: int = DEFAULT_PROTOCOL,
     in_caller: InCaller = at_once,
-) -> Layout:
+) -> FileLayout:
     """The layout of what `torch.save` would write.
 
     Args:
@@ -301,12 +301,12 @@ def _watching(
 # From what torch wrote to the layout
 
 
-def _layout(sink: _Sink, storages: dict[str, torch.UntypedStorage]) -> Layout:
+def _layout(sink: _Sink, storages: dict[str, torch.UntypedStorage]) -> FileLayout:
     def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [sink.read(offset, nbytes) for offset, nbytes in wanted]
 
     archive = torch_zip.parse(read_many, sink.nbytes, "the skeleton of the checkpoint")
-    records: list[Record] = []
+    records: list[StorageRecord] = []
     for name, entry in archive.records().items():
         crc_at = [entry.crc_at]
         if entry.descriptor:
@@ -323,14 +323,16 @@ def _layout(sink: _Sink, storages: dict[str, torch.UntypedStorage]) -> Layout:
             )
         if entry.nbytes:
             records.append(
-                Record(entry.name, entry.offset, entry.nbytes, _bytes_of(storage), tuple(crc_at))
+                StorageRecord(
+                    entry.name, entry.offset, entry.nbytes, _bytes_of(storage), tuple(crc_at)
+                )
             )
     if storages:
         raise _unknown_torch(f"there is no record for storage {next(iter(storages))}")
-    return Layout(sink.nbytes, sink.pieces(), records)
+    return FileLayout(sink.nbytes, sink.pieces(), records)
 
 
-def _patch_own(sink: _Sink, entry: torch_zip.Entry, crc_at: list[int]) -> None:
+def _patch_own(sink: _Sink, entry: torch_zip.ZipEntry, crc_at: list[int]) -> None:
     """The CRC of a record that torch wrote: it leaves them out where the user told it to."""
     data = sink.read(entry.offset, entry.nbytes)
     if len(data) != entry.nbytes:

@@ -29,7 +29,7 @@ class Global(NamedTuple):
     name: str
 
 
-class Call:
+class PickledCall:
     """What calling something would have made.
 
     Attributes:
@@ -121,8 +121,8 @@ class Scan(NamedTuple):
     """What `scan` found.
 
     Attributes:
-        value: The object, out of the types above, dicts (as lists of pairs in `Call` where a key
-            cannot be one), lists, tuples, sets and plain values.
+        value: The object, out of the types above, dicts (as lists of pairs in `PickledCall` where a
+            key cannot be one), lists, tuples, sets and plain values.
         globals: All names that would be imported.
         storages: All storages that are referred to, each once, by key, in order.
         calls: All calls, in the order in which they would be made.
@@ -132,7 +132,7 @@ class Scan(NamedTuple):
     value: object
     globals: set[Global]
     storages: dict[str, StorageRef]
-    calls: list[Call]
+    calls: list[PickledCall]
     nbytes: int
 
 
@@ -161,7 +161,7 @@ def scan(data: bytes) -> Scan:
 def shape_of(args: Sequence[Any]) -> tuple[int, ...]:
     """The shape that a call rebuilds a tensor with, from its arguments; () if it is none."""
     shape = args[2] if len(args) > 2 else ()
-    if isinstance(shape, Call):  # torch.Size
+    if isinstance(shape, PickledCall):  # torch.Size
         shape = shape.args[0] if isinstance(shape.args, tuple) and shape.args else ()
     sizes = shape[:_MOST_DIMENSIONS] if isinstance(shape, tuple) else ()
     return tuple(n for n in sizes if isinstance(n, int))
@@ -186,7 +186,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.globals: set[Global] = set()
         self.storages: dict[str, StorageRef] = {}
-        self.calls: list[Call] = []
+        self.calls: list[PickledCall] = []
 
     def run(self) -> object:
         steps = _STEPS
@@ -219,8 +219,8 @@ class _Machine:
         self.globals.add(found)
         self.push(found)
 
-    def call(self, function: Any, args: Any) -> Call:
-        made = Call(function, args)
+    def call(self, function: Any, args: Any) -> PickledCall:
+        made = PickledCall(function, args)
         self.calls.append(made)
         return made
 
@@ -229,7 +229,7 @@ class _Machine:
         check_keys(flat[::2])
         if isinstance(target, dict):
             target.update(pairs)
-        elif isinstance(target, Call):
+        elif isinstance(target, PickledCall):
             target.items += pairs
         else:
             raise PickleError(f"items for a {type(target).__name__}")
@@ -240,7 +240,7 @@ class _Machine:
         elif isinstance(target, set):
             check_keys(elements)
             target.update(elements)
-        elif isinstance(target, Call):
+        elif isinstance(target, PickledCall):
             target.elements += elements
         else:
             raise PickleError(f"elements for a {type(target).__name__}")
@@ -347,7 +347,7 @@ def _newobj_ex(m: _Machine, _: Any) -> None:
 
 def _build(m: _Machine, _: Any) -> None:
     state = m.stack.pop()
-    if isinstance(m.stack[-1], Call):
+    if isinstance(m.stack[-1], PickledCall):
         m.stack[-1].state = state
 
 

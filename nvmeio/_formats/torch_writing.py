@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import KnownBytes, Layout, Record
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._plan import PAGE_BYTES
@@ -51,7 +51,7 @@ class Crc(NamedTuple):
     """The CRC-32 of a piece of a record.
 
     Attributes:
-        record: Its index in `Layout.records`.
+        record: Its index in `FileLayout.records`.
         offset: Where in the record the piece begins.
         nbytes: Its length.
         crc: Its CRC-32.
@@ -63,7 +63,7 @@ class Crc(NamedTuple):
     crc: int
 
 
-def padded_nbytes(layout: Layout) -> int:
+def padded_nbytes(layout: FileLayout) -> int:
     """The size up to which the file is written, in whole pages; `finish` cuts it to its size."""
     return -(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -71,7 +71,7 @@ def padded_nbytes(layout: Layout) -> int:
 def write_part(
     handle: AioHandle,
     file: File,
-    layout: Layout,
+    layout: FileLayout,
     start: int = 0,
     end: int | None = None,
     *,
@@ -113,7 +113,7 @@ def write_part(
 def finish(
     handle: AioHandle,
     file: File,
-    layout: Layout,
+    layout: FileLayout,
     parts: Sequence[tuple[int, int]],
     crcs: Sequence[Crc],
 ) -> None:
@@ -141,7 +141,7 @@ def finish(
             writer.write_gathered(page, page + PAGE_BYTES)
 
 
-def join_crcs(layout: Layout, crcs: Sequence[Crc]) -> list[int]:
+def join_crcs(layout: FileLayout, crcs: Sequence[Crc]) -> list[int]:
     """The CRC of every record, from those of all its pieces; [] if there are none at all.
 
     Raises:
@@ -162,7 +162,7 @@ def join_crcs(layout: Layout, crcs: Sequence[Crc]) -> list[int]:
     return joined
 
 
-def unfinished_pages(layout: Layout, parts: Sequence[tuple[int, int]]) -> list[int]:
+def unfinished_pages(layout: FileLayout, parts: Sequence[tuple[int, int]]) -> list[int]:
     """Offsets of the pages with a CRC that the part which wrote them did not know.
 
     Raises:
@@ -192,7 +192,7 @@ class _Writer:
         self,
         handle: AioHandle,
         file: File,
-        layout: Layout,
+        layout: FileLayout,
         flight: InFlight,
         checksum: bool,
     ) -> None:
@@ -201,7 +201,7 @@ class _Writer:
         self._layout = layout
         self._flight = flight
         self._checksum = checksum
-        self._contents: list[KnownBytes | tuple[int, Record]] = sorted(
+        self._contents: list[KnownBytes | tuple[int, StorageRecord]] = sorted(
             [*layout.pieces, *enumerate(layout.records)], key=_start_of
         )
         self._starts = [_start_of(content) for content in self._contents]
@@ -240,7 +240,7 @@ class _Writer:
 
     # Bodies
 
-    def _write_body(self, index: int, record: Record, low: int, high: int) -> None:
+    def _write_body(self, index: int, record: StorageRecord, low: int, high: int) -> None:
         for start in range(low, high, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, high - start)
             data = _part_of(record, start - record.offset, nbytes)
@@ -251,7 +251,7 @@ class _Writer:
             self._start(data, start, staging)
             self._sum(index, record, start, data)
 
-    def _sum(self, index: int, record: Record, start: int, data: torch.Tensor) -> None:
+    def _sum(self, index: int, record: StorageRecord, start: int, data: torch.Tensor) -> None:
         """Take the next bytes of a record into its CRC."""
         if not self._checksum or self._known:
             return
@@ -325,11 +325,11 @@ class _Writer:
         return self._stagings[nbytes].take(self._flight)
 
 
-def _start_of(content: KnownBytes | tuple[int, Record]) -> int:
+def _start_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
     return content.offset if isinstance(content, KnownBytes) else content[1].offset
 
 
-def _part_of(record: Record, offset: int, nbytes: int) -> torch.Tensor:
+def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:
     if isinstance(record.data, torch.Tensor):
         return record.data[offset : offset + nbytes]
     return record.data(offset, nbytes)

@@ -61,7 +61,7 @@ ReadMany = Callable[[Sequence[tuple[int, int]]], list[bytes]]
 """Reads (offset, nbytes) pairs, all of them within the file."""
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """One record.
 
     Attributes:
@@ -101,7 +101,7 @@ class Archive(NamedTuple):
     path: str
     nbytes: int
     directory_offset: int
-    entries: list[Entry]
+    entries: list[ZipEntry]
 
     @property
     def is_script(self) -> bool:
@@ -114,7 +114,7 @@ class Archive(NamedTuple):
         folder, slash, _ = self.entries[0].name.partition("/") if self.entries else ("", "", "")
         return folder + slash if slash else ""
 
-    def storages(self) -> list[Entry]:
+    def storages(self) -> list[ZipEntry]:
         """The records that are storages, in the order of the file."""
         folder = f"{self.prefix}data/"
         return [entry for entry in self.entries if entry.name.startswith(folder)]
@@ -129,7 +129,7 @@ class Archive(NamedTuple):
         filled = [entry.crc for entry in self.storages() or self.entries if entry.nbytes]
         return 2 * sum(map(bool, filled)) >= len(filled) > 0
 
-    def records(self) -> dict[str, Entry]:
+    def records(self) -> dict[str, ZipEntry]:
         """The records by name, as torch calls them: without the leading folder."""
         prefix = self.prefix
         return {
@@ -383,14 +383,14 @@ class _Parser:
 
     # The local headers
 
-    def _local_headers(self, centrals: list[_Central], directory_offset: int) -> list[Entry]:
+    def _local_headers(self, centrals: list[_Central], directory_offset: int) -> list[ZipEntry]:
         wanted = [(c.header_offset, _LOCAL.size + len(c.name)) for c in centrals]
         return [
             self._entry(central, data, directory_offset)
             for central, data in zip(centrals, self._read_many(wanted), strict=True)
         ]
 
-    def _entry(self, central: _Central, data: bytes, directory_offset: int) -> Entry:
+    def _entry(self, central: _Central, data: bytes, directory_offset: int) -> ZipEntry:
         name = as_text(central.name)
         magic, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length = (
             _LOCAL.unpack_from(data)
@@ -445,7 +445,7 @@ class _Parser:
                 f"an end at byte {directory_offset} or before",
                 f"{central.nbytes} bytes at {offset}",
             )
-        return Entry(
+        return ZipEntry(
             name,
             central.header_offset,
             offset,
@@ -456,7 +456,7 @@ class _Parser:
         )
 
 
-def descriptor_matches(data: bytes, entry: Entry) -> bool:
+def descriptor_matches(data: bytes, entry: ZipEntry) -> bool:
     """Whether a data descriptor says what the directory says.
 
     Args:

@@ -42,7 +42,7 @@ FLIGHT_OPERATIONS = 64
 CACHED_FLIGHT_BYTES = 64 << 20
 
 
-class Wanted(NamedTuple):
+class WantedBytes(NamedTuple):
     """Bytes from `start` of a file on, into a tensor that lies at byte `at` of the slot."""
 
     file: File
@@ -63,8 +63,8 @@ class Fill:
 
     def __init__(
         self,
-        reads: Sequence[Wanted],
-        arrived: Callable[[Wanted], None] | None = None,
+        reads: Sequence[WantedBytes],
+        arrived: Callable[[WantedBytes], None] | None = None,
         finished: Callable[[], None] | None = None,
     ) -> None:
         self.chunks = deque(_chunks(reads))
@@ -73,7 +73,7 @@ class Fill:
         self.arrived = arrived
         self.finished = finished
         self.error: BaseException | None = None
-        self.failed_at: Wanted | None = None
+        self.failed_at: WantedBytes | None = None
         self.cancelled = False
         self.done = threading.Event()
 
@@ -94,7 +94,7 @@ class Reader:
         self._handle = handle
         self._condition = threading.Condition()
         self._queue: deque[Fill] = deque()
-        self._flying: deque[tuple[Operation, Fill, Wanted]] = deque()
+        self._flying: deque[tuple[Operation, Fill, WantedBytes]] = deque()
         self._flying_bytes = 0
         self._stopping = False
         self._thread = Thread(self._run, "nvmeio-stream")
@@ -171,7 +171,7 @@ class Reader:
         self._land(fill, wanted, error)
         return True
 
-    def _copy(self, fill: Fill, wanted: Wanted) -> BaseException | None:
+    def _copy(self, fill: Fill, wanted: WantedBytes) -> BaseException | None:
         """Bring a chunk from the page cache; by a read of its own where that does not work."""
         try:
             opened = wanted.file.acquire(False)
@@ -184,7 +184,7 @@ class Reader:
         except BaseException as failed:
             return failed
 
-    def _land(self, fill: Fill, wanted: Wanted, error: BaseException | None) -> None:
+    def _land(self, fill: Fill, wanted: WantedBytes, error: BaseException | None) -> None:
         """A chunk is there, or never will be."""
         if error is None and not fill.cancelled and fill.arrived is not None:
             try:
@@ -240,7 +240,7 @@ class Reader:
         finally:
             opened.release()
 
-    def _next_cached(self) -> tuple[Fill, Wanted] | None:
+    def _next_cached(self) -> tuple[Fill, WantedBytes] | None:
         """Take the next chunk off the queue if the page cache holds it."""
         if not self._queue or not self._cached(self._queue[0]):
             return None
@@ -250,7 +250,7 @@ class Reader:
             self._queue.popleft()
         return fill, wanted
 
-    def _fail(self, fill: Fill, error: BaseException, wanted: Wanted) -> None:
+    def _fail(self, fill: Fill, error: BaseException, wanted: WantedBytes) -> None:
         if fill.error is None:
             fill.error, fill.failed_at = error, wanted
         fill.left -= len(fill.chunks)
@@ -269,11 +269,11 @@ class Reader:
         fill.done.set()
 
 
-def _chunks(reads: Sequence[Wanted]) -> list[Wanted]:
+def _chunks(reads: Sequence[WantedBytes]) -> list[WantedBytes]:
     found = []
     for read in reads:
         nbytes = read.memory.nbytes
         for first in range(0, nbytes, CHUNK_BYTES):
             memory = read.memory[first : min(first + CHUNK_BYTES, nbytes)]
-            found.append(Wanted(read.file, read.start + first, memory, read.at + first))
+            found.append(WantedBytes(read.file, read.start + first, memory, read.at + first))
     return found

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout
+from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
 from nvmeio.checkpoint._live import Live
@@ -60,7 +60,7 @@ class Guard:
     def snapshot(
         self,
         memory: SnapshotMemory,
-        source: Layout,
+        source: FileLayout,
         start: int,
         end: int,
         also: Sequence[int],
@@ -87,7 +87,7 @@ class Guard:
         """Give the memory back."""
         self.refuge.release()
 
-    def watched(self, source: Layout) -> dict[int, list[Watched]]:
+    def watched(self, source: FileLayout) -> dict[int, list[Watched]]:
         """What watches each record that is all a guarded optimizer's, by the record's index."""
         by_storage: dict[int, list[_Owned]] = {}
         for known in self._optimizers:

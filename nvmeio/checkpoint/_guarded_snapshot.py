@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout, Record
+from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio.checkpoint._live import Live, Spans
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, bytes_in_pages, overlap
 from nvmeio.checkpoint._watched import Told, Watched
@@ -33,7 +33,7 @@ class GuardedSnapshot:
         self,
         memory: SnapshotMemory,
         refuge: SnapshotMemory,
-        source: Layout,
+        source: FileLayout,
         start: int,
         end: int,
         also: Sequence[int],
@@ -41,8 +41,8 @@ class GuardedSnapshot:
         told: Told,
     ) -> None:
         aside = bytes_in_pages(source.records, also)
-        copied: list[tuple[Record, int, int]] = []
-        left: list[tuple[Record, int, int]] = []
+        copied: list[tuple[StorageRecord, int, int]] = []
+        left: list[tuple[StorageRecord, int, int]] = []
         numbers: dict[int, int] = {}  # the record's index → its number among its like
         for index, record in enumerate(source.records):
             if not overlap(record, start, end):
@@ -59,7 +59,7 @@ class GuardedSnapshot:
         self.live = Live(left, watched, refuge, memory.nbytes, told)
         readers = [record.data for record in self._copied.layout.records]
 
-        def reader(index: int, record: Record) -> Callable[[int, int], torch.Tensor]:
+        def reader(index: int, record: StorageRecord) -> Callable[[int, int], torch.Tensor]:
             name, number = record.name, numbers.get(index, -1)
             low = max(record.offset, start) - record.offset
             data = None if index in live or number < 0 else readers[number]
@@ -131,11 +131,11 @@ class GuardedSnapshot:
         self.live.over()
 
 
-def _packed(records: Sequence[tuple[Record, int, int]], spans: Spans) -> Layout:
+def _packed(records: Sequence[tuple[StorageRecord, int, int]], spans: Spans) -> FileLayout:
     """Spans of records as a file of their own."""
-    packed: list[Record] = []
+    packed: list[StorageRecord] = []
     for (record, low, high), place in zip(records, spans.places, strict=True):
         assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
         data = record.data[low - record.offset : high - record.offset]
         packed.append(record._replace(offset=place, nbytes=high - low, data=data))
-    return Layout(spans.end, [], packed)
+    return FileLayout(spans.end, [], packed)

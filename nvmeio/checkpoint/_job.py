@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import KnownBytes, Layout, plan_layout
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, plan_layout
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
@@ -123,11 +123,11 @@ class SaveJob(ABC):
         """Where the checkpoint will be."""
 
     @abstractmethod
-    def parts(self, layout: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """The [start, end) of the file that each rank writes."""
 
     @abstractmethod
-    def pages_beside(self, layout: Layout) -> list[int]:
+    def pages_beside(self, layout: FileLayout) -> list[int]:
         """Offsets of the pages outside of this rank's part that it needs as well."""
 
     @abstractmethod
@@ -143,7 +143,7 @@ class SaveJob(ABC):
         )
         return Told(f"step {self.step}", remedy)
 
-    def planned(self, state: object, in_caller: InCaller) -> Layout:
+    def planned(self, state: object, in_caller: InCaller) -> FileLayout:
         """The layout of what is saved."""
         return _planned(state, in_caller)
 
@@ -199,7 +199,7 @@ class SaveJob(ABC):
         _tell(report, snapshot.fits)
         return report
 
-    def _agreed(self, layout: Layout) -> Layout:
+    def _agreed(self, layout: FileLayout) -> FileLayout:
         """The layout that all ranks write, with this rank's storages."""
         self.check_cancelled()
         if self.messages.size == 1:
@@ -215,14 +215,14 @@ class SaveJob(ABC):
         same = all(each["pieces"] == plans[0]["pieces"] for each in plans)
         return layout if same or self.LAYOUT != "one" else self._with_pieces_of_first(layout)
 
-    def _with_pieces_of_first(self, layout: Layout) -> Layout:
+    def _with_pieces_of_first(self, layout: FileLayout) -> FileLayout:
         """Pickles say on which device each tensor was, so they may differ: rank 0's is written."""
         if self.messages.rank == 0:
             self.messages.put("pieces", pieces_to_bytes(layout))
             return layout
         return with_pieces(layout, self.messages.get("pieces", 0))
 
-    def _new_snapshot(self, source: Layout) -> Snapshot | GuardedSnapshot:
+    def _new_snapshot(self, source: FileLayout) -> Snapshot | GuardedSnapshot:
         setup = self.setup
         start, end = self.parts(source)[self.messages.rank]
         beside = self.pages_beside(source)
@@ -233,7 +233,7 @@ class SaveJob(ABC):
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
 
-    def layout(self) -> Layout:
+    def layout(self) -> FileLayout:
         """What is written: the pieces, and the storages as they were."""
         assert self.snapshot is not None  # until the background is over
         return self.snapshot.layout
@@ -411,7 +411,7 @@ class SaveJob(ABC):
         self._ended.then(call)
 
 
-def _planned(state: object, in_caller: InCaller) -> Layout:
+def _planned(state: object, in_caller: InCaller) -> FileLayout:
     try:
         return plan_layout(state, in_caller=in_caller)
     except BackendUnavailableError as unknown:
@@ -419,7 +419,7 @@ def _planned(state: object, in_caller: InCaller) -> Layout:
         whole = io.BytesIO()
         in_caller(torch.save, state, whole)
         data = whole.getvalue()
-        return Layout(len(data), [KnownBytes(0, data)], [])
+        return FileLayout(len(data), [KnownBytes(0, data)], [])
 
 
 def _tell(report: SaveReport, fits: bool) -> None:

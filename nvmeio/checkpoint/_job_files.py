@@ -19,7 +19,7 @@ import stat
 import struct
 
 from nvmeio import files
-from nvmeio._formats.torch_layout import Layout
+from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.durable import allocate, exchange, sync_data, sync_directory
@@ -46,13 +46,13 @@ class OneFile(SaveJob):
         """Where the checkpoint will be."""
         return _retention.file_path(self.setup.directory, self.step)
 
-    def parts(self, layout: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """Even parts of whole pages."""
         pages, size = padded_nbytes(layout) // PAGE_BYTES, self.messages.size
         cuts = [pages * rank // size * PAGE_BYTES for rank in range(size + 1)]
         return list(itertools.pairwise(cuts))
 
-    def pages_beside(self, layout: Layout) -> list[int]:
+    def pages_beside(self, layout: FileLayout) -> list[int]:
         """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
         if self.messages.rank or self.messages.size == 1 or not self.setup.checksum:
             return []
@@ -110,11 +110,11 @@ class FileOfEachRank(SaveJob):
         """Where the directory will be."""
         return _retention.ranks_path(self.setup.directory, self.step)
 
-    def parts(self, layout: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """All of it, whichever rank."""
         return [(0, padded_nbytes(layout))] * self.messages.size
 
-    def pages_beside(self, layout: Layout) -> list[int]:
+    def pages_beside(self, layout: FileLayout) -> list[int]:
         """None: no rank writes another one's file."""
         return []
 

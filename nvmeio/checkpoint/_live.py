@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import _memory
-from nvmeio._formats.torch_layout import Record
+from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio._io import threads
 from nvmeio._io.inflight import Cancelled
 from nvmeio._plan import PAGE_BYTES
@@ -84,7 +84,8 @@ class Live:
     """Records that are read where they lie.
 
     Args:
-        records: Each with where its bytes are (`Record.data`) and its span of the file to be read.
+        records: Each with where its bytes are (`StorageRecord.data`) and its span of the file to be
+            read.
         watched: What belongs to whom, and must not change.
         memory: Where the rest is copied to.
         beside_bytes: What the snapshot of everything else takes of its budget.
@@ -93,7 +94,7 @@ class Live:
 
     def __init__(
         self,
-        records: Sequence[tuple[Record, int, int]],
+        records: Sequence[tuple[StorageRecord, int, int]],
         watched: Sequence[Watched],
         memory: SnapshotMemory,
         beside_bytes: int,
@@ -254,7 +255,7 @@ class Live:
         except BaseException as changed:
             self._error = changed
 
-    def _check_there(self, record: Record) -> None:
+    def _check_there(self, record: StorageRecord) -> None:
         """With the lock. Memory that was given back (`resize_`) must not be read."""
         assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
         if record.data.untyped_storage().nbytes() < record.nbytes:
@@ -323,7 +324,7 @@ class Live:
     def _tasks(
         self,
         arena: torch.Tensor,
-        records: Sequence[tuple[Record, int, int]],
+        records: Sequence[tuple[StorageRecord, int, int]],
         low: int,
         high: int,
     ) -> Iterator[Copy]:

@@ -30,7 +30,7 @@ import torch
 from nvmeio._formats import torch_pickle
 from nvmeio._formats.sniff import TruncatedFileError, check_older
 from nvmeio._formats.torch_file import (
-    Checkpoint,
+    TorchFile,
     check_calls,
     read_buffered,
     same_file,
@@ -227,7 +227,7 @@ def _load_archive(
     stop: Cancellation,
     in_caller: InCaller,
 ) -> Any:
-    checkpoint = Checkpoint(file, handle.get, _new_load(stop))
+    checkpoint = TorchFile(file, handle.get, _new_load(stop))
     if checkpoint.archive.is_script:
         with same_file(file) as same:
             return in_caller(_load_through_torch, same, options)
@@ -361,7 +361,7 @@ def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) ->
 
 
 def _devices(
-    scan: torch_pickle.Scan, checkpoint: Checkpoint, where: MapLocation
+    scan: torch_pickle.Scan, checkpoint: TorchFile, where: MapLocation
 ) -> dict[torch.device, list[str]]:
     """The keys of the storages, by the device that they are read to.
 
@@ -381,7 +381,7 @@ def _devices(
 class _Reader:
     """What torch's unpickler asks of its zip reader: everything is in memory already."""
 
-    def __init__(self, checkpoint: Checkpoint, storages: dict[str, torch.Tensor]) -> None:
+    def __init__(self, checkpoint: TorchFile, storages: dict[str, torch.Tensor]) -> None:
         self._checkpoint = checkpoint
         self._storages = storages
         self._texts = {
@@ -414,7 +414,7 @@ class _Reader:
         return self.get_record(name).decode("latin-1") if self.has_record(name) else ""
 
 
-def _is_swapped(checkpoint: Checkpoint) -> bool:
+def _is_swapped(checkpoint: TorchFile) -> bool:
     """Whether torch may have to swap the bytes of what is loaded, which it does on the host."""
     if "byteorder" not in checkpoint.records:
         return True

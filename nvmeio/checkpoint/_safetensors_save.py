@@ -14,7 +14,7 @@ import torch
 from nvmeio import _tensor
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.torch_layout import KnownBytes, Layout, Record
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._storage.durable import sync_directory
@@ -22,7 +22,7 @@ from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 
 
-class Wanted(NamedTuple):
+class SaveRequest(NamedTuple):
     """What one `save_safetensors` is to write, checked.
 
     Attributes:
@@ -52,7 +52,7 @@ def checked(
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
     align: bool,
-) -> Wanted:
+) -> SaveRequest:
     """The arguments of `save_safetensors`; raises as it says."""
     _check(tensors)
     texts = _checked_metadata(metadata)
@@ -65,10 +65,10 @@ def checked(
             f"shards are named after the file: {target} must end in {shards.SUFFIX}, "
             "or be a directory"
         )
-    return Wanted(dict(tensors), target, texts, limit, sets, align)
+    return SaveRequest(dict(tensors), target, texts, limit, sets, align)
 
 
-def write(wanted: Wanted, handle: AioHandle, flight: InFlight) -> None:
+def write(wanted: SaveRequest, handle: AioHandle, flight: InFlight) -> None:
     """Write and commit; see `save_safetensors`. Cancelling `flight`, from any thread, ends it."""
     groups = shards.split({n: tensor.nbytes for n, tensor in wanted.tensors.items()}, wanted.limit)
     names: list[str] = []
@@ -80,7 +80,7 @@ def write(wanted: Wanted, handle: AioHandle, flight: InFlight) -> None:
         _remove_others(wanted.path, names)
 
 
-def _replace(handle: AioHandle, path: Path, layout: Layout, flight: InFlight) -> None:
+def _replace(handle: AioHandle, path: Path, layout: FileLayout, flight: InFlight) -> None:
     with Replacement(path) as replacement:
         replacement.reserve(padded_nbytes(layout))
         write_part(handle, replacement.file, layout, checksum=False, flight=flight)
@@ -90,7 +90,7 @@ def _replace(handle: AioHandle, path: Path, layout: Layout, flight: InFlight) ->
         replacement.commit()
 
 
-def layout_of(wanted: Wanted, names: Sequence[str] | None = None) -> Layout:
+def layout_of(wanted: SaveRequest, names: Sequence[str] | None = None) -> FileLayout:
     """The layout of one file, of some of the tensors; None for all of them."""
     tensors = {name: wanted.tensors[name] for name in names or wanted.tensors}
     ordered = _in_order(tensors) if wanted.align else headers.package_order(tensors)
@@ -100,16 +100,16 @@ def layout_of(wanted: Wanted, names: Sequence[str] | None = None) -> Layout:
         headers.DATA_ALIGNMENT if wanted.align else headers.PACKAGE_ALIGNMENT,
     )
     records = [
-        Record(name, entry.start, entry.nbytes, _data_of(ordered[name]), ())
+        StorageRecord(name, entry.start, entry.nbytes, _data_of(ordered[name]), ())
         for name, entry in entries.items()
         if entry.nbytes
     ]
     nbytes = max((entry.end for entry in entries.values()), default=len(text))
-    return Layout(nbytes, [KnownBytes(0, text)], records)
+    return FileLayout(nbytes, [KnownBytes(0, text)], records)
 
 
 def _replace_set(
-    wanted: Wanted, groups: list[list[str]], handle: AioHandle, flight: InFlight
+    wanted: SaveRequest, groups: list[list[str]], handle: AioHandle, flight: InFlight
 ) -> list[str]:
     """Write a set of shards, and their index at the end; the shards' names."""
     directory, stem = wanted.path.parent, wanted.path.name.removesuffix(shards.SUFFIX)
@@ -122,7 +122,7 @@ def _replace_set(
         for name, group in zip(names, groups, strict=True):
             made.append(directory / name)
             _replace(handle, directory / name, layout_of(wanted, group), flight)
-        _replace(handle, index, Layout(len(text), [KnownBytes(0, text)], []), flight)
+        _replace(handle, index, FileLayout(len(text), [KnownBytes(0, text)], []), flight)
     except BaseException:
         # The index may be in its place although its directory could not be synchronised.
         if not _holds(index, text):
@@ -234,7 +234,7 @@ def _in_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _data_of(tensor: torch.Tensor) -> Any:
-    """A tensor's bytes for `Record.data`; of one that is not contiguous, on demand."""
+    """A tensor's bytes for `StorageRecord.data`; of one that is not contiguous, on demand."""
     dense = tensor.detach()
     if dense.is_contiguous() and not dense.is_conj() and not dense.is_neg():
         return _tensor.cast_to_byte_tensor(dense)

@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import Any
 
 from nvmeio._formats import torch_zip
-from nvmeio._formats.torch_layout import KnownBytes, Layout
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes
 
 _LENGTH = struct.Struct("<Q")
 
@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 _LOCATION = re.compile(rb"(?:X.\x00\x00\x00|\x8c.)([a-z]+):\d+", re.DOTALL)
 
 
-def fingerprint(layout: Layout) -> dict[str, Any]:
+def fingerprint(layout: FileLayout) -> dict[str, Any]:
     """What must be the same on all ranks that write one file, and small.
 
     Returns:
@@ -47,7 +47,7 @@ def fingerprint(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _pickle_of(layout: Layout) -> bytes:
+def _pickle_of(layout: FileLayout) -> bytes:
     starts = [piece.offset for piece in layout.pieces]
 
     def read(offset: int, nbytes: int) -> bytes:
@@ -93,7 +93,7 @@ _COMPARED = {
 }
 
 
-def pieces_to_bytes(layout: Layout) -> bytes:
+def pieces_to_bytes(layout: FileLayout) -> bytes:
     """All of a layout but the storages' own bytes, for ranks that have the same storages."""
     told = {
         "nbytes": layout.nbytes,
@@ -104,7 +104,7 @@ def pieces_to_bytes(layout: Layout) -> bytes:
     return b"".join([_LENGTH.pack(len(head)), head, *(piece.data for piece in layout.pieces)])
 
 
-def with_pieces(layout: Layout, data: bytes) -> Layout:
+def with_pieces(layout: FileLayout, data: bytes) -> FileLayout:
     """A layout with what another rank's `pieces_to_bytes` told in place of its own."""
     (length,) = _LENGTH.unpack_from(data)
     at = _LENGTH.size + length
@@ -117,4 +117,4 @@ def with_pieces(layout: Layout, data: bytes) -> Layout:
         record._replace(offset=offset, crc_at=tuple(crc_at))
         for record, (offset, crc_at) in zip(layout.records, told["records"], strict=True)
     ]
-    return Layout(told["nbytes"], pieces, records)
+    return FileLayout(told["nbytes"], pieces, records)

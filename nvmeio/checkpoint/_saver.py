@@ -83,7 +83,7 @@ class Saver:
     def begin(self, state: object, step: int) -> UnderWay[SaveReport]:
         """`save`, begun in a thread; those before it, which nobody may wait for, come first."""
         self.check_open()
-        call = Call()
+        call = SaveCall()
         before = self.under_way
         self.under_way = [each for each in before if not (each.done and each.seen)]
 
@@ -96,7 +96,7 @@ class Saver:
         self.under_way = [*self.under_way, begun]
         return begun
 
-    def save(self, call: Call, state: object, step: int, in_caller: InCaller) -> SaveReport:
+    def save(self, call: SaveCall, state: object, step: int, in_caller: InCaller) -> SaveReport:
         """Take a snapshot, once the save before is durable; see `Checkpointer.save_sync`."""
         self.check_open()
         while not self._turn.acquire(timeout=_LOOK_S):
@@ -294,7 +294,7 @@ class Saver:
         return job if not job.done() or job.failed() else None
 
 
-class Call:
+class SaveCall:
     """One call of `save`, which another thread may cancel."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import _memory
-from nvmeio._formats.torch_layout import Layout, Record
+from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._io.staging import new_staging
 from nvmeio._io.threads import SLICE_S, Thread
@@ -143,7 +143,7 @@ class Snapshot:
     def __init__(
         self,
         memory: SnapshotMemory,
-        source: Layout,
+        source: FileLayout,
         start: int,
         end: int,
         also: Sequence[int] = (),
@@ -253,7 +253,7 @@ class Snapshot:
         """What may be in flight at once, so that there is memory to copy into beside it."""
         return MOST_BYTES if self.fits else min(self._arena.nbytes // 2, MOST_BYTES)
 
-    def _reader(self, index: int, record: Record) -> Callable[[int, int], torch.Tensor]:
+    def _reader(self, index: int, record: StorageRecord) -> Callable[[int, int], torch.Tensor]:
         offset = record.offset
 
         def read(at: int, nbytes: int) -> torch.Tensor:
@@ -288,7 +288,7 @@ class Copy(NamedTuple):
 
     arena: torch.Tensor
     at: int
-    record: Record
+    record: StorageRecord
     offset: int
     nbytes: int
 
@@ -344,7 +344,7 @@ def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
             _wait_for(device)
 
 
-def _device_of(record: Record) -> torch.device:
+def _device_of(record: StorageRecord) -> torch.device:
     return record.data.device if isinstance(record.data, torch.Tensor) else torch.device("cpu")
 
 
@@ -354,13 +354,13 @@ def _wait_for(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def overlap(record: Record, start: int, end: int) -> bool:
+def overlap(record: StorageRecord, start: int, end: int) -> bool:
     """Whether any of a record is in [start, end) of the file."""
     return record.offset < end and start < record.end
 
 
 def bytes_in_pages(
-    records: Sequence[Record], pages: Sequence[int]
+    records: Sequence[StorageRecord], pages: Sequence[int]
 ) -> dict[int, list[tuple[int, torch.Tensor]]]:
     """Copies of the storages' bytes in some pages: (offset in the record, bytes), by record."""
     found: dict[int, list[tuple[int, torch.Tensor]]] = {}

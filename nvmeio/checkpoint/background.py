@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.torch_layout import Layout
+from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.caller import Cancellation, InCaller, run_with_caller
 from nvmeio._io.handles import new_handle
@@ -85,7 +85,7 @@ class BackgroundSaver:
                 one is left.
         """
 
-        def planned(job: SaveJob, in_caller: InCaller) -> Layout:
+        def planned(job: SaveJob, in_caller: InCaller) -> FileLayout:
             return SaveJob.planned(job, state, in_caller)
 
         return self._save(planned, path, self._checksum)
@@ -148,7 +148,7 @@ class BackgroundSaver:
         return self._last
 
     def _save(
-        self, planned: Callable[[SaveJob, InCaller], Layout], path: str, checksum: bool
+        self, planned: Callable[[SaveJob, InCaller], FileLayout], path: str, checksum: bool
     ) -> SaveReport:
         began = time.perf_counter()
         call = Cancellation()
@@ -159,7 +159,7 @@ class BackgroundSaver:
 
     def _begin(
         self,
-        planned: Callable[[SaveJob, InCaller], Layout],
+        planned: Callable[[SaveJob, InCaller], FileLayout],
         path: str,
         checksum: bool,
         began: float,
@@ -213,7 +213,7 @@ class _NamedFile(SaveJob):
         self,
         setup: Setup,
         path: str,
-        plan: Callable[[SaveJob, InCaller], Layout],
+        plan: Callable[[SaveJob, InCaller], FileLayout],
         written: Callable[[], None],
     ) -> None:
         super().__init__(setup, 0, 1)
@@ -232,15 +232,15 @@ class _NamedFile(SaveJob):
         remedy = "Change it once the save is durable, or in optimizer.step(); unguarded, it is "
         return Told(self._path, f"{remedy}copied first")
 
-    def planned(self, state: object, in_caller: InCaller) -> Layout:
+    def planned(self, state: object, in_caller: InCaller) -> FileLayout:
         """The layout of what is saved."""
         return self._plan(self, in_caller)
 
-    def parts(self, layout: Layout) -> list[tuple[int, int]]:
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """All of it."""
         return [(0, padded_nbytes(layout))]
 
-    def pages_beside(self, layout: Layout) -> list[int]:
+    def pages_beside(self, layout: FileLayout) -> list[int]:
         """None: there is no other part."""
         return []
 

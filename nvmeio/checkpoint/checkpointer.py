@@ -20,7 +20,7 @@ from nvmeio.checkpoint._loading import LoadOptions, MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Wanted, restore
-from nvmeio.checkpoint._saver import JOBS, Call, Saver
+from nvmeio.checkpoint._saver import JOBS, SaveCall, Saver
 from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
@@ -180,7 +180,7 @@ class Checkpointer(ClosingWork):
     def save_sync(self, state: object, step: int) -> SaveReport:
         """`save`, blocking: returns once the snapshot is taken. Everything else is as for that."""
         number = _checked_step(step)
-        call = Call()
+        call = SaveCall()
         self._saver.check_open()
         return run_with_caller(
             lambda in_caller: self._saver.save(call, state, number, in_caller), call.cancel

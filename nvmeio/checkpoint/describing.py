@@ -12,14 +12,14 @@ import torch
 from nvmeio._formats import pickle_calls, torch_pickle
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import (
-    Checkpoint,
+    TorchFile,
     read_buffered,
     scan_pickle,
     spans_of,
     unsafe_globals,
 )
-from nvmeio._formats.torch_pickle import Call, Global, StorageRef
-from nvmeio._formats.torch_zip import Archive, Entry
+from nvmeio._formats.torch_pickle import Global, PickledCall, StorageRef
+from nvmeio._formats.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
 from nvmeio._io.threads import run_interruptible
@@ -115,7 +115,7 @@ def _describe(path: str | os.PathLike[str]) -> Description:
             f"{path} is in torch's format from before its zip files, which has no directory"
         )
     with open_reading(path) as file, CallHandle(None, path) as handle:
-        checkpoint = Checkpoint(file, handle.get, Load())
+        checkpoint = TorchFile(file, handle.get, Load())
         summed = _is_summed(checkpoint.archive, file)
         records = [
             RecordFacts(
@@ -140,7 +140,7 @@ def _describe(path: str | os.PathLike[str]) -> Description:
         return Description(file.path, kind, file.size(), records, tensors, sorted(forbidden))
 
 
-def _record(entry: Entry, summed: bool) -> RecordFacts:
+def _record(entry: ZipEntry, summed: bool) -> RecordFacts:
     crc = entry.crc if summed or entry.crc or not entry.nbytes else None
     return RecordFacts(entry.name, entry.offset, entry.nbytes, crc)
 
@@ -181,22 +181,25 @@ def _of_safetensors(path: str | os.PathLike[str]) -> Description:
 _MOST_NAME = 4096
 
 
-def _tensors_in(value: object) -> Iterator[tuple[str, Call, StorageRef]]:
+def _tensors_in(value: object) -> Iterator[tuple[str, PickledCall, StorageRef]]:
     """Every call that rebuilds a tensor from a storage: its name, the call, the storage."""
     # What occurs twice is looked into once: its parts could double at every level.
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", value)]
     while waiting:
         name, value = waiting.pop()
-        ref = _storage_of(value) if isinstance(value, Call) else None
-        if isinstance(value, Call) and ref is not None:
+        ref = _storage_of(value) if isinstance(value, PickledCall) else None
+        if isinstance(value, PickledCall) and ref is not None:
             yield name, value, ref
-        if isinstance(value, (dict, list, tuple, set, frozenset, Call)) and id(value) not in seen:
+        if (
+            isinstance(value, (dict, list, tuple, set, frozenset, PickledCall))
+            and id(value) not in seen
+        ):
             seen.add(id(value))
             waiting += reversed(list(_children(name, value)))
 
 
-def _storage_of(call: Call) -> StorageRef | None:
+def _storage_of(call: PickledCall) -> StorageRef | None:
     args = call.args
     if isinstance(args, tuple) and args and isinstance(args[0], StorageRef):
         return args[0]
@@ -213,7 +216,7 @@ def _children(name: str, value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, (set, frozenset)):
         for item in value:
             yield name, item
-    elif isinstance(value, Call):
+    elif isinstance(value, PickledCall):
         # A call's arguments go by its own name: _rebuild_parameter has a tensor in it, and so on.
         for item in value.args if isinstance(value.args, tuple) else ():
             yield name, item
@@ -231,7 +234,7 @@ def _joined(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _tensor(name: str, call: Call, ref: StorageRef, record: str, start: int) -> TensorFacts:
+def _tensor(name: str, call: PickledCall, ref: StorageRef, record: str, start: int) -> TensorFacts:
     args = call.args if isinstance(call.args, tuple) else ()
     dtype = ref.kind if ref.dtype is None else str(ref.dtype).removeprefix("torch.")
     itemsize = 1 if ref.dtype is None else ref.dtype.itemsize

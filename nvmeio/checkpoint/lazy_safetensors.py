@@ -12,8 +12,8 @@ import torch
 
 from nvmeio import _checks, _memory
 from nvmeio._formats.safetensors_files import tensor_on
-from nvmeio._formats.safetensors_header import Entry
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_header import TensorEntry
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span
@@ -89,7 +89,7 @@ class LazyTensors:
             raise ValueError(f"numpy has no arrays on {self._device}: leave out device")
         self._filename = os.fspath(filename)
         self._closed = False
-        self._set: Checkpoint | None = None
+        self._set: SafetensorsSet | None = None
         self._handle = CallHandle(handle, filename)
         try:
             run_interruptible(self._open)
@@ -98,7 +98,7 @@ class LazyTensors:
             raise
 
     def _open(self) -> None:
-        self._set = Checkpoint(self._filename, self._handle.get())
+        self._set = SafetensorsSet(self._filename, self._handle.get())
 
     # What is there
 
@@ -210,12 +210,12 @@ class LazyTensors:
                 "framework='pt'"
             ) from None
 
-    def _tensors(self) -> Checkpoint:
+    def _tensors(self) -> SafetensorsSet:
         if self._closed or self._set is None:
             raise ClosedError(f"{self._filename} is closed: open it again with safe_open")
         return self._set
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         stored = self._tensors().tensors.get(name)
         if stored is None:
             raise KeyError(f"{self._filename} does not contain tensor {name!r}")
@@ -256,7 +256,7 @@ class LazySlice:
     they name (and what lies between rows less than 4 KiB apart); others read the whole tensor.
     """
 
-    def __init__(self, opened: LazyTensors, name: str, entry: Entry) -> None:
+    def __init__(self, opened: LazyTensors, name: str, entry: TensorEntry) -> None:
         self._opened = opened
         self._name = name
         self._entry = entry

@@ -15,12 +15,12 @@ import torch
 from nvmeio import files
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
-from nvmeio._formats.safetensors_header import Entry, Header
+from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span
 from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio.checkpoint._safetensors_save import Wanted, checked, write
+from nvmeio.checkpoint._safetensors_save import SaveRequest, checked, write
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 
@@ -71,7 +71,7 @@ def save_safetensors(
     run_interruptible(lambda: _save(wanted, handle, flight), flight.cancel)
 
 
-def _save(wanted: Wanted, handle: AioHandle | None, flight: InFlight) -> None:
+def _save(wanted: SaveRequest, handle: AioHandle | None, flight: InFlight) -> None:
     with handle_for(handle, wanted.path) as writer:
         write(wanted, writer, flight)
 
@@ -165,7 +165,7 @@ def _load(
             (opened.enter_context(files.open(shard)), names) for shard, names in shards_of(place)
         ]
         reader = opened.enter_context(handle_for(handle, place))
-        found: dict[str, Entry] = {}
+        found: dict[str, TensorEntry] = {}
         spans: list[Span] = []
         for file, names in parts:
             tensors = header_of(file, reader).tensors

@@ -24,8 +24,8 @@ from nvmeio._formats.packed_index import Share
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._formats.safetensors_header import Header
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
-from nvmeio._formats.torch_file import Checkpoint, read_buffered, scan_pickle, spans_of
-from nvmeio._formats.torch_zip import Entry
+from nvmeio._formats.torch_file import TorchFile, read_buffered, scan_pickle, spans_of
+from nvmeio._formats.torch_zip import ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load
@@ -241,7 +241,7 @@ class _Verification:
     def run(self) -> Verdict:
         count = 0
         try:
-            checkpoint = Checkpoint(self._file, self._handle.get, Load())
+            checkpoint = TorchFile(self._file, self._handle.get, Load())
         except IntegrityError as wrong:
             self._problems.append(Problem("", str(wrong)))
         else:
@@ -253,7 +253,7 @@ class _Verification:
             self._file.path, "torch", self._file.size(), count, self._unchecked, self._problems
         )
 
-    def _check(self, checkpoint: Checkpoint) -> None:
+    def _check(self, checkpoint: TorchFile) -> None:
         archive = checkpoint.archive
         directory = read_buffered(
             self._file, archive.directory_offset, archive.nbytes - archive.directory_offset
@@ -276,7 +276,7 @@ class _Stretch(NamedTuple):
     start: int
     end: int
     what: str  # "header", "data" or "descriptor"
-    entry: Entry
+    entry: ZipEntry
 
 
 class _Walk:
@@ -339,7 +339,7 @@ class _Walk:
             told = f"its CRC-32 is {self._crc:#010x} and should be {entry.crc:#010x}"
             self.problems.append(Problem(entry.name, told))
 
-    def _wrong_in_header(self, entry: Entry, header: bytes) -> Iterator[str]:
+    def _wrong_in_header(self, entry: ZipEntry, header: bytes) -> Iterator[str]:
         """What `parse` has not compared: it refuses what misleads, not every flipped bit."""
         central_at = entry.crc_at - torch_zip.CENTRAL_CRC_OFFSET - self._archive.directory_offset
         # Version needed, flags, method, time and date are the same in both.
@@ -368,7 +368,7 @@ class _Walk:
             at += 4 + length
 
     @staticmethod
-    def _is_zip64(field: bytes, entry: Entry) -> bool:
+    def _is_zip64(field: bytes, entry: ZipEntry) -> bool:
         if len(field) % 8:
             return False
         values = struct.unpack(f"<{len(field) // 8}Q", field)

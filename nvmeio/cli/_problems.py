@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._quantities import binary_size
 from nvmeio.cli.measure.machine import Aio, CuFile, Directory, EngineChoice, Facts, MemoryLimits
 from nvmeio.engines.base import Options
 

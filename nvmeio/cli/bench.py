@@ -15,7 +15,7 @@ from nvmeio.cli import _accelerator
 from nvmeio.cli._bench import ask, report
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload
 from nvmeio.cli._exits import FAILED, complain, exit_statuses
-from nvmeio.cli._units import size_option
+from nvmeio.cli._quantities import size_option
 
 _WHERE = "Where"
 _WHAT = "What is moved"
@@ -340,7 +340,7 @@ def command(
             raise typer.Exit(FAILED)
 
 
-def _tell(result: report.Result, errors: Console, as_json: bool) -> None:
+def _tell(result: report.BenchResult, errors: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=2))
     else:

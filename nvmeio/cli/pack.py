@@ -13,7 +13,7 @@ from rich.console import Console
 from nvmeio import _checks
 from nvmeio.cli import _progress
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._quantities import binary_size
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

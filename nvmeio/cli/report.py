@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nvmeio.cli._problems import Problem, aio_is_plentiful, find_problems
+from nvmeio.cli._quantities import binary_size as _size
 from nvmeio.cli._tune.space import in_words
-from nvmeio.cli._units import binary_size as _size
 from nvmeio.cli.measure.machine import (
     Aio,
     CuFile,

@@ -15,13 +15,13 @@ from rich.console import Console
 from nvmeio import tuned
 from nvmeio.cli import _accelerator
 from nvmeio.cli._exits import Failed, exit_statuses
+from nvmeio.cli._quantities import duration_option, size_option
 from nvmeio.cli._tune import extra, page, result
 from nvmeio.cli._tune.final import Op
-from nvmeio.cli._tune.result import Log, Result
+from nvmeio.cli._tune.result import Log, TuneResult
 from nvmeio.cli._tune.rig import check_flush
-from nvmeio.cli._tune.run import Plan, Run
+from nvmeio.cli._tune.run import TunePlan, TuneRun
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
-from nvmeio.cli._units import duration_option, size_option
 from nvmeio.cli.measure.scratch import check_directory
 
 
@@ -138,7 +138,7 @@ def command(
         _accelerator.require(gpu or gds, gds, tuple(range(len(chosen))))
         if flush_page_cache:
             check_flush()
-        plan = Plan(
+        plan = TunePlan(
             directories=chosen,
             ops=ops,
             io_size=io_size,
@@ -152,7 +152,7 @@ def command(
             latencies=html is not None,
         )
         log = Log(log_dir) if log_dir else None
-        run = Run(plan, errors, log, verbose=verbose)
+        run = TuneRun(plan, errors, log, verbose=verbose)
         try:
             run.measure()
         finally:  # whatever ended it: what was measured is told
@@ -163,7 +163,9 @@ def command(
                 _tell(found, errors, save=save, html=html, as_json=as_json)
 
 
-def _tell(found: Result, errors: Console, *, save: bool, html: Path | None, as_json: bool) -> None:
+def _tell(
+    found: TuneResult, errors: Console, *, save: bool, html: Path | None, as_json: bool
+) -> None:
     """On stderr, on stdout, stored, and last the page, which most can go wrong with."""
     result.render(found, errors)
     shown = result.as_json(found) if as_json else found.block()

@@ -16,7 +16,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._closing import ClosingWork
 from nvmeio._io import threads
-from nvmeio._rows import FileOffsets
+from nvmeio._row_places import FileOffsets
 from nvmeio.data.gather import Gather
 from nvmeio.errors import ClosedError
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from nvmeio import _checks, _rows, files
+from nvmeio import _checks, _row_places, files
 from nvmeio._closing import ClosingWork
 from nvmeio._io import threads
 from nvmeio._io.handles import new_handle
-from nvmeio._rows import FileOffsets
+from nvmeio._row_places import FileOffsets
 from nvmeio._storage import durable
 from nvmeio.data.gather import Gather
 from nvmeio.data.prefetch import Prefetch
@@ -262,7 +262,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
     # --- checks -------------------------------------------------------------------------------
 
     def _offsets(self, indices: FileOffsets) -> torch.Tensor:
-        numbers = _rows.as_integers("indices", indices)
+        numbers = _row_places.as_integers("indices", indices)
         if numbers.dim() != 1:
             raise ValueError(
                 f"indices must have one dimension, not the shape {tuple(numbers.shape)}: flatten() "

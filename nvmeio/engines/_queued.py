@@ -271,7 +271,7 @@ class _Landing(EventfdQueue):
         self._landed()
 
 
-class Batch(Reported):
+class QueuedBatch(Reported):
     """Many transfers as one request.
 
     Args:
@@ -349,7 +349,7 @@ class QueuedEngine(ABC, Generic[RequestT]):
         self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
     ) -> BatchRequest:
         """A request for each, and one for all of them."""
-        return Batch(self.lock, cq, token, self.prepare, transfers)
+        return QueuedBatch(self.lock, cq, token, self.prepare, transfers)
 
     def enqueue(self, request: RequestT) -> None:
         """For `QueuedRequest.start`: the engine's threads take it from here.

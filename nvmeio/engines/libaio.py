@@ -10,7 +10,7 @@ from typing import Any
 
 from nvmeio._io.threads import Thread
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
-from nvmeio.engines._rows import with_cause
+from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
     BatchRequest,
     CompletionQueue,

@@ -63,8 +63,8 @@ _LOOK_MS = 1  # how often copies under way are looked at
 
 
 @dataclass(eq=False)
-class _Turn:
-    """A transfer that has parts left, and how far it got."""
+class _ActiveTransfer:
+    """A transfer in progress, and how far it got."""
 
     request: DeviceRequest
     next: int = 0  # the first byte of the tensor that no part has
@@ -82,7 +82,7 @@ class _Turn:
 class _Part:
     """A part of a transfer in a chunk."""
 
-    turn: _Turn
+    active: _ActiveTransfer
     start: int  # in the tensor
     nbytes: int
     chunk: torch.Tensor
@@ -101,13 +101,13 @@ class _Part:
     @property
     def on_device(self) -> torch.Tensor:
         """Its part of the tensor."""
-        device = self.turn.transfer.memory.device
+        device = self.active.transfer.memory.device
         assert device is not None
         return device[self.start : self.start + self.nbytes]
 
     @property
     def file_offset(self) -> int:
-        return self.turn.transfer.file_offset + self.start
+        return self.active.transfer.file_offset + self.start
 
 
 class RingEngine(QueuedEngine[DeviceRequest]):
@@ -213,8 +213,8 @@ class _Pump:
     cq: CompletionQueue
     free: list[torch.Tensor] = field(default_factory=list)
     made: bool = False
-    unready: list[_Turn] = field(default_factory=list)
-    turns: deque[_Turn] = field(default_factory=deque)
+    unready: list[_ActiveTransfer] = field(default_factory=list)
+    ready: deque[_ActiveTransfer] = field(default_factory=deque)
     at_drive: list[_Part] = field(default_factory=list)
     at_device: list[_Part] = field(default_factory=list)
 
@@ -248,7 +248,7 @@ class _Pump:
         """Move everything on that can be; whether anything was."""
         arrived = self.engine.arrived()
         for request in arrived:
-            self.unready.append(_Turn(request))
+            self.unready.append(_ActiveTransfer(request))
         moved = bool(arrived)
         moved |= self._look_at_unready()
         moved |= self._look_at_drive()
@@ -258,12 +258,12 @@ class _Pump:
     def _look_at_unready(self) -> bool:
         """Transfers whose memory the device is done with may begin; cancelled ones are over."""
         moved = False
-        for turn in list(self.unready):
-            ready = turn.transfer.memory.ready
-            if not turn.exhausted and not self._reached(turn, ready):
+        for active in list(self.unready):
+            ready = active.transfer.memory.ready
+            if not active.exhausted and not self._reached(active, ready):
                 continue
-            self.unready.remove(turn)
-            self.turns.append(turn)
+            self.unready.remove(active)
+            self.ready.append(active)
             moved = True
         return moved
 
@@ -275,7 +275,7 @@ class _Pump:
                 self.at_drive.remove(part)
                 self._guard(part, self._after_drive)
                 moved = True
-            elif part.turn.request.stop and not part.cancelled:
+            elif part.active.request.stop and not part.cancelled:
                 part.cancelled = True
                 part.host.cancel()
         return moved
@@ -283,7 +283,7 @@ class _Pump:
     def _look_at_device(self) -> bool:
         moved = False
         for part in list(self.at_device):
-            if self._reached(part.turn, part.mark):
+            if self._reached(part.active, part.mark):
                 self.at_device.remove(part)
                 self._guard(part, self._after_device)
                 moved = True
@@ -295,65 +295,65 @@ class _Pump:
         try:
             part.mark.wait()
         except Exception as failed:
-            part.turn.request.fail(errno.EIO, failed)
+            part.active.request.fail(errno.EIO, failed)
 
     def _begin_parts(self) -> bool:
         moved = False
-        while self.turns:
-            turn = self.turns[0]
-            if turn.exhausted:
-                self.turns.popleft()
-                self._retire(turn)
+        while self.ready:
+            active = self.ready[0]
+            if active.exhausted:
+                self.ready.popleft()
+                self._retire(active)
                 moved = True
                 continue
-            if not self._has_chunk(turn):
+            if not self._has_chunk(active):
                 return moved
-            if turn.exhausted:
+            if active.exhausted:
                 continue
-            self.turns.popleft()
-            part = self._cut(turn)
-            if not turn.exhausted:
-                self.turns.append(turn)
+            self.ready.popleft()
+            part = self._cut(active)
+            if not active.exhausted:
+                self.ready.append(active)
             self._guard(part, self._begin)
             moved = True
         return moved
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _has_chunk(self, turn: _Turn) -> bool:
+    def _has_chunk(self, active: _ActiveTransfer) -> bool:
         if not self.made:
             try:
-                device = turn.transfer.memory.device
+                device = active.transfer.memory.device
                 assert device is not None
                 ring = self.copier.page_locked(
                     self.engine.chunks * self.engine.chunk_bytes, device.device
                 )
             except Exception as failed:
-                turn.request.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
-                return True  # the turn is exhausted by that
+                active.request.fail(getattr(failed, "errno", None) or errno.ENOMEM, failed)
+                return True  # it is exhausted by that
             each = self.engine.chunk_bytes
             self.free = [ring[start : start + each] for start in range(0, ring.numel(), each)]
             self.made = True
         return bool(self.free)
 
-    def _cut(self, turn: _Turn) -> _Part:
+    def _cut(self, active: _ActiveTransfer) -> _Part:
         """The next part. In chunks, bytes lie as they lie in the file's pages: no bounce."""
-        shift = (turn.transfer.file_offset + turn.next) % PAGE_BYTES
-        nbytes = min(self.engine.chunk_bytes - shift, turn.transfer.nbytes - turn.next)
-        part = _Part(turn, turn.next, nbytes, self.free.pop(), shift)
-        turn.next += nbytes
-        turn.request.parts_out += 1
+        shift = (active.transfer.file_offset + active.next) % PAGE_BYTES
+        nbytes = min(self.engine.chunk_bytes - shift, active.transfer.nbytes - active.next)
+        part = _Part(active, active.next, nbytes, self.free.pop(), shift)
+        active.next += nbytes
+        active.request.parts_out += 1
         return part
 
     def _begin(self, part: _Part) -> None:
-        if part.turn.transfer.opcode == Opcode.READ:
+        if part.active.transfer.opcode == Opcode.READ:
             self._to_drive(part)
         else:
             part.mark = self.copier.download(part.bytes, part.on_device)
             self.at_device.append(part)
 
     def _to_drive(self, part: _Part, buffered: bool = False) -> None:
-        transfer = part.turn.transfer
+        transfer = part.active.transfer
         held = part.bytes
         memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
         plan = _transfer.plan_buffered if buffered else _transfer.plan
@@ -362,7 +362,7 @@ class _Pump:
                 Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
             )
         except TransferError as failed:
-            part.turn.request.fail(failed.errno or errno.EIO, failed)
+            part.active.request.fail(failed.errno or errno.EIO, failed)
             self._drop(part)
             return
         self._submit(part, planned)
@@ -374,11 +374,11 @@ class _Pump:
 
     def _after_drive(self, part: _Part) -> None:
         assert part.host is not None and part.plan is not None
-        request, outcome = part.turn.request, part.host.outcome()
-        self.engine.count_inside(part.turn.transfer.opcode, part.nbytes, outcome)
+        request, outcome = part.active.request, part.host.outcome()
+        self.engine.count_inside(part.active.transfer.opcode, part.nbytes, outcome)
         if outcome.error == errno.EINVAL and part.plan.direct and not request.stop:
             logger.warning(
-                "%s refused direct I/O: buffered instead", part.turn.transfer.opened.path
+                "%s refused direct I/O: buffered instead", part.active.transfer.opened.path
             )
             self._to_drive(part, buffered=True)
             return
@@ -386,12 +386,12 @@ class _Pump:
             request.fail(outcome.error)
         request.buffered += outcome.buffered_bytes
         request.bounced += outcome.direct_bytes + outcome.bounced_bytes
-        if part.turn.transfer.opcode != Opcode.READ or outcome.error or request.cancelled:
+        if part.active.transfer.opcode != Opcode.READ or outcome.error or request.cancelled:
             self._drop(part)
             return
         if outcome.transferred < part.nbytes:
             # The file ends here: nothing lies behind. Parts before it may still be on their way.
-            part.turn.next = part.turn.transfer.nbytes
+            part.active.next = part.active.transfer.nbytes
             part.nbytes = outcome.transferred
         if not part.nbytes:
             self._drop(part)
@@ -400,8 +400,8 @@ class _Pump:
         self.at_device.append(part)
 
     def _after_device(self, part: _Part) -> None:
-        request = part.turn.request
-        if part.turn.transfer.opcode == Opcode.READ or request.stop:
+        request = part.active.request
+        if part.active.transfer.opcode == Opcode.READ or request.stop:
             self._drop(part)
         else:
             self._to_drive(part)
@@ -409,12 +409,12 @@ class _Pump:
     def _drop(self, part: _Part) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
         self.free.append(part.chunk)
-        part.turn.request.parts_out -= 1
-        self._retire(part.turn)
+        part.active.request.parts_out -= 1
+        self._retire(part.active)
 
-    def _retire(self, turn: _Turn) -> None:
-        request = turn.request
-        if request.parts_out or not turn.exhausted or request.done:
+    def _retire(self, active: _ActiveTransfer) -> None:
+        request = active.request
+        if request.parts_out or not active.exhausted or request.done:
             return
         with self.engine.lock:
             self.engine.conclude(request)
@@ -426,14 +426,14 @@ class _Pump:
         try:
             step(part)
         except Exception as failed:
-            part.turn.request.fail(errno.EIO, failed)
+            part.active.request.fail(errno.EIO, failed)
             if part not in self.at_drive and part not in self.at_device:
                 self._drop(part)
 
     @staticmethod
-    def _reached(turn: _Turn, mark: Any) -> bool:
+    def _reached(active: _ActiveTransfer, mark: Any) -> bool:
         try:
             return mark is None or bool(mark.done())
         except Exception as failed:
-            turn.request.fail(errno.EIO, failed)
+            active.request.fail(errno.EIO, failed)
             return True

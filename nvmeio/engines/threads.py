@@ -22,7 +22,7 @@ from typing import Any
 from nvmeio._io.threads import Thread
 from nvmeio._shim import copy_foreign, ffi, lib
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
-from nvmeio.engines._rows import with_cause
+from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
     CompletionQueue,
     Opcode,

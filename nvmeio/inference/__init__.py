@@ -2,7 +2,7 @@
 
 Reading order for newcomers: `_formats.safetensors_set` (open files), `_recipes` (how a model's
 tensors come from theirs), `_units` (what is streamed as one), `_slot_layout` (where it lies),
-`_budget` (what stays), `_sums` (checksums), `_slots` (memory), `stream` (the heart), `_hooks` (the
+`_budget` (what stays), `_packed_checksums`, `_slots` (memory), `stream` (the heart), `_hooks` (the
 seam to a model), `streaming` (`stream_model`). `packing` writes what is read best; `kv_cache` puts
 past keys and values away, `prefixes` keeps them for other processes. docs/inference.md has the
 arithmetic.

@@ -20,7 +20,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
 
-class Block(NamedTuple):
+class KVBlock(NamedTuple):
     """A run of tokens of one layer: keys and values, [2, batch, heads, tokens, head size]."""
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Block(NamedTuple):
     sum: int | None = None  # the CRC-32 of the bytes, of what is in a file
 
 
-class Store:
+class KVStore:
     """Where blocks go.
 
     Args:
@@ -61,7 +61,7 @@ class Store:
         if directory is not None:
             self._file = open_nameless(directory)
 
-    def put(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Block, Operation | None]:
+    def put(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[KVBlock, Operation | None]:
         """Begin to put tokens away."""
         shape = (2, *keys.shape)
         nbytes = 2 * keys.nbytes
@@ -71,13 +71,13 @@ class Store:
         both[0].copy_(keys)
         both[1].copy_(values)
         if self._file is None or self._handle is None:
-            return Block(shape, 0, 0, memory), None
+            return KVBlock(shape, 0, 0, memory), None
         offset = self._place(memory.nbytes)
         writing = self._handle.async_pwrite(memory, self._file, offset)
         self._started(writing)
         # While it is written: it only reads the memory.
         found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
-        return Block(shape, offset, memory.nbytes, None, found), writing
+        return KVBlock(shape, offset, memory.nbytes, None, found), writing
 
     def _place(self, nbytes: int) -> int:
         """Where in the file there is room: where blocks were forgotten, or at its end."""
@@ -89,7 +89,7 @@ class Store:
         offset, self._end = self._end, self._end + nbytes
         return offset
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def forget(self, blocks: Sequence[KVBlock]) -> None:
         """Let the room of blocks be written again; nothing of them may be in flight.
 
         Beam search writes all of a cache anew for each token: without this, the file would grow by
@@ -114,7 +114,7 @@ class Store:
             with contextlib.suppress(concurrent.futures.CancelledError):
                 operation.exception()
 
-    def get(self, block: Block, memory: torch.Tensor) -> Operation | None:
+    def get(self, block: KVBlock, memory: torch.Tensor) -> Operation | None:
         """Begin to bring a block back into `memory`; None where it is there at once."""
         self.read_bytes += memory.nbytes
         if block.memory is not None or self._file is None or self._handle is None:
@@ -124,7 +124,7 @@ class Store:
         self._started(reading)
         return reading
 
-    def check(self, block: Block, memory: torch.Tensor, what: str) -> None:
+    def check(self, block: KVBlock, memory: torch.Tensor, what: str) -> None:
         """Compare what came back with what was put away.
 
         Args:

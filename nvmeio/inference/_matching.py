@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio.errors import IntegrityError
 from nvmeio.inference import _packed, _transformers
-from nvmeio.inference._packed import Found, Packed
+from nvmeio.inference._packed import FoundWeight, Packed
 from nvmeio.inference._recipes import Weight, part_of
 
 
@@ -23,7 +23,7 @@ class Matched(NamedTuple):
 
 
 def match(
-    model: nn.Module, checkpoint: Checkpoint, strict: bool, packed: Packed | None = None
+    model: nn.Module, checkpoint: SafetensorsSet, strict: bool, packed: Packed | None = None
 ) -> Matched:
     """Find what each tensor of a model is read from.
 
@@ -79,17 +79,17 @@ def match(
 
 
 def _found(
-    model: nn.Module, checkpoint: Checkpoint, packed: Packed | None
-) -> tuple[dict[str, Found], list[str]]:
+    model: nn.Module, checkpoint: SafetensorsSet, packed: Packed | None
+) -> tuple[dict[str, FoundWeight], list[str]]:
     if packed is not None:
         return _packed.parts_of(checkpoint, packed), []
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
         parts, unexpected = _transformers.parts_of(model, checkpoint)
         return {
-            name: Found((part,), names, None) for name, (part, names) in parts.items()
+            name: FoundWeight((part,), names, None) for name, (part, names) in parts.items()
         }, unexpected
     plain = {
-        name: Found((part_of(stored),), (name,), None)
+        name: FoundWeight((part_of(stored),), (name,), None)
         for name, stored in checkpoint.tensors.items()
     }
     return plain, []
@@ -119,7 +119,9 @@ def _tensors_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _weight(name: str, tensor: torch.Tensor, found: Found, checkpoint: Checkpoint) -> Weight:
+def _weight(
+    name: str, tensor: torch.Tensor, found: FoundWeight, checkpoint: SafetensorsSet
+) -> Weight:
     shape = tuple(tensor.shape)
     stored = found.parts[0].shape if found.quantised is None else found.quantised.shape
     if stored != shape:

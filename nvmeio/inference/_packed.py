@@ -17,10 +17,10 @@ import torch
 
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
-from nvmeio._formats.safetensors_set import Checkpoint, Stored
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting
-from nvmeio.inference._recipes import Part, part_of
+from nvmeio.inference._recipes import WeightPart, part_of
 
 SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
 
@@ -45,10 +45,10 @@ class Packed(NamedTuple):
     sums: dict[str, tuple[int, ...]] | None
 
 
-class Found(NamedTuple):
+class FoundWeight(NamedTuple):
     """What a packed file holds for one weight."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     sources: tuple[str, ...]
     quantised: PackedWeight | None
 
@@ -73,7 +73,7 @@ def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[
     )
 
 
-def parse(checkpoint: Checkpoint, checksum: bool = True) -> Packed | None:
+def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
     """What a packed checkpoint says of itself; None if it is not packed.
 
     Args:
@@ -105,16 +105,16 @@ def parse(checkpoint: Checkpoint, checksum: bool = True) -> Packed | None:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
 
 
-def parts_of(checkpoint: Checkpoint, packed: Packed) -> dict[str, Found]:
+def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeight]:
     """For each weight of a packed checkpoint, what it is read from.
 
     Raises:
         IntegrityError: A part of a quantised weight is missing, or not what the setting says.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, FoundWeight] = {}
     taken: set[str] = set()
 
-    def part(stored: Stored) -> Part:
+    def part(stored: StoredTensor) -> WeightPart:
         sums = () if packed.sums is None else packed.sums[stored.name]
         return part_of(stored)._replace(sums=sums)
 
@@ -135,14 +135,14 @@ def parts_of(checkpoint: Checkpoint, packed: Packed) -> dict[str, Found]:
                 raise _bad(checkpoint, f"{stored.name!r} is {made.dtype} {made.shape}, not {sizes}")
             parts.append(made)
             taken.add(stored.name)
-        found[name] = Found(tuple(parts), tuple(name + suffix for suffix in SUFFIXES), weight)
+        found[name] = FoundWeight(tuple(parts), tuple(name + suffix for suffix in SUFFIXES), weight)
     for name, stored in checkpoint.tensors.items():
         if name not in taken and not name.startswith(packed_index.PADDING):
-            found[name] = Found((part(stored),), (name,), None)
+            found[name] = FoundWeight((part(stored),), (name,), None)
     return found
 
 
-def _bad(checkpoint: Checkpoint, what: str) -> IntegrityError:
+def _bad(checkpoint: SafetensorsSet, what: str) -> IntegrityError:
     return IntegrityError(
         f"{checkpoint.path} is no valid packed model: {what}; pack it again",
         expected="what nvmeio pack writes",

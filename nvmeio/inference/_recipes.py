@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.safetensors_set import Checkpoint, Stored
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised
 
@@ -28,7 +28,7 @@ class FileExtent(NamedTuple):
     at: int
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """What is read for a weight, as one contiguous tensor.
 
     Attributes:
@@ -66,7 +66,7 @@ class Weight(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     quantised: Quantised | None
     sources: tuple[str, ...]
     order: tuple[int, ...] | None = None
@@ -84,14 +84,16 @@ class Weight(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def part_of(stored: Stored) -> Part:
+def part_of(stored: StoredTensor) -> WeightPart:
     """A whole tensor of the checkpoint."""
     dtype, shape = stored.entry.for_torch()
     extent = FileExtent(stored.file, stored.entry.start, stored.entry.nbytes, 0)
-    return Part(dtype, shape, (extent,) if extent.nbytes else ())
+    return WeightPart(dtype, shape, (extent,) if extent.nbytes else ())
 
 
-def stacked(lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint) -> Part:
+def stacked(
+    lists: Sequence[Sequence[StoredTensor]], name: str, checkpoint: SafetensorsSet
+) -> WeightPart:
     """`torch.cat([torch.stack(tensors) for tensors in lists], dim=1)`, as a place for each extent.
 
     Args:
@@ -123,10 +125,12 @@ def stacked(lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint
             extents.append(FileExtent(tensors[number].file, entry.start, entry.nbytes, at))
             at += entry.nbytes
     shape = (len(lists[0]), rows, *first.shape[1:])
-    return Part(first.dtype, shape, tuple(extents))
+    return WeightPart(first.dtype, shape, tuple(extents))
 
 
-def concatenated(tensors: Sequence[Stored], name: str, checkpoint: Checkpoint) -> Part:
+def concatenated(
+    tensors: Sequence[StoredTensor], name: str, checkpoint: SafetensorsSet
+) -> WeightPart:
     """`torch.cat(tensors, dim=0)`, as a place for each extent.
 
     Raises:
@@ -141,13 +145,13 @@ def concatenated(tensors: Sequence[Stored], name: str, checkpoint: Checkpoint) -
         extents.append(FileExtent(stored.file, stored.entry.start, stored.entry.nbytes, at))
         at += stored.entry.nbytes
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return Part(parts[0].dtype, shape, tuple(extents))
+    return WeightPart(parts[0].dtype, shape, tuple(extents))
 
 
 def _mismatch(
     name: str,
-    checkpoint: Checkpoint,
-    lists: Sequence[Sequence[Stored]],
+    checkpoint: SafetensorsSet,
+    lists: Sequence[Sequence[StoredTensor]],
     expected: object,
     found: object,
 ) -> IntegrityError:

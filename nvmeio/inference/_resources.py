@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._residency.reader import Reader
 from nvmeio.handle import AioHandle
 from nvmeio.inference._slots import SlotPools
@@ -52,7 +52,7 @@ class Resources(NamedTuple):
 
     handle: AioHandle
     own_handle: bool
-    checkpoint: Checkpoint
+    checkpoint: SafetensorsSet
     memory: SlotPools
     reader: Reader
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from nvmeio._io.span_plan import HOLE_BYTES
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.inference._recipes import FileExtent, Part
+from nvmeio.inference._recipes import FileExtent, WeightPart
 
 
 class Read(NamedTuple):
@@ -46,7 +46,7 @@ class SlotLayout(NamedTuple):
 
 
 def lay_out(
-    parts: Sequence[Part],
+    parts: Sequence[WeightPart],
     sizes: Sequence[int],
     experts: Sequence[bool] = (),
     count: int = 0,
@@ -119,7 +119,7 @@ def lay_out(
     )
 
 
-def _may_stay(part: Part, own_alignment: bool) -> bool:
+def _may_stay(part: WeightPart, own_alignment: bool) -> bool:
     least = 16 if own_alignment else part.dtype.itemsize
     return part.extents[0].offset % least == 0
 

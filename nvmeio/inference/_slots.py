@@ -16,13 +16,13 @@ import torch
 from nvmeio import buffers
 from nvmeio._residency import window
 from nvmeio._residency.lent import laid_over, lease_now
-from nvmeio._residency.reader import Fill, Wanted
+from nvmeio._residency.reader import Fill, WantedBytes
 from nvmeio.files import File
 from nvmeio.inference._budget import Shares
+from nvmeio.inference._packed_checksums import Arriving, ExpectedBytes, verify
 from nvmeio.inference._quant import dequantise
 from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import Read
-from nvmeio.inference._sums import Arriving, Expected, verify
 from nvmeio.inference._units import Unit
 from nvmeio.pool import Lease, PinnedPool
 
@@ -51,7 +51,7 @@ class Slot(window.Slot[Unit]):
         self.tensors: list[torch.Tensor] = []
         self.shown: list[torch.Tensor] = []
 
-    def has(self, sum_: Expected) -> bool:
+    def has(self, sum_: ExpectedBytes) -> bool:
         """Whether all bytes of a checksum are there, or asked for."""
         return all(self.experts[expert] for expert in sum_.experts)
 
@@ -151,7 +151,7 @@ class SlotPools:
     def fill(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
         """The reads that fill a slot, with the copies to the device behind them."""
         wanted = [
-            Wanted(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
+            WantedBytes(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
             for r in reads
         ]
         slot.files = {read.file for read in reads}
@@ -164,7 +164,7 @@ class SlotPools:
                 else Fill(wanted, arriving.arrived, arriving.finished)
             )
 
-        def arrived(chunk: Wanted) -> None:
+        def arrived(chunk: WantedBytes) -> None:
             with torch.cuda.stream(self._copies):
                 target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
                 target.copy_(chunk.memory, non_blocking=True)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_set import Checkpoint, Stored
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import BackendUnavailableError, IntegrityError
-from nvmeio.inference._recipes import Part, concatenated, part_of, stacked
+from nvmeio.inference._recipes import WeightPart, concatenated, part_of, stacked
 
 _UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
 
@@ -63,7 +63,7 @@ def config_of(directory: str | os.PathLike[str]) -> Any:
     return require().AutoConfig.from_pretrained(directory)
 
 
-def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: Checkpoint) -> nn.Module:
+def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsSet) -> nn.Module:
     """The model of a configuration, its parameters and buffers on the meta device.
 
     Args:
@@ -103,7 +103,7 @@ def _to_meta(model: nn.Module) -> None:
                 held[name] = moved[id(tensor)]  # type: ignore[assignment]
 
 
-def _not_saved_as_buffers(model: Any, checkpoint: Checkpoint) -> None:
+def _not_saved_as_buffers(model: Any, checkpoint: SafetensorsSet) -> None:
     """Parameters that `save_pretrained` leaves out, for the class computes them (Marian).
 
     As buffers that no checkpoint holds they are computed with the others; see `compute_buffers`.
@@ -138,7 +138,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
     )
 
 
-def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+def _dtype_of(checkpoint: SafetensorsSet) -> torch.dtype:
     for stored in checkpoint.tensors.values():
         dtype = part_of(stored).dtype
         if dtype.is_floating_point:
@@ -211,8 +211,8 @@ def _is_unset(buffer: torch.Tensor) -> bool:
 
 
 def parts_of(
-    model: Any, checkpoint: Checkpoint
-) -> tuple[dict[str, tuple[Part, tuple[str, ...]]], list[str]]:
+    model: Any, checkpoint: SafetensorsSet
+) -> tuple[dict[str, tuple[WeightPart, tuple[str, ...]]], list[str]]:
     """For each tensor of a transformers model, what it is read from.
 
     Returns:
@@ -232,8 +232,8 @@ def parts_of(
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     wanted = model.state_dict()
     prefix = model.base_model_prefix
-    plain: dict[str, Stored] = {}
-    fused: dict[str, dict[str, list[Stored]]] = {}
+    plain: dict[str, StoredTensor] = {}
+    fused: dict[str, dict[str, list[StoredTensor]]] = {}
     unexpected: list[str] = []
     ordered = sorted(checkpoint.tensors, key=loading.dot_natural_key)
     for name in ordered:
@@ -246,7 +246,7 @@ def parts_of(
             plain[renamed] = checkpoint.tensors[name]
         else:
             fused.setdefault(renamed, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
-    found: dict[str, tuple[Part, tuple[str, ...]]] = {
+    found: dict[str, tuple[WeightPart, tuple[str, ...]]] = {
         name: (part_of(stored), (stored.name,)) for name, stored in plain.items()
     }
     for name, lists in fused.items():
@@ -269,8 +269,8 @@ def parts_of(
 
 
 def _fuse(
-    converter: Any, lists: Sequence[Sequence[Stored]], name: str, checkpoint: Checkpoint
-) -> Part:
+    converter: Any, lists: Sequence[Sequence[StoredTensor]], name: str, checkpoint: SafetensorsSet
+) -> WeightPart:
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     if steps == [("MergeModulelist", 0)] and len(lists) == 1:
         return stacked(lists, name, checkpoint)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nvmeio.inference._packed_checksums import ExpectedBytes, expected_of
 from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import SlotLayout, lay_out
-from nvmeio.inference._sums import Expected, expected_of
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
 # its round trip.
@@ -78,7 +78,7 @@ class Unit:
         self.weights: list[Weight] = []
         self.experts: Experts | None = None
         self.layout = SlotLayout(0, (), ())
-        self.sums: tuple[Expected, ...] = ()
+        self.sums: tuple[ExpectedBytes, ...] = ()
         self.resident = False
         self.is_layer = False
 

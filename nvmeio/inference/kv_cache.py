@@ -25,8 +25,8 @@ from nvmeio._io.handles import new_handle
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.handle import AioHandle
-from nvmeio.inference._kv_store import Block, room_for
-from nvmeio.inference._kv_store import Store as Store
+from nvmeio.inference._kv_store import KVBlock, room_for
+from nvmeio.inference._kv_store import KVStore as KVStore
 from nvmeio.inference._transformers import cache_utilities
 from nvmeio.operation import Operation
 
@@ -46,15 +46,17 @@ class OffloadedLayer:
     keys: Any
     values: Any
     is_initialized: bool
-    store: Store
+    store: KVStore
     following: Any = None  # the layer whose blocks are to be read next
     _broken: BaseException | None = None
 
     def _begin(self) -> None:
         if not hasattr(self, "_blocks"):
-            self._blocks: list[Block] = []
+            self._blocks: list[KVBlock] = []
             self._writing: list[Operation] = []
-            self._arriving: tuple[torch.Tensor, list[tuple[torch.Tensor, Block]], list[Any]] | None
+            self._arriving: (
+                tuple[torch.Tensor, list[tuple[torch.Tensor, KVBlock]], list[Any]] | None
+            )
             self._arriving = None
 
     def update(
@@ -125,7 +127,7 @@ class OffloadedLayer:
             torch.cuda.current_stream(self.keys.device).synchronize()  # before the memory goes
         return found[0], found[1]
 
-    def _compare(self, pieces: Sequence[tuple[torch.Tensor, Block]]) -> None:
+    def _compare(self, pieces: Sequence[tuple[torch.Tensor, KVBlock]]) -> None:
         token = 0
         for number, (memory, block) in enumerate(pieces):
             end = token + block.shape[3]
@@ -232,7 +234,7 @@ def _kinds() -> tuple[Any, Any]:
     return cache, layer
 
 
-def new_cache(config: Any, store: Store) -> Any:
+def new_cache(config: Any, store: KVStore) -> Any:
     """An empty cache: a transformers `DynamicCache` that puts its layers away in a store.
 
     Args:
@@ -278,7 +280,7 @@ def offload(
         handle: Moves the bytes; None makes one when it is needed.
         device: Of the model.
         where: True: memory for a GPU, a temporary file for a CPU; or a directory.
-        checksum: As for `Store`.
+        checksum: As for `KVStore`.
 
     Returns:
         What closes the handle that was made here: at the latest when the model is dropped. Caches
@@ -302,7 +304,7 @@ def offload(
     weakref.finalize(model, _finish, mover.close)
 
     def fresh(config: Any) -> Any:
-        return new_cache(config, Store(directory, mover.get(), checksum))
+        return new_cache(config, KVStore(directory, mover.get(), checksum))
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given: Any = named.get("past_key_values")

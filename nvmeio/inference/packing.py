@@ -18,8 +18,8 @@ from nvmeio import _checks, buffers, files
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_header import Entry
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_header import TensorEntry
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
@@ -31,7 +31,7 @@ from nvmeio.inference import _packed, _transformers, hub
 from nvmeio.inference._matching import match
 from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
-from nvmeio.inference._recipes import Part, Weight
+from nvmeio.inference._recipes import Weight, WeightPart
 from nvmeio.inference._units import Unit, partition
 
 _ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
@@ -114,7 +114,7 @@ def pack(
     config = _transformers.config_of(source)
     with contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))
-        checkpoint = stack.enter_context(contextlib.closing(Checkpoint(source, mover)))
+        checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source, mover)))
         if _packed.parse(checkpoint) is not None:
             raise ValueError(f"{source} is packed already: pack what it was made from")
         model = _transformers.empty_model(config, dtype, checkpoint)
@@ -136,7 +136,7 @@ def pack(
 class _Packing:
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: SafetensorsSet,
         handle: AioHandle,
         units: Sequence[Unit],
         setting: Quantised | None,
@@ -215,7 +215,7 @@ class _Packing:
             self._error,
         )
 
-    def _header(self) -> tuple[bytes, dict[str, Entry], int]:
+    def _header(self) -> tuple[bytes, dict[str, TensorEntry], int]:
         """The header, with padding tensors so that each record begins on a page."""
         listed: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         position = 0
@@ -240,7 +240,7 @@ class _Packing:
         prefix, entries = headers.build(listed, metadata)
         return prefix, entries, len(prefix) + position
 
-    def _fill(self, record: _Record, entries: dict[str, Entry], start: int) -> torch.Tensor:
+    def _fill(self, record: _Record, entries: dict[str, TensorEntry], start: int) -> torch.Tensor:
         last = entries[record.tensors[-1][0]]
         nbytes = -(-(last.end - start) // PAGE_BYTES) * PAGE_BYTES
         memory = buffers.empty_aligned(nbytes, dtype=torch.uint8).zero_()
@@ -274,7 +274,7 @@ class _Packing:
         self._error = max(self._error, float((back.float() - whole.float()).abs().max()))
         return list(parts)
 
-    def _whole(self, part: Part, name: str) -> torch.Tensor:
+    def _whole(self, part: WeightPart, name: str) -> torch.Tensor:
         memory = buffers.empty_aligned(max(part.nbytes, 1), dtype=torch.uint8)[: part.nbytes]
         self._handle.sync_pread_batch(
             [memory[extent.at : extent.at + extent.nbytes] for extent in part.extents],

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from nvmeio import _checks, buffers, files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._storage.private import create, make_private_directory
 from nvmeio.handle import AioHandle
@@ -193,7 +193,7 @@ class Spiller:
             with open(create(index), "wb") as file:
                 file.write(shards.index_text(self._shards, 0))
             root = nn.ModuleList(self._modules)
-            checkpoint = stack.enter_context(contextlib.closing(Checkpoint(index, self._mover)))
+            checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(index, self._mover)))
             weights: dict[int, Weight] = {}
             for parameter in root.parameters():
                 record = self._record_of(parameter)
@@ -221,7 +221,7 @@ class Spiller:
                 parts,
                 shares,
                 torch.device(device),
-                lambda via: Checkpoint(index, via),
+                lambda via: SafetensorsSet(index, via),
                 self._given,
                 index,
             )

@@ -29,7 +29,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._closing import Closing
-from nvmeio._formats.safetensors_set import Checkpoint
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
@@ -50,7 +50,7 @@ Value = TypeVar("Value")
 _CLOSED = "the stream of weights is closed: model.weight_stream.reopen()"
 
 
-class Cancelled(Exception):
+class PassCancelled(Exception):
     """A pass was told to stop; raised in it at the next layer."""
 
 
@@ -75,7 +75,7 @@ class WeightStream(Closing):
         partition: Partition,
         shares: Shares,
         device: torch.device,
-        open_checkpoint: Callable[[AioHandle], Checkpoint],
+        open_checkpoint: Callable[[AioHandle], SafetensorsSet],
         handle: AioHandle | None,
         path: str | os.PathLike[str],
         beside: Callable[[], None] | None = None,
@@ -99,7 +99,7 @@ class WeightStream(Closing):
         self.progress: Callable[[str, int], None] | None = None
         self.reopen()
 
-    def open_checkpoint(self, handle: AioHandle) -> Checkpoint:
+    def open_checkpoint(self, handle: AioHandle) -> SafetensorsSet:
         """Its files, opened once more, for the caller to close.
 
         Raises:
@@ -129,7 +129,7 @@ class WeightStream(Closing):
         stop = getattr(self._here, "stop", None)
         if stop is not None and stop.is_set():
             self._spoil()
-            raise Cancelled
+            raise PassCancelled
         owner, uses = self._check()
         if lockstep is None:
             stays = uses.settled_use(unit, threading.get_ident())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nvmeio import _checks
-from nvmeio._formats.safetensors_set import Checkpoint, Stored
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.handles import CallHandle
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
@@ -117,7 +117,7 @@ def stream_model(
     check_numbers(window, resident_bytes)
     with contextlib.ExitStack() as stack:
         call = stack.enter_context(CallHandle(handle, source))
-        opened = stack.enter_context(contextlib.closing(Checkpoint(source, call.get())))
+        opened = stack.enter_context(contextlib.closing(SafetensorsSet(source, call.get())))
         is_transformers = not isinstance(given, nn.Module)
         model = _transformers.empty_model(given, dtype, opened) if is_transformers else given
         if dtype is not None and not is_transformers:
@@ -140,8 +140,8 @@ def stream_model(
     call.wait()  # the stream's own is made next: two would take the memory of two
     _move_buffers(model, where)
 
-    def open_again(through: AioHandle) -> Checkpoint:
-        again = Checkpoint(source, through)
+    def open_again(through: AioHandle) -> SafetensorsSet:
+        again = SafetensorsSet(source, through)
         try:
             _check_same(stored, again)
             if _packed.parse(again, checksum) != packed:
@@ -204,7 +204,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _check_same(before: dict[str, Stored], again: Checkpoint) -> None:
+def _check_same(before: dict[str, StoredTensor], again: SafetensorsSet) -> None:
     if before == again.tensors:
         return
     changed = sorted(
@@ -215,7 +215,7 @@ def _check_same(before: dict[str, Stored], again: Checkpoint) -> None:
     )
 
 
-def _another(again: Checkpoint, what: str, before: object, now: object) -> IntegrityError:
+def _another(again: SafetensorsSet, what: str, before: object, now: object) -> IntegrityError:
     return IntegrityError(
         f"{again.path} is another checkpoint than when the model was streamed first: {what}. "
         "Call stream_model again",

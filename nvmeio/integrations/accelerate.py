@@ -33,7 +33,7 @@ from nvmeio._memory import Mapping as MemoryMapping
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
-from nvmeio._residency.reader import Fill, Reader, Wanted
+from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
 from nvmeio._storage.unchanged import Unchanged
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
@@ -112,7 +112,9 @@ class _Reading(Keeper[str, LentSlot[str]]):
         place = self._places[slot.unit]
         start = place.offset // PAGE_BYTES * PAGE_BYTES
         end = min(start + slot.host.nbytes, place.file.size())
-        return Fill([Wanted(place.file, start, slot.host[: end - start], 0)] * bool(place.nbytes))
+        return Fill(
+            [WantedBytes(place.file, start, slot.host[: end - start], 0)] * bool(place.nbytes)
+        )
 
     def check(self, slot: LentSlot[str]) -> None:
         """Raise if the file was written to."""

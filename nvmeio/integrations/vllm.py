@@ -32,7 +32,7 @@ import torch
 
 from nvmeio import _memory, _page_cache, buffers
 from nvmeio._formats.safetensors_files import tensor_on
-from nvmeio._formats.safetensors_set import Checkpoint, Stored
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.handles import handle_for
 from nvmeio._io.spans import Load, Span
 from nvmeio._io.threads import Job
@@ -113,10 +113,10 @@ def _groups(
     paths: Iterable[str | os.PathLike[str]], handle: AioHandle, skip: Skip
 ) -> Iterator[_Reading]:
     for path in paths:
-        checkpoint = Checkpoint(path, handle)
+        checkpoint = SafetensorsSet(path, handle)
         wanted = [stored for stored in checkpoint.tensors.values() if not skip(stored.name)]
         wanted.sort(key=lambda stored: (stored.file, stored.entry.start))
-        group: list[Stored] = []
+        group: list[StoredTensor] = []
         nbytes = 0
         for stored in wanted:
             if group and nbytes + stored.entry.nbytes > GROUP_BYTES:
@@ -131,7 +131,9 @@ def _groups(
 class _Reading:
     """Some weights of a checkpoint, being read by a thread; its files close with the last."""
 
-    def __init__(self, checkpoint: Checkpoint, group: list[Stored], handle: AioHandle) -> None:
+    def __init__(
+        self, checkpoint: SafetensorsSet, group: list[StoredTensor], handle: AioHandle
+    ) -> None:
         self._checkpoint = checkpoint
         self._group = group
         self._handle = handle
@@ -180,7 +182,7 @@ class _Reading:
             found.append((stored.name, tensor_on(given, stored.entry)))
         return found
 
-    def _cached(self, stored: Stored) -> torch.Tensor | None:
+    def _cached(self, stored: StoredTensor) -> torch.Tensor | None:
         """The bytes of a weight out of the page cache; None where it does not hold them all."""
         start, nbytes = stored.entry.start, stored.entry.nbytes
         opened = self._checkpoint.files[stored.file].acquire(False)

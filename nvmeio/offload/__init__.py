@@ -5,8 +5,8 @@ Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), 
 `optimizer`, `gradients`, `module`. docs/offload.md has the arithmetic.
 """
 
+from nvmeio.offload._memory_plan import MemoryPlan as MemoryPlan
 from nvmeio.offload._pipeline import Times as Times
-from nvmeio.offload._plan import MemoryPlan as MemoryPlan
 from nvmeio.offload.config import Offloaded as Offloaded
 from nvmeio.offload.config import offload as offload
 from nvmeio.offload.converting import follow as follow

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio.offload import _plan
+from nvmeio.offload import _memory_plan
 from nvmeio.offload._param_store import store_of
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._stepping import Stepper
@@ -58,9 +58,9 @@ class Cuts(NamedTuple):
             ValueError: The buffers are too small for one.
         """
         pieces = [piece for param in params for piece in param.pieces]
-        subgroups = _plan.make_subgroups(pieces, self._most_bytes(params), self.on_disk)
+        subgroups = _memory_plan.make_subgroups(pieces, self._most_bytes(params), self.on_disk)
         with_grads = self.on_disk or any(param.stores_rounded for param in params)
-        _plan.check_budget(subgroups, with_grads, self.buffer_bytes, self.buffers)
+        _memory_plan.check_budget(subgroups, with_grads, self.buffer_bytes, self.buffers)
         return subgroups
 
     def _params(
@@ -135,5 +135,7 @@ class Cuts(NamedTuple):
 
     def _most_bytes(self, params: Sequence[SwappedParam]) -> int:
         pieces = [piece for param in params for piece in param.pieces]
-        share = _plan.slot_share(pieces, self.on_disk)
-        return _plan.most_record_bytes(self.subgroup_bytes, self.buffer_bytes, self.buffers, share)
+        share = _memory_plan.slot_share(pieces, self.on_disk)
+        return _memory_plan.most_record_bytes(
+            self.subgroup_bytes, self.buffer_bytes, self.buffers, share
+        )

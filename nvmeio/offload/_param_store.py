@@ -24,7 +24,7 @@ from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.order import ThereAndBack
-from nvmeio._residency.reader import Fill, Reader, Wanted
+from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
@@ -33,7 +33,7 @@ from nvmeio.offload._file_tensors import FilePart, file_tensor
 from nvmeio.offload._pipeline import Move, move_all
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
-from nvmeio.offload._subgroups import Span
+from nvmeio.offload._subgroups import SlotSpan
 from nvmeio.offload._swap_dir import SwapDir
 
 NAME = "weights"
@@ -275,7 +275,7 @@ class ParamStore(Keeper[Unit, Slot]):
         """From where the parameters are now."""
         return Fill(
             [
-                Wanted(
+                WantedBytes(
                     move.file,
                     move.file_offset,
                     slot.host[move.slot_offset : move.slot_offset + move.nbytes],
@@ -429,7 +429,7 @@ def _over(slot: Slot) -> list[torch.Tensor]:
     return laid_over(slot.memory, ((s.offset, s.dtype, s.shape) for s in slot.unit.spans))
 
 
-def absent(span: Span) -> torch.Tensor:
+def absent(span: SlotSpan) -> torch.Tensor:
     """What stands for a parameter that is on the drive: of its shape, and NaN where it can be.
 
     One element of memory. Reading it gives no result that could pass for one, and writing to it is

@@ -10,7 +10,7 @@ import torch
 
 from nvmeio._memory import round_up
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.offload._subgroups import Span, aligned
+from nvmeio.offload._subgroups import SlotSpan, aligned
 
 # These reach into their children's parameters without calling the children.
 _WHOLE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
@@ -44,7 +44,7 @@ class Unit:
     """
 
     parameters: list[torch.nn.Parameter]
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SlotSpan] = field(default_factory=list)
     nbytes: int = 0
     file_offset: int = 0
     stages: list[Stage] = field(default_factory=list)
@@ -122,6 +122,6 @@ def _place(unit: Unit) -> None:
         shape = tuple(parameter.shape)
         nbytes = math.prod(shape) * parameter.dtype.itemsize
         at = aligned(at, nbytes)
-        unit.spans.append(Span(at, nbytes, parameter.dtype, shape))
+        unit.spans.append(SlotSpan(at, nbytes, parameter.dtype, shape))
         at += nbytes
     unit.nbytes = round_up(max(at, 1), PAGE_BYTES)

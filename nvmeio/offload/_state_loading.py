@@ -17,7 +17,7 @@ from nvmeio.offload._tensors import local, part, view
 MASTER = "master"
 
 
-class Load:
+class StateLoad:
     """Takes over states by parameter number; None for one without.
 
     Args:

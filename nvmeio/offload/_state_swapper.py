@@ -14,15 +14,15 @@ from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _weights
 from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._memory_plan import MemoryPlan, plan_of
 from nvmeio.offload._param_store import Extent
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, SlotTurn, Times
-from nvmeio.offload._plan import MemoryPlan, plan_of
 from nvmeio.offload._rank_steps import DurableSteps
-from nvmeio.offload._state_loading import Load
+from nvmeio.offload._state_loading import StateLoad
 from nvmeio.offload._step import Step
 from nvmeio.offload._stepping import Stepper
-from nvmeio.offload._store import Store
+from nvmeio.offload._store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._swap_dir import SwapDir
 from nvmeio.offload._swapped import Buffers, Swapped
@@ -72,7 +72,7 @@ class StateSwapper:
         self._own_handle = handle is None
         self.handle = new_handle(directory.path) if handle is None else handle
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
-        self.store = Store(directory, self.handle, durable, checksum, ranks)
+        self.store = StateStore(directory, self.handle, durable, checksum, ranks)
         self.gradients = GradientSwapper(directory, self.handle, transactions) if on_disk else None
         self.broken = ""
         self.closed = False
@@ -319,7 +319,7 @@ class StateSwapper:
     ) -> None:
         """Take over states by parameter number; None for one without."""
         self.store.prepare()
-        load = Load(self._swapped, states)
+        load = StateLoad(self._swapped, states)
         self._swapped.make_way()
         self._buffers.run(load.turns, transaction.check)
         load.load_resident()
@@ -423,5 +423,5 @@ def _why_no_undo(step: Step) -> str:
     return ""
 
 
-def _extents(store: Store, pieces: Sequence[Piece]) -> list[Extent]:
+def _extents(store: StateStore, pieces: Sequence[Piece]) -> list[Extent]:
     return [store.extent(piece) for piece in pieces]

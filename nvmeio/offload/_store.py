@@ -17,7 +17,7 @@ from nvmeio._storage.durable import sync_data
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _file_copies, _manifest, _sums
+from nvmeio.offload import _file_copies, _manifest, _state_checksums
 from nvmeio.offload._file_tensors import FilePart
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._param_store import Extent
@@ -30,7 +30,7 @@ from nvmeio.offload._transactions import Transaction
 NAMES = ("state.0", "state.1")
 
 
-class Store:
+class StateStore:
     """Two files of state, and the manifest that says which of them is current for each piece.
 
     Args:
@@ -189,7 +189,7 @@ class Store:
             if name != WEIGHTS
         ]
         expected = [
-            _sums.Expected(
+            _state_checksums.ExpectedSpan(
                 self._directory.file(NAMES[piece.current]),
                 self._subgroup_of[piece.number].offset + piece.spans[name].offset,
                 piece,
@@ -198,7 +198,7 @@ class Store:
             )
             for piece, name in spans
         ]
-        return functools.partial(_sums.verify, expected=expected) if expected else None
+        return functools.partial(_state_checksums.verify, expected=expected) if expected else None
 
     def sum_up(
         self, slot: torch.Tensor, pieces: Iterable[Piece], begun: bool = True
@@ -206,7 +206,7 @@ class Store:
         """The checksums of what `writes` takes to the drive, by the numbers of the pieces."""
         if not self._checksum:
             return {}
-        return {piece.number: _sums.of_piece(slot, piece, begun) for piece in pieces}
+        return {piece.number: _state_checksums.of_piece(slot, piece, begun) for piece in pieces}
 
     def _moves(
         self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool

@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Bytes of a tensor: `offset` counts from the start of the subgroup (or of its gradients)."""
 
     offset: int
@@ -46,7 +46,7 @@ class Span(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Bytes that move in one transfer, from the start of the subgroup."""
 
     offset: int
@@ -87,9 +87,9 @@ class Piece:
     staged: bool
     stored: bool
     number: int = -1
-    spans: dict[str, Span] = field(default_factory=dict)
-    grad: Span | None = None
-    scratch: Span | None = None
+    spans: dict[str, SlotSpan] = field(default_factory=dict)
+    grad: SlotSpan | None = None
+    scratch: SlotSpan | None = None
     current: int = 0
     begun: bool = False
     lent: bool = False
@@ -183,12 +183,12 @@ def place(subgroup: Subgroup) -> None:
     for piece in subgroup.pieces:
         nbytes = piece.numel * piece.grad_dtype.itemsize
         grads = aligned(grads, nbytes)
-        piece.grad = Span(grads, nbytes, piece.grad_dtype, piece.shape)
+        piece.grad = SlotSpan(grads, nbytes, piece.grad_dtype, piece.shape)
         grads += nbytes
         if piece.staged and piece.grad_dtype != piece.step_dtype:
             wide = piece.numel * piece.step_dtype.itemsize
             scratch = round_up(scratch, _LINE_BYTES)
-            piece.scratch = Span(scratch, wide, piece.step_dtype, piece.shape)
+            piece.scratch = SlotSpan(scratch, wide, piece.step_dtype, piece.shape)
             scratch += wide
     subgroup.grad_nbytes = round_up(grads, PAGE_BYTES)
     subgroup.scratch_nbytes = round_up(scratch, PAGE_BYTES)
@@ -198,7 +198,7 @@ def _put(piece: Piece, name: str, kind: Kind, at: int) -> int:
     shape = piece.shape if kind.shape is None else kind.shape
     nbytes = math.prod(shape) * kind.dtype.itemsize
     at = aligned(at, nbytes)
-    piece.spans[name] = Span(at, nbytes, kind.dtype, shape)
+    piece.spans[name] = SlotSpan(at, nbytes, kind.dtype, shape)
     return at + nbytes
 
 
@@ -207,7 +207,7 @@ def aligned(at: int, nbytes: int) -> int:
     return round_up(at, PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
 
 
-def runs(spans: Sequence[Span], limit: int, whole: bool) -> list[Run]:
+def runs(spans: Sequence[SlotSpan], limit: int, whole: bool) -> list[SlotRun]:
     """As few transfers as cover these spans.
 
     Args:
@@ -222,13 +222,13 @@ def runs(spans: Sequence[Span], limit: int, whole: bool) -> list[Run]:
     if whole:
         start = ordered[0].offset // PAGE_BYTES * PAGE_BYTES
         end = max(span.offset + span.nbytes for span in ordered)
-        return [Run(start, min(round_up(end, PAGE_BYTES), limit) - start)]
-    found: list[Run] = []
+        return [SlotRun(start, min(round_up(end, PAGE_BYTES), limit) - start)]
+    found: list[SlotRun] = []
     for span in ordered:
         if not span.nbytes:
             continue
         if found and span.offset - (found[-1].offset + found[-1].nbytes) < _LINE_BYTES:
-            found[-1] = Run(found[-1].offset, span.offset + span.nbytes - found[-1].offset)
+            found[-1] = SlotRun(found[-1].offset, span.offset + span.nbytes - found[-1].offset)
         else:
-            found.append(Run(span.offset, span.nbytes))
+            found.append(SlotRun(span.offset, span.nbytes))
     return found

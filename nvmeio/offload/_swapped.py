@@ -12,7 +12,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, SlotTurn, Times, move_all
-from nvmeio.offload._store import Store
+from nvmeio.offload._store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._weights import param_moves
 from nvmeio.offload.gradients import GradientSwapper
@@ -97,7 +97,7 @@ class Swapped:
     """
 
     handle: AioHandle
-    store: Store
+    store: StateStore
     buffers: Buffers
     gradients: GradientSwapper | None = None
     params: list[SwappedParam] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvmeio.offload._subgroups import Span
+from nvmeio.offload._subgroups import SlotSpan
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -42,7 +42,7 @@ def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     )
 
 
-def view(memory: torch.Tensor, span: Span, base: int = 0) -> torch.Tensor:
+def view(memory: torch.Tensor, span: SlotSpan, base: int = 0) -> torch.Tensor:
     """The tensor that lies at a span of byte memory, `base` bytes in."""
     start = base + span.offset
     if not span.nbytes:

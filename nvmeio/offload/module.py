@@ -11,7 +11,7 @@ import torch
 
 from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _checks
+from nvmeio.offload import _arguments
 from nvmeio.offload._param_store import ParamStore, is_absent, store_of
 from nvmeio.offload._saved import attach
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
@@ -67,12 +67,12 @@ class SwappedModule(Closing, torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-        resident_bytes = _checks.size("resident_bytes", resident_bytes)
-        stage_bytes = _checks.size("stage_bytes", stage_bytes)
-        _checks.count("resident_bytes", resident_bytes, 4096)
+        resident_bytes = _arguments.size("resident_bytes", resident_bytes)
+        stage_bytes = _arguments.size("stage_bytes", stage_bytes)
+        _arguments.count("resident_bytes", resident_bytes, 4096)
         if stage_bytes is not None:
-            _checks.count("stage_bytes", stage_bytes, 1)
-        _checks.handle(handle)
+            _arguments.count("stage_bytes", stage_bytes, 1)
+        _arguments.handle(handle)
         _check_module(module)
         made_by = _materialised(module)
         stages = find_stages(module, stage_bytes or resident_bytes // 4)

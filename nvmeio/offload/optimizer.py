@@ -15,11 +15,11 @@ from nvmeio._io import ending
 from nvmeio._io.ending import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _checks, _plan, _state
+from nvmeio.offload import _arguments, _memory_plan, _state
 from nvmeio.offload._cuts import Cuts
+from nvmeio.offload._memory_plan import MemoryPlan
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Times
-from nvmeio.offload._plan import MemoryPlan
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._state import StateView
 from nvmeio.offload._state_swapper import StateSwapper
@@ -124,15 +124,15 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         pipeline_write: bool = True,
         **optimizer_args: Any,
     ) -> None:
-        subgroup_bytes = _checks.size("subgroup_bytes", subgroup_bytes)
-        buffer_bytes = _checks.size("buffer_bytes", buffer_bytes)
-        _checks.count("subgroup_bytes", subgroup_bytes, 4096)
+        subgroup_bytes = _arguments.size("subgroup_bytes", subgroup_bytes)
+        buffer_bytes = _arguments.size("buffer_bytes", buffer_bytes)
+        _arguments.count("subgroup_bytes", subgroup_bytes, 4096)
         if buffer_bytes is not None:
-            _checks.count("buffer_bytes", buffer_bytes, 4096)
-        _checks.handle(handle)
-        master_dtype = _checks.master_dtype(master_dtype)
-        _checks.choice("gradients", gradients, ("memory", "disk"))
-        _checks.ratio(ratio)
+            _arguments.count("buffer_bytes", buffer_bytes, 4096)
+        _arguments.handle(handle)
+        master_dtype = _arguments.master_dtype(master_dtype)
+        _arguments.choice("gradients", gradients, ("memory", "disk"))
+        _arguments.ratio(ratio)
         resume = switch("resume", resume)
         recoverable = switch("recoverable", recoverable)
         read_ahead = switch("pipeline_read", pipeline_read)
@@ -217,7 +217,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             bound = {
                 o.number for o in self._params if o.param_store is not None and not o.stores_rounded
             }
-            _plan.hold(subgroups, self._ratio, bound)
+            _memory_plan.hold(subgroups, self._ratio, bound)
             manifest = swapper.open(self._params, subgroups, resume, self.param_groups, transaction)
             transaction.check()
         except BaseException:

@@ -490,13 +490,13 @@ def test_interrupted_while_it_streams(
             spin_until(cancelled.is_set)  # so nothing more is written before it is noticed
         return 0
 
-    cancel, cancelled = _saver.Call.cancel, threading.Event()
+    cancel, cancelled = _saver.SaveCall.cancel, threading.Event()
 
-    def noting(call: _saver.Call) -> None:
+    def noting(call: _saver.SaveCall) -> None:
         cancel(call)
         cancelled.set()
 
-    monkeypatch.setattr(_saver.Call, "cancel", noting)
+    monkeypatch.setattr(_saver.SaveCall, "cancel", noting)
     handle = new_handle(FakeEngine(fail=interrupt), block_size=MIB)
     checkpointer = new(keep=1, memory_bytes=64 * MIB, handle=handle)
     checkpointer.save_sync(state_of(0), 0)

@@ -28,7 +28,7 @@ from nvmeio.cli._bench import ask, engines, fio, pools, report
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.pools import ProcessPool
 from nvmeio.cli._bench.session import Loop, Series
-from nvmeio.cli._bench.workload import Lap, Place, Workload, disk_needs
+from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._exits import Failed, Refused
 from nvmeio.cli.measure import deepspeed, scratch, turns
 from nvmeio.engines.base import Options
@@ -112,8 +112,8 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones(width: int) -> None
     """Headings were wrapped letter by letter, and figures cut, in 60 columns."""
     loops = [Loop([s], s, 10**9, 0.5, None, None) for s in (1.0, 2.0, 4.0)]
     series = [Series(name, "read", loops=loops) for name in ("torch_save", "aio_basic", REFERENCE)]
-    workload = Workload((Place(Path("/mnt")),), 10**9)
-    result = report.Result(workload, series, ["read"], ("libaio", "it works"), [], "")
+    workload = Workload((WorkPlace(Path("/mnt")),), 10**9)
+    result = report.BenchResult(workload, series, ["read"], ("libaio", "it works"), [], "")
     output = StringIO()
     console = Console(file=output, width=width, force_terminal=True, color_system=None)
     report.render(result, console)
@@ -141,7 +141,7 @@ def test_every_engine_moves_the_right_bytes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("legacy", [True, False])
 def test_torch_engines_write_files_that_torch_loads(tmp_path: Path, legacy: bool) -> None:
     tensor = torch.arange(ODD, dtype=torch.uint8)
-    workload = Workload((Place(tmp_path),), ODD, legacy_save=legacy, staging_bytes=MIB)
+    workload = Workload((WorkPlace(tmp_path),), ODD, legacy_save=legacy, staging_bytes=MIB)
     fast, plain = (engines.make(name, workload, 0) for name in ("torch_fast", "torch_save"))
     fast.write(tensor, tmp_path / "fast.pt")
     plain.write(tensor, tmp_path / "plain.pt")
@@ -205,7 +205,7 @@ def test_different_files_take_no_more_room_than_was_checked(
     monkeypatch.setattr(engines.Nvmeio, op, look)
     flags = ["--different-file-each-iteration", f"--{op}", "--no-reference"]
     measured(tmp_path, "--io-size", "2M", "--loops", 3, *flags)
-    workload = Workload((Place(tmp_path),), 2 * MIB, new_files=True)
+    workload = Workload((WorkPlace(tmp_path),), 2 * MIB, new_files=True)
     allowed = disk_needs(workload, ["read" if op == "read" else "write"], ["bin"])[tmp_path]
     assert most == (8 * MIB if op == "read" else 2 * MIB)
     assert most <= allowed
@@ -316,8 +316,8 @@ def test_places_are_tasks_with_devices(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b:1"
     a.mkdir()
     b.mkdir()
-    assert ask.parse_places([f"{a}:3", str(b)], [], 1) == [Place(a, 3), Place(b, 1)]
-    assert ask.parse_places([], [f"{a}:0", f"{b}:7"], 1) == [Place(a, 0), Place(b, 7)]
+    assert ask.parse_places([f"{a}:3", str(b)], [], 1) == [WorkPlace(a, 3), WorkPlace(b, 1)]
+    assert ask.parse_places([], [f"{a}:0", f"{b}:7"], 1) == [WorkPlace(a, 0), WorkPlace(b, 7)]
     assert [p.device for p in ask.parse_places([str(a)], [], 3)] == [0, 1, 2]
     with pytest.raises(typer.BadParameter, match="is no device"):
         ask.parse_places([f"{a}:x"], [], 1)
@@ -330,7 +330,7 @@ def test_processes_start_together_and_one_failure_ends_all(
 ) -> None:
     """Hangs, if those that are well wait for one that failed."""
     monkeypatch.setattr(pools, "_HEAD_START_S", 0.2)
-    workload = Workload((Place(tmp_path), Place(tmp_path)), 4 * MIB)
+    workload = Workload((WorkPlace(tmp_path), WorkPlace(tmp_path)), 4 * MIB)
     pool = ProcessPool(workload)
     try:
         pool.open("threads")
@@ -504,7 +504,7 @@ def test_interrupted_it_tells_what_it_has_measured(
 def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/fio")
     options = Options(MIB, 16, True, False, 2)
-    pool = fio.FioPool(Workload((Place(tmp_path),), 8 * MIB, options=options, fsync=True))
+    pool = fio.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, options=options, fsync=True))
     asked = pool._common(Lap("fio", "write", 0, 8 * MIB))
     for option in (
         "--rw=write", f"--bs={MIB}", f"--size={4 * MIB}", "--iodepth=16",
@@ -513,9 +513,9 @@ def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):  # fmt: skip
         assert option in asked
     with pytest.raises(Refused, match="moves whole blocks"):
-        fio.FioPool(Workload((Place(tmp_path),), 9 * MIB, options=options))
+        fio.FioPool(Workload((WorkPlace(tmp_path),), 9 * MIB, options=options))
     with pytest.raises(Refused, match="--validate cannot look into fio"):
-        fio.FioPool(Workload((Place(tmp_path),), 8 * MIB, validate=True))
+        fio.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, validate=True))
 
 
 def test_fio_finds_the_files_of_a_relative_directory(

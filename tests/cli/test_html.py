@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from nvmeio.cli import app
 from nvmeio.cli._tune import page
 from nvmeio.cli._tune.final import Op
-from nvmeio.cli._tune.result import Latencies, Result
+from nvmeio.cli._tune.result import Latencies, TuneResult
 from nvmeio.cli._tune.search import Search
 from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid
 from nvmeio.engines.base import Options
@@ -69,7 +69,7 @@ addEventListener('load', () => setTimeout(() => {
 """
 
 
-def search(grid: Grid, ops: list[Op], budget_s: float) -> Result:
+def search(grid: Grid, ops: list[Op], budget_s: float) -> TuneResult:
     """A result as a drive of 3 GB/s with a liking for 2 MiB blocks would give it."""
     now, noise = [0.0], random.Random(0)
 
@@ -87,11 +87,13 @@ def search(grid: Grid, ops: list[Op], budget_s: float) -> Result:
         for setting in dict.fromkeys((outcome.winner, DEFAULT))
     ]
     where = [Path('/mnt/<fast> & "narrow"')]
-    return Result(outcome, ops, where, "libaio", True, 400 * MIB, budget_s, now[0], grid, latencies)
+    return TuneResult(
+        outcome, ops, where, "libaio", True, 400 * MIB, budget_s, now[0], grid, latencies
+    )
 
 
 @pytest.fixture(scope="module")
-def whole() -> Result:
+def whole() -> TuneResult:
     return search(GRID, ["read", "write"], 60.0)
 
 
@@ -117,7 +119,7 @@ def browse(document: str, directory: Path, *flags: str) -> dict[str, Any]:
 # In a browser
 
 
-def test_a_browser_draws_it_without_faults(whole: Result, tmp_path: Path) -> None:
+def test_a_browser_draws_it_without_faults(whole: TuneResult, tmp_path: Path) -> None:
     found = browse(page.render(whole), tmp_path, "--window-size=1200,900")
     assert found["faults"] == []
     assert found["requests"] == []
@@ -132,7 +134,7 @@ def test_a_browser_draws_it_without_faults(whole: Result, tmp_path: Path) -> Non
 
 
 def test_a_dark_screen_gets_dark_paper_and_a_phone_no_sideways_scrolling(
-    whole: Result, tmp_path: Path
+    whole: TuneResult, tmp_path: Path
 ) -> None:
     flags = ("--blink-settings=preferredColorScheme=0", "--window-size=500,900")
     found = browse(page.render(whole), tmp_path, *flags)
@@ -150,7 +152,7 @@ def test_a_dark_screen_gets_dark_paper_and_a_phone_no_sideways_scrolling(
 # In itself
 
 
-def test_it_loads_nothing_from_anywhere(whole: Result) -> None:
+def test_it_loads_nothing_from_anywhere(whole: TuneResult) -> None:
     document = page.render(whole)
     head, _, body = document.partition("</head>")
     assert re.findall(r"<(?:link|img|iframe|object|script src)", document) == []

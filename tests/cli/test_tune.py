@@ -20,11 +20,11 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app
+from nvmeio.cli._quantities import binary_size, parse_duration, parse_size
 from nvmeio.cli._tune import page, rig
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.search import Unusable
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid, settings
-from nvmeio.cli._units import binary_size, parse_duration, parse_size
 from nvmeio.cli.measure.scratch import scratch
 from nvmeio.engines.base import Options
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from nvmeio.cli._tune.final import Finalist, Op, decide, finalists
-from nvmeio.cli._tune.search import Outcome, Search, Unusable
+from nvmeio.cli._tune.search import Search, SearchOutcome, Unusable
 from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid, distance, settings
 from nvmeio.engines.base import Options
 
@@ -63,7 +63,7 @@ class Drive:
     def clock(self) -> float:
         return self.now
 
-    def search(self, budget_s: float = 60.0, grid: Grid = GRID) -> Outcome:
+    def search(self, budget_s: float = 60.0, grid: Grid = GRID) -> SearchOutcome:
         ops: list[Op] = ["read", "write"]
         search = Search(grid, ops, 400 * MIB, self.measure, self.clock)
         return search.run(budget_s)

@@ -144,7 +144,7 @@ def test_records_that_are_asked_for_bit_by_bit(path: Path, new_handle: Any) -> N
     layout = torch_layout.plan_layout(wanted)
     asked: list[int] = []
 
-    def lazily(record: torch_layout.Record) -> torch_layout.Record:
+    def lazily(record: torch_layout.StorageRecord) -> torch_layout.StorageRecord:
         whole = record.data
         assert isinstance(whole, torch.Tensor)
 

@@ -28,7 +28,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio.engines.cufile import driver, engine, preflight, search
+from nvmeio.engines.cufile import driver, engine, locate, preflight
 
 PAGE = 4096
 TASK = 16384
@@ -542,7 +542,7 @@ def test_library_that_is_none(
     with pytest.raises(nvmeio.BackendUnavailableError, match=r"names .*gone\.so, no file"):
         new_gds()
     monkeypatch.delenv("NVMEIO_CUFILE")
-    monkeypatch.setattr(search, "candidates", lambda: iter(()))
+    monkeypatch.setattr(locate, "candidates", lambda: iter(()))
     with pytest.raises(nvmeio.BackendUnavailableError, match="pip install nvidia-cufile"):
         new_gds()
 
@@ -891,7 +891,7 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gds = new_gds(intra_op_parallelism=2)
-    gds._host_too, gds._gds.settings = False, driver.Settings()
+    gds._host_too, gds._gds.settings = False, driver.DriverSettings()
     path.write_bytes(bytes(9 * TASK))
     let_in = threading.Event()
     monkeypatch.setattr(device, "enter", lambda _: let_in.wait() if fake.together else None)

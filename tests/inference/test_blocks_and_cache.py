@@ -141,7 +141,7 @@ def test_what_is_put_away_comes_back(where: str, tmp_path: Path) -> None:
     """Every change that generation makes to a cache, beside a stock one."""
     config = transformers.LlamaConfig(num_hidden_layers=2)
     with nvmeio.AioHandle(engine="threads") as handle:
-        store = kv_cache.Store(tmp_path if where == "disk" else None, handle)
+        store = kv_cache.KVStore(tmp_path if where == "disk" else None, handle)
         ours, stock = kv_cache.new_cache(config, store), transformers.DynamicCache(config=config)
         assert isinstance(ours, transformers.DynamicCache)
         generator = torch.Generator().manual_seed(0)
@@ -211,7 +211,7 @@ def test_a_cache_that_could_not_be_put_away_is_refused(tmp_path: Path) -> None:
     """Some layers have the new tokens and others not: going on would give wrong ones."""
     config = transformers.LlamaConfig(num_hidden_layers=2)
     handle = nvmeio.AioHandle(engine="threads")
-    store = kv_cache.Store(tmp_path, handle)
+    store = kv_cache.KVStore(tmp_path, handle)
     cache = kv_cache.new_cache(config, store)
     states = [torch.randn(1, 2, 3, 5) for _ in range(2)]
     for layer in range(2):
@@ -228,7 +228,7 @@ def test_beams_do_not_let_the_file_grow(tmp_path: Path) -> None:
     """All of a cache is written anew for each token, to where it was before."""
     config = transformers.LlamaConfig(num_hidden_layers=2)
     with nvmeio.AioHandle(engine="threads") as handle:
-        store = kv_cache.Store(tmp_path, handle)
+        store = kv_cache.KVStore(tmp_path, handle)
         ours, stock = kv_cache.new_cache(config, store), transformers.DynamicCache(config=config)
         generator = torch.Generator().manual_seed(0)
         ends = []

@@ -13,7 +13,7 @@ from torch import nn
 
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.inference._budget import share_out
-from nvmeio.inference._recipes import FileExtent, Part, Weight
+from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
 from nvmeio.inference._slot_layout import Read, SlotLayout, lay_out
 from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Unit, find_layers
@@ -29,7 +29,7 @@ def filled(layout: SlotLayout, reads: tuple[Read, ...], files: list[bytes]) -> b
     return slot
 
 
-def wanted(part: Part, files: list[bytes]) -> bytes:
+def wanted(part: WeightPart, files: list[bytes]) -> bytes:
     found = bytearray(part.nbytes)
     for extent in part.extents:
         data = files[extent.file][extent.offset : extent.offset + extent.nbytes]
@@ -38,7 +38,7 @@ def wanted(part: Part, files: list[bytes]) -> bytes:
 
 
 @st.composite
-def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[Part], list[bool], int]:
+def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[WeightPart], list[bool], int]:
     """Files of random bytes, and parts anywhere in them; some count experts."""
     count = draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
@@ -56,14 +56,14 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[bytes], list[Part], list[bool], i
             extents.append(FileExtent(file, offset, each, at))
             at += each
         shape = (count, at // 4 // count) if expert else (at // 4,)
-        parts.append(Part(torch.float32, shape, tuple(extents)))
+        parts.append(WeightPart(torch.float32, shape, tuple(extents)))
         marks.append(expert)
     return files, parts, marks, count
 
 
 @given(checkpoints(), st.booleans())
 def test_reads_fill_every_part(
-    checkpoint: tuple[list[bytes], list[Part], list[bool], int], own_alignment: bool
+    checkpoint: tuple[list[bytes], list[WeightPart], list[bool], int], own_alignment: bool
 ) -> None:
     files, parts, marks, count = checkpoint
     layout = lay_out(parts, [len(data) for data in files], marks, count, own_alignment)
@@ -84,7 +84,7 @@ def test_reads_fill_every_part(
 
 @given(checkpoints(), st.integers(0, 3))
 def test_an_expert_is_read_without_the_others(
-    checkpoint: tuple[list[bytes], list[Part], list[bool], int], expert: int
+    checkpoint: tuple[list[bytes], list[WeightPart], list[bool], int], expert: int
 ) -> None:
     files, parts, marks, count = checkpoint
     expert %= count
@@ -100,7 +100,8 @@ def test_an_expert_is_read_without_the_others(
 
 def test_neighbours_in_a_file_are_one_read() -> None:
     parts = [
-        Part(torch.float32, (1024,), (FileExtent(0, 100 + n * 4096, 4096, 0),)) for n in range(5)
+        WeightPart(torch.float32, (1024,), (FileExtent(0, 100 + n * 4096, 4096, 0),))
+        for n in range(5)
     ]
     layout = lay_out(parts, [1 << 20])
     assert layout.reads == (Read(0, 0, 24576, 0),)
@@ -112,7 +113,7 @@ def units(sizes: list[int]) -> list[Unit]:
         unit = Unit(f"layers.{number}")
         unit.is_layer = True
         unit.modules = [nn.Identity()]
-        part = Part(torch.uint8, (nbytes,), (FileExtent(0, 0, nbytes, 0),))
+        part = WeightPart(torch.uint8, (nbytes,), (FileExtent(0, 0, nbytes, 0),))
         unit.weights = [Weight("w", torch.uint8, (nbytes,), (part,), None, ("w",))]
         unit.plan([1 << 30], own_alignment=False)
         found.append(unit)
@@ -186,7 +187,7 @@ def test_layers_are_found() -> None:
 
 
 def test_two_files_are_two_reads() -> None:
-    parts = [Part(torch.uint8, (10,), (FileExtent(file, 0, 10, 0),)) for file in (0, 1)]
+    parts = [WeightPart(torch.uint8, (10,), (FileExtent(file, 0, 10, 0),)) for file in (0, 1)]
     assert [read.file for read in lay_out(parts, [10, 10]).reads] == [0, 1]
     with pytest.raises(IndexError):
         lay_out(parts, [10])

@@ -256,7 +256,7 @@ def test_the_command_leaves_the_sums_out(tmp_path: Path) -> None:
 # Past keys and values
 
 
-def filled(store: kv_cache.Store, count: int = 11) -> tuple[Any, list[torch.Tensor]]:
+def filled(store: kv_cache.KVStore, count: int = 11) -> tuple[Any, list[torch.Tensor]]:
     cache = kv_cache.new_cache(transformers.LlamaConfig(num_hidden_layers=1), store)
     states = [torch.randn(1, 2, count, 5) for _ in range(2)]
     for start in range(0, count, 4):
@@ -264,7 +264,7 @@ def filled(store: kv_cache.Store, count: int = 11) -> tuple[Any, list[torch.Tens
     return cache, states
 
 
-def flip_in(store: kv_cache.Store, offset: int) -> None:
+def flip_in(store: kv_cache.KVStore, offset: int) -> None:
     store.settle()
     assert store._file is not None
     opened = store._file.acquire(False)
@@ -280,7 +280,7 @@ def test_a_flipped_bit_is_found_in_a_block(
     monkeypatch.setattr(kv_cache, "BLOCK_TOKENS", 4)
     new = [torch.randn(1, 2, 1, 5) for _ in range(2)]
     for checksum in (True, False):
-        store = kv_cache.Store(tmp_path, one_handle, checksum)
+        store = kv_cache.KVStore(tmp_path, one_handle, checksum)
         cache, states = filled(store)
         block = cache.layers[0]._blocks[1]
         flip_in(store, block.offset + 3)

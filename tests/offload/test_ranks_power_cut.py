@@ -20,7 +20,7 @@ from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import _manifest, _rank_steps
 from nvmeio.offload._rank_steps import DurableSteps
-from nvmeio.offload._store import NAMES, Store
+from nvmeio.offload._store import NAMES, StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_dir import SwapDir
 
@@ -38,7 +38,7 @@ class Rank:
         self.number = number
         self.handle = AioHandle(engine="threads")
         self.directory = SwapDir(folder, f"rank{number}")
-        self.store = Store(self.directory, self.handle, True, False, steps)
+        self.store = StateStore(self.directory, self.handle, True, False, steps)
         pieces = [
             Piece(n, 0, NUMEL, (NUMEL,), torch.float32, torch.float32, (), True, True)
             for n in range(3)
@@ -284,7 +284,7 @@ def test_state_of_a_killed_process_is_made_durable_when_it_is_resumed(
     killed.step(1)
     killed.store.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "_sync", lambda *_: None)  # killed before
+        patch.setattr(StateStore, "_sync", lambda *_: None)  # killed before
         killed.step(2)
         killed.close()
     resumed = Rank(0, tmp_path, None)

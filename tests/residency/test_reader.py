@@ -15,7 +15,7 @@ import torch
 import nvmeio
 from nvmeio import _page_cache
 from nvmeio._residency import reader as reader_module
-from nvmeio._residency.reader import Fill, Reader, Wanted
+from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio.files import File
 
 PIECE = 64 << 10
@@ -67,7 +67,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def bring(reader: Reader, file: File, nbytes: int = NBYTES) -> tuple[Fill, torch.Tensor]:
     memory = torch.zeros(nbytes, dtype=torch.uint8)
-    fill = Fill([Wanted(file, 0, memory, 0)])
+    fill = Fill([WantedBytes(file, 0, memory, 0)])
     reader.submit(fill)
     assert fill.done.wait(LIMIT_S)
     return fill, memory
@@ -165,7 +165,7 @@ def test_a_cancelled_job_is_done_only_when_its_copy_is(
 
     monkeypatch.setattr(_page_cache, "copy", held_up)
     memory = torch.zeros(len(BYTES), dtype=torch.uint8)
-    fill = Fill([Wanted(weights, 0, memory, 0)])
+    fill = Fill([WantedBytes(weights, 0, memory, 0)])
     reader.submit(fill)
     assert copying.wait(LIMIT_S)
     cancelling = threading.Thread(target=reader.cancel, args=(fill,), daemon=True)
@@ -188,7 +188,7 @@ def test_chunks_that_were_copied_are_announced_too(
     there: list[tuple[int, int]] = []
     finished = threading.Event()
     fill = Fill(
-        [Wanted(weights, 0, memory, 0)],
+        [WantedBytes(weights, 0, memory, 0)],
         arrived=lambda piece: there.append((piece.at, piece.memory.nbytes)),
         finished=finished.set,
     )

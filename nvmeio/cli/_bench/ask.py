@@ -1,4 +1,4 @@
-"""From what was asked on the command line to a `Workload`, and from there to a `Result`.
+"""From what was asked on the command line to a `Workload`, and from there to a `BenchResult`.
 
 What makes no sense is a `typer.BadParameter` (exit status 2) before anything is touched.
 """
@@ -17,15 +17,15 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import _progress
 from nvmeio.cli._bench import engines
-from nvmeio.cli._bench.report import Result
+from nvmeio.cli._bench.report import BenchResult
 from nvmeio.cli._bench.session import Session, suffixes
-from nvmeio.cli._bench.workload import Op, Place, Workload, disk_needs
+from nvmeio.cli._bench.workload import Op, Workload, WorkPlace, disk_needs
 from nvmeio.cli.measure.scratch import check_directory, check_memory, check_space, scratch
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
 
 
-def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) -> list[Place]:
+def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) -> list[WorkPlace]:
     """One place for each task.
 
     Args:
@@ -45,7 +45,7 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
     entries = [*plain, *mapped]
     if not entries:
         raise typer.BadParameter("name a directory on the drive to measure", param_hint="DIR")
-    places: list[Place] = []
+    places: list[WorkPlace] = []
     for entry in entries:
         folder, colon, device = entry.rpartition(":")
         if not colon or os.path.isdir(entry):
@@ -57,7 +57,7 @@ def parse_places(plain: Sequence[str], mapped: Sequence[str], processes: int) ->
         directory = Path(folder)
         check_directory(directory)
         for _ in range(processes):
-            places.append(Place(directory, int(device) if device else len(places)))
+            places.append(WorkPlace(directory, int(device) if device else len(places)))
     return places
 
 
@@ -184,7 +184,7 @@ class Measurement:
             with _progress.steps(self._errors, session.steps) as step:
                 session.run(step)
 
-    def result(self) -> Result | None:
+    def result(self) -> BenchResult | None:
         """What was measured, if anything was: all of it, or up to an interrupt."""
         session = self._session
         if session is None:
@@ -192,7 +192,7 @@ class Measurement:
         series = [s for s in session.series if s.loops]
         if all(s.engine == engines.REFERENCE for s in series):
             return None
-        return Result(
+        return BenchResult(
             self._workload,
             series,
             [op for op in self._ops if any(s.op == op for s in series)],

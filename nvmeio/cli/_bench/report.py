@@ -14,8 +14,8 @@ from rich.text import Text
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Op, Workload
+from nvmeio.cli._quantities import binary_size, counted
 from nvmeio.cli._tables import Column, Row, fitted
-from nvmeio.cli._units import binary_size, counted
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.worker import why_missing
 from nvmeio.errors import BackendUnavailableError
@@ -25,7 +25,7 @@ _REFERENCE_LABEL = "plain loop"
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What was measured, where, and under which conditions.
 
     Attributes:
@@ -143,7 +143,7 @@ _MEMORY = {
 # For people
 
 
-def render(result: Result, console: Console) -> None:
+def render(result: BenchResult, console: Console) -> None:
     """Shows the result; in a pipe each engine keeps to one line."""
     if not console.is_terminal:
         console.width = 200
@@ -170,7 +170,7 @@ _COLUMNS = (
 )
 
 
-def _table(result: Result, op: Op, several: bool, width: int) -> Table:
+def _table(result: BenchResult, op: Op, several: bool, width: int) -> Table:
     rows = [
         Row(
             label(series.engine),
@@ -182,7 +182,7 @@ def _table(result: Result, op: Op, several: bool, width: int) -> Table:
     return fitted(op, _COLUMNS, rows, width)
 
 
-def _cells(result: Result, series: Series, several: bool) -> dict[str, str]:
+def _cells(result: BenchResult, series: Series, several: bool) -> dict[str, str]:
     low, high = series.range_gb_per_s
     cells = {
         "task ms": f"{series.task_s * 1e3:.1f}",
@@ -199,7 +199,7 @@ def _cells(result: Result, series: Series, several: bool) -> dict[str, str]:
 # For programs
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: BenchResult) -> dict[str, Any]:
     """The same as plain data; times in seconds, rates in GB/s of 10**9 bytes."""
     workload = result.workload
     software = machine.software()
@@ -236,7 +236,7 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _series(result: Result, series: Series) -> dict[str, Any]:
+def _series(result: BenchResult, series: Series) -> dict[str, Any]:
     low, high = series.range_gb_per_s
     return {
         "engine": series.engine,

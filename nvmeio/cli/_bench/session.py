@@ -14,7 +14,7 @@ from nvmeio.cli._bench.fio import FioPool
 from nvmeio.cli._bench.pools import LocalPool, Pool, ProcessPool
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli._exits import Failed
-from nvmeio.cli._units import GB
+from nvmeio.cli._quantities import GB
 from nvmeio.cli.measure.disk import DiskBytes, Disks
 from nvmeio.cli.measure.turns import order
 from nvmeio.errors import BackendUnavailableError, NvmeioError

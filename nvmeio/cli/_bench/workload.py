@@ -17,7 +17,7 @@ DEFAULTS = Options()
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkPlace:
     """Where one task works: its directory, and its GPU if it has one."""
 
     directory: Path
@@ -48,7 +48,7 @@ class Workload:
         staging_bytes: The buffer of the torch_fast engine.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[WorkPlace, ...]
     nbytes: int
     loops: int = 3
     warmup_loops: int = 1

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from nvmeio.cli._quantities import counted
 from nvmeio.cli._tune import charts
 from nvmeio.cli._tune.charts import COLOURS, GREY, Cell, Strip
 from nvmeio.cli._tune.final import Op
-from nvmeio.cli._tune.result import Result, medians
+from nvmeio.cli._tune.result import TuneResult, medians
 from nvmeio.cli._tune.space import DEFAULT, in_words, levels, value_in_words
-from nvmeio.cli._units import counted
 from nvmeio.cli.measure import machine
 from nvmeio.engines.base import Options
 
@@ -58,7 +58,7 @@ for (const plot of document.querySelectorAll('.plot')) {
 """
 
 
-def render(result: Result) -> str:
+def render(result: TuneResult) -> str:
     """The page."""
     from plotly.offline import get_plotlyjs
 
@@ -122,7 +122,7 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> 
 # Sections
 
 
-def _head(result: Result) -> str:
+def _head(result: TuneResult) -> str:
     figures = []
     for op in result.ops:
         rate, default = result.rate(result.winner, op), result.rate(result.default, op)
@@ -144,7 +144,7 @@ def _head(result: Result) -> str:
     )
 
 
-def _setting(result: Result) -> str:
+def _setting(result: TuneResult) -> str:
     rows = []
     for name, value in result.outcome.winner._asdict().items():
         default = getattr(DEFAULT, name)
@@ -161,7 +161,7 @@ def _setting(result: Result) -> str:
     )
 
 
-def _final(result: Result) -> str:
+def _final(result: TuneResult) -> str:
     rounds = len(result.default.ratios)
     others = [f for f in result.outcome.finalists if f.setting != DEFAULT]
     if not rounds or not others:
@@ -187,7 +187,7 @@ def _final(result: Result) -> str:
     )
 
 
-def _heat_maps(result: Result, rates: Rates) -> str:
+def _heat_maps(result: TuneResult, rates: Rates) -> str:
     axes = levels(result.grid)
     blocks, depths = axes["block_size"], axes["queue_depth"]
     cards = []
@@ -217,7 +217,9 @@ def _heat_maps(result: Result, rates: Rates) -> str:
     )
 
 
-def _cell(result: Result, rates: Rates, op: Op, lanes: int) -> Callable[[int, int], Cell | None]:
+def _cell(
+    result: TuneResult, rates: Rates, op: Op, lanes: int
+) -> Callable[[int, int], Cell | None]:
     axes = levels(result.grid)
 
     def cell(row: int, column: int) -> Cell | None:
@@ -237,7 +239,7 @@ def _cell(result: Result, rates: Rates, op: Op, lanes: int) -> Callable[[int, in
     return cell
 
 
-def _parameters(result: Result, rates: Rates) -> str:
+def _parameters(result: TuneResult, rates: Rates) -> str:
     cards = []
     for name, values in levels(result.grid).items():
         groups: dict[str, dict[Op, list[float]]] = {}
@@ -256,7 +258,7 @@ def _parameters(result: Result, rates: Rates) -> str:
     return _section("One parameter at a time", lead, _cards(cards))
 
 
-def _search(result: Result) -> str:
+def _search(result: TuneResult) -> str:
     study = result.outcome.study
     # optuna needs a few looks that differ to tell what made them differ.
     if study is None or len({trial.value for trial in study.trials if trial.values}) < 4:
@@ -268,7 +270,7 @@ def _search(result: Result) -> str:
     return _section("The search", lead, _cards(cards))
 
 
-def _latency(result: Result) -> str:
+def _latency(result: TuneResult) -> str:
     body = ""
     for op in result.ops:
         found = [lat for lat in result.latencies if lat.op == op and len(lat.seconds) > 1]
@@ -309,7 +311,7 @@ def _percentiles(values: Sequence[float]) -> list[float]:
     return [ordered[rank] for rank in [*ranks, last]]
 
 
-def _everything(result: Result, rates: Rates) -> str:
+def _everything(result: TuneResult, rates: Rates) -> str:
     counts = Counter(s.setting for s in result.outcome.samples if s.stage != "probe")
     order = sorted(rates, key=lambda s: -math.prod(rates[s].values()))
     rows = [
@@ -334,7 +336,7 @@ def _everything(result: Result, rates: Rates) -> str:
     )
 
 
-def _foot(result: Result) -> str:
+def _foot(result: TuneResult) -> str:
     software = machine.software()
     lines = [
         *result.conditions(),

@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 
 import nvmeio
+from nvmeio.cli._quantities import binary_size, counted
 from nvmeio.cli._tables import Column, Row, fitted
 from nvmeio.cli._tune.final import Finalist, Op
-from nvmeio.cli._tune.search import Outcome, Sample
+from nvmeio.cli._tune.search import Sample, SearchOutcome
 from nvmeio.cli._tune.space import DEFAULT, in_words
-from nvmeio.cli._units import binary_size, counted
 from nvmeio.cli.measure import machine
 from nvmeio.engines.base import Options
 from nvmeio.tuned import Tuned
@@ -36,7 +36,7 @@ class Latencies:
 
 
 @dataclass(frozen=True)
-class Result:
+class TuneResult:
     """A search and its circumstances.
 
     Attributes:
@@ -53,7 +53,7 @@ class Result:
         trouble: What went wrong beside the search, "" where nothing did.
     """
 
-    outcome: Outcome
+    outcome: SearchOutcome
     ops: Sequence[Op]
     directories: Sequence[Path]
     engine: str
@@ -136,7 +136,7 @@ def _rounded(rate: float | None) -> float | None:
 # For people
 
 
-def render(result: Result, console: Console) -> None:
+def render(result: TuneResult, console: Console) -> None:
     """The final as a table, and what follows from it."""
     if not console.is_terminal:
         console.width = 160
@@ -172,7 +172,7 @@ def _gb(rate: float | None) -> str:
 # For programs
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: TuneResult) -> dict[str, Any]:
     """The block first, so that the whole loads wherever the block does."""
     software = machine.software()
     winner, outcome = result.winner, result.outcome
@@ -255,7 +255,7 @@ class Log:
         self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
 
-    def close(self, result: Result | None) -> None:
+    def close(self, result: TuneResult | None) -> None:
         """The result, if there is one."""
         self._lines.close()
         if result is not None:

@@ -11,12 +11,12 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio.cli import _progress
+from nvmeio.cli._quantities import GB, binary_size
 from nvmeio.cli._tune.final import Op
-from nvmeio.cli._tune.result import Latencies, Log, Result
+from nvmeio.cli._tune.result import Latencies, Log, TuneResult
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.search import Search, Unusable
 from nvmeio.cli._tune.space import DEFAULT, Grid, in_words
-from nvmeio.cli._units import GB, binary_size
 from nvmeio.cli.measure.scratch import check_memory, check_space, scratch
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError, NvmeioError
@@ -26,7 +26,7 @@ _LATENCY_MOST_S = 6.0  # but never more than this
 
 
 @dataclass(frozen=True)
-class Plan:
+class TunePlan:
     """What was asked for: `io_size` is bytes of a full transfer, in each directory."""
 
     directories: Sequence[Path]
@@ -42,7 +42,7 @@ class Plan:
     latencies: bool
 
 
-class Run:
+class TuneRun:
     """Measures as planned.
 
     Args:
@@ -51,7 +51,7 @@ class Run:
         log: Takes every measurement.
     """
 
-    def __init__(self, plan: Plan, errors: Console, log: Log | None, *, verbose: bool) -> None:
+    def __init__(self, plan: TunePlan, errors: Console, log: Log | None, *, verbose: bool) -> None:
         self._plan = plan
         self._errors = errors
         self._log = log
@@ -109,13 +109,13 @@ class Run:
                 self._show("latencies")
                 self._look_at_blocks(rig, outcome.winner, latency_s)
 
-    def result(self) -> Result | None:
+    def result(self) -> TuneResult | None:
         """What is known by now; None where it was interrupted before anything was measured."""
         outcome = self._search.outcome(self._complete)
         told = self._complete or any(s.stage != "probe" for s in outcome.samples)
         if self._rig is None or not told:
             return None
-        return Result(
+        return TuneResult(
             outcome,
             self._plan.ops,
             self._plan.directories,

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from nvmeio.cli._quantities import GB
 from nvmeio.cli._tune.final import Finalist, Op, Round, decide, finalists
 from nvmeio.cli._tune.space import DEFAULT, Grid, settings
-from nvmeio.cli._units import GB
 from nvmeio.engines.base import Options
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ DOUBT = 0.5
 
 
 @dataclass(frozen=True)
-class Stage:
+class SearchStage:
     """A stage between exploring and the final.
 
     Attributes:
@@ -54,7 +54,7 @@ class Stage:
     until: float
 
 
-STAGES = (Stage("second look", 40, 0.5, 0.58), Stage("third look", 16, 1.0, 0.68))
+STAGES = (SearchStage("second look", 40, 0.5, 0.58), SearchStage("third look", 16, 1.0, 0.68))
 
 
 class Unusable(Exception):
@@ -85,7 +85,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """What a search found.
 
     Attributes:
@@ -163,7 +163,7 @@ class Search:
         self._rounds: list[Round] = []
         self._seconds_per_byte = 0.0
 
-    def run(self, deadline: float) -> Outcome:
+    def run(self, deadline: float) -> SearchOutcome:
         """Searches until the clock says `deadline`, or until more time would tell nothing more.
 
         Raises:
@@ -179,13 +179,13 @@ class Search:
         self._final(deadline)
         return self.outcome(complete=True)
 
-    def outcome(self, complete: bool = False) -> Outcome:
+    def outcome(self, complete: bool = False) -> SearchOutcome:
         """What has been found so far."""
         ranked = finalists(self._in_final, self._rounds)
         winner, verdict = decide(ranked)
         if not complete and winner == DEFAULT:
             verdict = "the default setting: interrupted before the search came to its end"
-        return Outcome(
+        return SearchOutcome(
             winner,
             verdict,
             ranked,
@@ -235,7 +235,7 @@ class Search:
             else:
                 study.tell(trial, value)
 
-    def _look_again(self, stage: Stage, until: float) -> None:
+    def _look_again(self, stage: SearchStage, until: float) -> None:
         nbytes = self._fitting(stage.keep, stage.share, until)
         chosen = self._best(stage.keep)
         for number, setting in enumerate(chosen):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nvmeio
-from nvmeio.engines.cufile import preflight, search
+from nvmeio.engines.cufile import locate, preflight
 from nvmeio.errors import BackendUnavailableError
 
 PROBE_LIMIT_S = 30.0
@@ -74,11 +74,11 @@ class CuFile:
 def find_cufile() -> CuFile:
     """Finds libcufile where nvmeio would look for it, in that order, without loading it."""
     try:
-        found = search.find()
+        found = locate.find()
     except BackendUnavailableError as missing:
-        named = bool(os.environ.get(search.VARIABLE))
+        named = bool(os.environ.get(locate.VARIABLE))
         why = str(missing).splitlines()[0] if named else missing.attempts[0][1]
-        return CuFile(None, search.VARIABLE if named else "", why, False)
+        return CuFile(None, locate.VARIABLE if named else "", why, False)
     subject, reason, _ = preflight.problem()
     return CuFile(
         found.path, found.source, f"{subject} is {reason}" if subject else "", not subject

@@ -20,7 +20,7 @@ import nvmeio
 from nvmeio._io.owner import OwnerThread
 from nvmeio._mounts import find_mount
 from nvmeio.cli._exits import Refused
-from nvmeio.cli._units import binary_size
+from nvmeio.cli._quantities import binary_size
 from nvmeio.cli.measure import machine
 
 # What stays free whatever is measured: a full file system hurts everybody who shares it.

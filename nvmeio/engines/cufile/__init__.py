@@ -1,6 +1,6 @@
 """cuFile (GPUDirect Storage): files to and from GPU memory through NVIDIA's libcufile.
 
-Reading order: `search` (where the library is), `preflight` (what would hang or do harm, looked at
+Reading order: `locate` (where the library is), `preflight` (what would hang or do harm, looked at
 first), `library` (the binding), `status` (its codes in words), `driver` (one a process, counted),
 `registry` (registered memory, registered files), `engine` (the threads that call it).
 

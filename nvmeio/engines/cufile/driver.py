@@ -34,7 +34,7 @@ _P2P_FEATURE = 1 << 4
 
 
 @dataclass(frozen=True)
-class Settings:
+class DriverSettings:
     """How the driver is opened.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Driver:
         self._lock = threading.Lock()
         self._users = 0
         self._library: Library | None = None
-        self._settings: Settings | None = None
+        self._settings: DriverSettings | None = None
         self._mine = False
         self._properties: Properties | None = None
         self._stuck = ""  # an open or a close that has not come back
@@ -62,7 +62,7 @@ class _Driver:
         self._pid = 0  # of the process that has called it
         self.files = Files()  # registered with it
 
-    def acquire(self, settings: Settings) -> Library:
+    def acquire(self, settings: DriverSettings) -> Library:
         """The library with its driver open; `release` it once.
 
         Raises:
@@ -123,7 +123,7 @@ class _Driver:
         """What the driver says of itself since it was opened."""
         return self._properties
 
-    def mode(self, settings: Settings) -> str:
+    def mode(self, settings: DriverSettings) -> str:
         """Which way bytes go at best, as `GdsHandle.mode` says it."""
         if not settings.needs_cuda:
             return "host"
@@ -140,7 +140,7 @@ class _Driver:
                 "the first GdsHandle",
             )
 
-    def _open(self, settings: Settings) -> None:
+    def _open(self, settings: DriverSettings) -> None:
         preflight.check(settings.needs_cuda)
         if self._library is None:
             self._library = library.load()
@@ -174,7 +174,7 @@ class _Driver:
         self._properties = loaded.properties()
 
     @staticmethod
-    def _set_parameters(loaded: Library, settings: Settings) -> dict[str, str]:
+    def _set_parameters(loaded: Library, settings: DriverSettings) -> dict[str, str]:
         """What has to be set before the open; and what goes by the environment during it."""
         # Without a path, cuFile writes cufile.log into the working directory. 1.20 accepts the
         # string parameter for it and does so all the same.

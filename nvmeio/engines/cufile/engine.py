@@ -35,9 +35,9 @@ from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Options, Request, Transfer
-from nvmeio.engines.cufile.driver import DRIVER, Settings
+from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
 from nvmeio.engines.cufile.library import Library
-from nvmeio.engines.cufile.registry import REGIONS, Region
+from nvmeio.engines.cufile.registry import REGIONS, RegisteredRegion
 from nvmeio.engines.cufile.status import CuFileFailure
 from nvmeio.errors import TransferError
 
@@ -70,7 +70,7 @@ class _Request(DeviceRequest):
             for first, last in ((transfer.file_offset, span_start), (span_end, end))
             if first < last
         ]
-        self.region: Region | None = None
+        self.region: RegisteredRegion | None = None
         self.lost = False  # given up with a call under way, which keeps memory and file
         self.held: Any = None  # then, on the memory's storage
 
@@ -104,7 +104,7 @@ class CuFileEngine(QueuedEngine[_Request]):
     def __init__(
         self,
         copier: Copier,
-        settings: Settings,
+        settings: DriverSettings,
         task_bytes: int = TASK_BYTES,
         call_limit_s: float = CALL_LIMIT_S,
     ) -> None:
@@ -215,7 +215,7 @@ class CuFileEngine(QueuedEngine[_Request]):
         """
         assert self._library is not None
         try:
-            REGIONS.add(self._library, Region(address, nbytes, self, keep))
+            REGIONS.add(self._library, RegisteredRegion(address, nbytes, self, keep))
         except CuFileFailure as failed:
             raise failed.with_context(
                 operation="register", path=f"{nbytes} bytes of memory"

@@ -14,7 +14,7 @@ import functools
 import os
 from typing import Any, NamedTuple
 
-from nvmeio.engines.cufile import search, status
+from nvmeio.engines.cufile import locate, status
 from nvmeio.errors import BackendUnavailableError
 
 DECLARATIONS = """
@@ -116,7 +116,7 @@ class Library:
         self.source = source
         self.ffi = _ffi()
         try:
-            # One that is in the process already is found by its path (`search`) and shared. Asking
+            # One that is in the process already is found by its path (`locate`) and shared. Asking
             # for that with RTLD_NOLOAD would crash cffi: dlerror() is NULL where nothing is loaded.
             self._lib: Any = self.ffi.dlopen(path, os.RTLD_NOW | os.RTLD_LOCAL)
         except OSError as failed:
@@ -254,7 +254,7 @@ def load() -> Library:
     Raises:
         BackendUnavailableError: There is none, or it cannot be used; says why.
     """
-    return Library(*search.find())
+    return Library(*locate.find())
 
 
 def layouts() -> dict[str, tuple[int, dict[str, int]]]:
@@ -283,5 +283,5 @@ def _unusable(path: str, source: str, reason: str) -> BackendUnavailableError:
     return BackendUnavailableError(
         "libcufile cannot be used",
         attempts=[(f"{path} ({source})", reason)],
-        remedy=f"{search.INSTALL}, or name another with {search.VARIABLE}",
+        remedy=f"{locate.INSTALL}, or name another with {locate.VARIABLE}",
     )

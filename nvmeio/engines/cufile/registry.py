@@ -25,7 +25,7 @@ logger = logging.getLogger("nvmeio")
 
 
 @dataclass(eq=False)
-class Region:
+class RegisteredRegion:
     """Registered memory.
 
     Attributes:
@@ -50,9 +50,9 @@ class Regions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bases: list[int] = []
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, RegisteredRegion] = {}
 
-    def add(self, library: Library, region: Region) -> None:
+    def add(self, library: Library, region: RegisteredRegion) -> None:
         """Register.
 
         Raises:
@@ -93,7 +93,7 @@ class Regions:
                 )
             self._strike(library, region)
 
-    def use(self, address: int, nbytes: int) -> Region | None:
+    def use(self, address: int, nbytes: int) -> RegisteredRegion | None:
         """The region that holds a span, with one more user; None where it is not registered."""
         with self._lock:
             region = self._holding(address, nbytes)
@@ -101,7 +101,7 @@ class Regions:
                 region.users += 1
             return region
 
-    def release(self, library: Library, region: Region | None) -> None:
+    def release(self, library: Library, region: RegisteredRegion | None) -> None:
         """Undo `use`."""
         if region is None:
             return
@@ -124,13 +124,13 @@ class Regions:
                 if not region.users and not hanging:
                     self._strike_quietly(library, region)
 
-    def _strike(self, library: Library, region: Region) -> None:
+    def _strike(self, library: Library, region: RegisteredRegion) -> None:
         del self._regions[region.base]
         self._bases = sorted(self._regions)
         with _device.current(region.keep):
             library.unregister_memory(region.base)
 
-    def _strike_quietly(self, library: Library, region: Region) -> None:
+    def _strike_quietly(self, library: Library, region: RegisteredRegion) -> None:
         try:
             self._strike(library, region)
         except CuFileFailure as failed:
@@ -140,14 +140,14 @@ class Regions:
         """In a forked child: nothing here is registered."""
         self.__init__()  # type: ignore[misc]
 
-    def _holding(self, address: int, nbytes: int) -> Region | None:
+    def _holding(self, address: int, nbytes: int) -> RegisteredRegion | None:
         index = bisect_right(self._bases, address) - 1
         if index < 0:
             return None
         region = self._regions[self._bases[index]]
         return region if address + nbytes <= region.base + region.nbytes else None
 
-    def _overlapping(self, address: int, nbytes: int) -> Region | None:
+    def _overlapping(self, address: int, nbytes: int) -> RegisteredRegion | None:
         for region in self._regions.values():
             if address < region.base + region.nbytes and region.base < address + nbytes:
                 return region

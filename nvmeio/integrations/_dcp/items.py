@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _tensor
 from nvmeio._formats import torch_layout
-from nvmeio._formats.torch_layout import KnownBytes, Layout, Record, plan_layout
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord, plan_layout
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import BackendUnavailableError
 
@@ -42,7 +42,7 @@ class Placed(NamedTuple):
 
     offset: int
     pieces: list[KnownBytes]
-    records: list[Record]
+    records: list[StorageRecord]
     nbytes: int
 
 
@@ -50,9 +50,9 @@ class Skeletons:
     """Layouts of items, from skeletons that are made once for each shape and dtype."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[torch.dtype, torch.Size], Layout] = {}
+        self._known: dict[tuple[torch.dtype, torch.Size], FileLayout] = {}
 
-    def layout(self, data: torch.Tensor | io.BytesIO) -> Layout:
+    def layout(self, data: torch.Tensor | io.BytesIO) -> FileLayout:
         """The layout of one item, from its own first byte on.
 
         Args:
@@ -81,7 +81,7 @@ class Skeletons:
         )
         return skeleton._replace(records=[record])
 
-    def _skeleton(self, dtype: torch.dtype, shape: torch.Size) -> Layout:
+    def _skeleton(self, dtype: torch.dtype, shape: torch.Size) -> FileLayout:
         key = (dtype, shape)
         if key not in self._known:
             skip_data = getattr(torch.serialization, "skip_data", None)
@@ -98,7 +98,7 @@ class Skeletons:
         return self._known[key]
 
 
-def place(layout: Layout, name: str, position: int) -> Placed:
+def place(layout: FileLayout, name: str, position: int) -> Placed:
     """Where an item comes to lie in a file.
 
     Args:
@@ -114,7 +114,7 @@ def place(layout: Layout, name: str, position: int) -> Placed:
         offset = _round_up(position, _ITEM_ALIGNMENT)
     pieces = [KnownBytes(piece.offset + offset, piece.data) for piece in layout.pieces]
     records = [
-        Record(
+        StorageRecord(
             name,
             record.offset + offset,
             record.nbytes,
@@ -154,15 +154,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _bytes_layout(data: io.BytesIO) -> Layout:
+def _bytes_layout(data: io.BytesIO) -> FileLayout:
     view = data.getbuffer()
     if not len(view):
-        return Layout(0, [], [])
+        return FileLayout(0, [], [])
     memory = torch.frombuffer(view, dtype=torch.uint8)
-    return Layout(len(view), [], [Record("bytes", 0, len(view), memory, ())])
+    return FileLayout(len(view), [], [StorageRecord("bytes", 0, len(view), memory, ())])
 
 
-def _other_layout(tensor: torch.Tensor) -> Layout:
+def _other_layout(tensor: torch.Tensor) -> FileLayout:
     """Of a subclass, quantised, sparse, …: whatever torch makes of it."""
     tensor = tensor.cpu()
     if (
@@ -177,7 +177,7 @@ def _other_layout(tensor: torch.Tensor) -> Layout:
         return _saved_layout(tensor)
 
 
-def _saved_layout(tensor: torch.Tensor) -> Layout:
+def _saved_layout(tensor: torch.Tensor) -> FileLayout:
     """What this torch saves, in memory: where its skeletons are not known."""
     buffer = io.BytesIO()
     torch.save(own_storage(tensor.cpu()), buffer)

@@ -21,7 +21,7 @@ ReadBytes = Callable[[int, int], bytes]
 """Reads (offset, nbytes) of an item; all of it lies within."""
 
 
-class Stored(NamedTuple):
+class StoredItem(NamedTuple):
     """A tensor that lies in one piece in an item.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parser:
     def __init__(self) -> None:
         self._known: dict[bytes, torch.Tensor | None] = {}
 
-    def stored(self, read: ReadBytes, nbytes: int, name: str) -> Stored | None:
+    def stored(self, read: ReadBytes, nbytes: int, name: str) -> StoredItem | None:
         """The tensor in an item, or None if torch must load the item as a whole.
 
         Args:
@@ -87,7 +87,7 @@ class Parser:
                 expected=expected,
                 found=entry.nbytes,
             )
-        return Stored(tensor, entry.offset)
+        return StoredItem(tensor, entry.offset)
 
 
 def _described(read: ReadBytes, nbytes: int) -> torch.Tensor | None:

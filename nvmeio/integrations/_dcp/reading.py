@@ -31,7 +31,7 @@ from nvmeio._io.staging import Stagings
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._dcp.parsing import Parser, Stored, extent
+from nvmeio.integrations._dcp.parsing import Parser, StoredItem, extent
 from nvmeio.integrations._dcp.slices import CHUNK_BYTES, CHUNKS, Part, parts
 
 # Up to here an item is read as a whole: one read less than for its headers and its data.
@@ -350,7 +350,7 @@ def _too_small(tensor: torch.Tensor, request: ReadItem, item: Item) -> Integrity
     )
 
 
-def _laid_over(raw: torch.Tensor, stored: Stored) -> torch.Tensor:
+def _laid_over(raw: torch.Tensor, stored: StoredItem) -> torch.Tensor:
     """An item's tensor over the item's bytes."""
     itemsize = stored.tensor.element_size()
     start = stored.offset + int(stored.tensor.storage_offset()) * itemsize

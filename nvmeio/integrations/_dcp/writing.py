@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import KnownBytes, Layout, Record
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.inflight import InFlight
 from nvmeio._plan import PAGE_BYTES
@@ -80,7 +80,7 @@ class _FileWriter:
         self._skeletons = Skeletons()
         self._start = 0  # of the group, in whole pages
         self._pieces: list[KnownBytes] = []
-        self._records: list[Record] = []
+        self._records: list[StorageRecord] = []
         self._group_bytes = 0
         self._position = 0  # the first free byte
         self.extents: list[Extent] = []
@@ -104,7 +104,7 @@ class _FileWriter:
         write_part(
             self._get_handle(),
             replacement.file,
-            Layout(end, self._pieces, self._records),
+            FileLayout(end, self._pieces, self._records),
             self._start,
             end,
             checksum=self._checksum,

@@ -18,14 +18,14 @@ PLACES = "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /us
 INSTALL = "pip install nvidia-cufile (CUDA 13) or nvidia-cufile-cu12 (CUDA 12)"
 
 
-class Found(NamedTuple):
+class FoundLibrary(NamedTuple):
     """A library: the file, and which place of the search order had it."""
 
     path: str
     source: str
 
 
-def find() -> Found:
+def find() -> FoundLibrary:
     """The library that nvmeio would load.
 
     Order: ``NVMEIO_CUFILE``, one that this process has loaded already (torch's, say: two copies
@@ -42,7 +42,7 @@ def find() -> Found:
                 f"{VARIABLE} names {named}, no file",
                 remedy=f"name a {SONAME}, or unset {VARIABLE}",
             )
-        return Found(named, VARIABLE)
+        return FoundLibrary(named, VARIABLE)
     for found in candidates():
         return found
     raise BackendUnavailableError(
@@ -52,7 +52,7 @@ def find() -> Found:
     )
 
 
-def candidates() -> Iterator[Found]:
+def candidates() -> Iterator[FoundLibrary]:
     """Every libcufile that is there, the first choice first."""
     yield from _loaded()
     yield from _packaged()
@@ -63,11 +63,11 @@ def candidates() -> Iterator[Found]:
                 yield from _in(f"${variable}", target)
     for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         yield from _in("$LD_LIBRARY_PATH", Path(directory))
-    yield from (Found(str(path), "ldconfig") for path in linker_cache("libcufile.so"))
+    yield from (FoundLibrary(str(path), "ldconfig") for path in linker_cache("libcufile.so"))
     yield from _in("/usr/local/cuda", Path("/usr/local/cuda/lib64"))
 
 
-def _loaded() -> Iterator[Found]:
+def _loaded() -> Iterator[FoundLibrary]:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             lines = maps.read().splitlines()
@@ -76,18 +76,18 @@ def _loaded() -> Iterator[Found]:
     for line in lines:
         path = line.split(maxsplit=5)[-1]
         if "/libcufile.so" in path:
-            yield Found(path, "already loaded")
+            yield FoundLibrary(path, "already loaded")
 
 
-def _packaged() -> Iterator[Found]:
+def _packaged() -> Iterator[FoundLibrary]:
     nvidia = importlib.util.find_spec("nvidia")
     for package in ("cu13", "cufile"):
         for base in (nvidia.submodule_search_locations or ()) if nvidia else ():
             yield from _in(f"nvidia/{package}/lib", Path(base, package, "lib"))
 
 
-def _in(source: str, directory: Path) -> Iterator[Found]:
-    yield from (Found(str(path), source) for path in sorted(directory.glob("libcufile.so*")))
+def _in(source: str, directory: Path) -> Iterator[FoundLibrary]:
+    yield from (FoundLibrary(str(path), source) for path in sorted(directory.glob("libcufile.so*")))
 
 
 def linker_cache(prefix: str) -> Iterator[Path]:

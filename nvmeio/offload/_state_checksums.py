@@ -9,10 +9,10 @@ import torch
 
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
-from nvmeio.offload._subgroups import WEIGHTS, Piece, Span
+from nvmeio.offload._subgroups import WEIGHTS, Piece, SlotSpan
 
 
-class Expected(NamedTuple):
+class ExpectedSpan(NamedTuple):
     """What a span of a slot should hold after a read.
 
     Attributes:
@@ -39,7 +39,7 @@ def of_piece(slot: torch.Tensor, piece: Piece, begun: bool) -> dict[str, int]:
     }
 
 
-def verify(slot: torch.Tensor, expected: Sequence[Expected]) -> None:
+def verify(slot: torch.Tensor, expected: Sequence[ExpectedSpan]) -> None:
     """Compare what was read with its checksums.
 
     Raises:
@@ -60,5 +60,5 @@ def verify(slot: torch.Tensor, expected: Sequence[Expected]) -> None:
             )
 
 
-def _of_span(slot: torch.Tensor, span: Span) -> int:
+def _of_span(slot: torch.Tensor, span: SlotSpan) -> int:
     return crc32.of_memory(slot.data_ptr() + span.offset, span.nbytes)

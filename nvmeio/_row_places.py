@@ -41,7 +41,7 @@ class RowPlaces(NamedTuple):
         _holds.end(self.held)
 
 
-def places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | None:
+def row_places(tensor: torch.Tensor, file_offsets: FileOffsets) -> RowPlaces | None:
     """One place in the file for each row of a tensor; None where there is no byte to move.
 
     Raises:

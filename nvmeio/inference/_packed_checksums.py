@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._residency.reader import Wanted
+from nvmeio._residency.reader import WantedBytes
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.inference._recipes import Weight
 
 
-class Expected(NamedTuple):
+class ExpectedBytes(NamedTuple):
     """What bytes of a slot should be after a read.
 
     Attributes:
@@ -43,7 +43,7 @@ class Expected(NamedTuple):
 
 def expected_of(
     weights: Sequence[Weight], starts: Sequence[int], marks: Sequence[bool], experts: int
-) -> tuple[Expected, ...]:
+) -> tuple[ExpectedBytes, ...]:
     """The checksums of a unit, in the order of its slot.
 
     Args:
@@ -52,7 +52,7 @@ def expected_of(
         marks: For each part, whether its first dimension counts experts.
         experts: How many there are.
     """
-    found: list[Expected] = []
+    found: list[ExpectedBytes] = []
     named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
     for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
         if not part.extents:
@@ -64,7 +64,7 @@ def expected_of(
             # Its experts, where there are as many checksums as these or not.
             among = range(share * experts // count, -(-(share + 1) * experts // count))
             found.append(
-                Expected(
+                ExpectedBytes(
                     sources[number],
                     extent.file,
                     extent.offset + at,
@@ -85,12 +85,12 @@ class Arriving:
         files: Of the checkpoint.
     """
 
-    def __init__(self, expected: Sequence[Expected], files: Sequence[File]) -> None:
+    def __init__(self, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
         self._expected = expected
         self._files = files
         self._found: list[list[tuple[int, int, int]]] = [[] for _ in expected]
 
-    def arrived(self, chunk: Wanted) -> None:
+    def arrived(self, chunk: WantedBytes) -> None:
         """Sum what has arrived, still warm from its way in."""
         first, last = chunk.at, chunk.at + chunk.memory.nbytes
         address = chunk.memory.data_ptr()
@@ -114,7 +114,7 @@ class Arriving:
             _compare(each, total, self._files)
 
 
-def verify(host: torch.Tensor, expected: Sequence[Expected], files: Sequence[File]) -> None:
+def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
     """Compare what lies in a slot.
 
     Raises:
@@ -124,7 +124,7 @@ def verify(host: torch.Tensor, expected: Sequence[Expected], files: Sequence[Fil
         _compare(each, crc32.of_memory(host.data_ptr() + each.at, each.nbytes), files)
 
 
-def _compare(each: Expected, found: int, files: Sequence[File]) -> None:
+def _compare(each: ExpectedBytes, found: int, files: Sequence[File]) -> None:
     if found != each.sum:
         raise IntegrityError(
             f"{files[each.file].path}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
