@@ -67,8 +67,8 @@ _LATER = {
     "save_safetensors": "nvmeio.checkpoint.safetensors",
     "stream_model": "nvmeio.inference",
 }
-# Packages whose names are not all up here: there as attributes too, without an import of their own.
-_PACKAGES = ("data", "inference", "offload")
+# Whose names are not all up here: there as attributes too, without an import of their own.
+_PACKAGES = ("data", "inference", "offload", "progress")
 
 __all__ = [
     "AioHandle",

@@ -29,6 +29,7 @@ LAYERS = {
     "_plan": 0,
     "_checks": 0,
     "_closing": 0,
+    "progress": 0,
     "_shim": 1,
     "_holds": 2,
     "buffers": 2,
@@ -206,6 +207,7 @@ STANDS_ON = {
     },
     "cli": {
         *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks", "_plan"),
+        "progress",
         *("_mounts", "_shim", "_page_cache"),
         *("_io", "_storage", "_formats", "compat", "integrations"),
         *SYSTEMS,

@@ -27,6 +27,7 @@ import torch
 
 from nvmeio import _device, _memory, files
 from nvmeio._io.inflight import InFlight
+from nvmeio._io.long_call import LongCall
 from nvmeio._io.prefault import Prefault
 from nvmeio._io.span_plan import Region, Run, inside, named, plan
 from nvmeio._io.span_plan import Span as Span
@@ -94,13 +95,20 @@ async def async_read(
 
 
 class Load:
-    """One `read`, for callers that may have to cancel it before they know the spans."""
+    """One `read`, for callers that may have to cancel it before they know the spans.
 
-    def __init__(self) -> None:
+    Args:
+        call: What it is the reading of: cancels it, and is told how far it is.
+    """
+
+    def __init__(self, call: LongCall | None = None) -> None:
         self._spans: Sequence[Span] = ()
         self._device = torch.device("cpu")
         self._files: list[File] = []
-        self._flight = InFlight()
+        self._call = call
+        self._flight = InFlight(finished=None if call is None else call.finished)
+        if call is not None:
+            call.then(self.cancel)
 
     def cancel(self) -> None:
         """Stop soon; `run` raises once nothing is in flight. From any thread."""
@@ -123,6 +131,8 @@ class Load:
         with contextlib.ExitStack() as opened:
             keys = self._open(opened)
             regions = plan(self._spans, keys, [file.size() for file in self._files])
+            if self._call is not None:
+                self._call.expect(sum(r.end - r.start for region in regions for r in region.runs))
             with self._flight:
                 if self._on_host:
                     return self._to_host(regions)

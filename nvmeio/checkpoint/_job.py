@@ -20,6 +20,7 @@ import io
 import json
 import logging
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from nvmeio._formats.torch_layout import FileLayout, KnownBytes, plan_layout
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.threads import Thread
 from nvmeio.checkpoint._ended import Ended
@@ -45,6 +47,7 @@ from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
+from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
 
@@ -98,14 +101,18 @@ class SaveJob(ABC):
         setup: What it shares with others.
         step: The number of the checkpoint.
         number: Of the save: the same on all ranks.
+        progress: Told how far the writing is.
     """
 
     LAYOUT = ""
 
-    def __init__(self, setup: Setup, step: int, number: int) -> None:
+    def __init__(
+        self, setup: Setup, step: int, number: int, progress: Progress | None = None
+    ) -> None:
         self.setup = setup
         self.step = step
         self.messages = setup.messages(number)
+        self._call = LongCall("save", self.path, progress)
         self.snapshot: Snapshot | GuardedSnapshot | None = None
         self._moved = Moved()
         self.flight = InFlight()
@@ -114,7 +121,7 @@ class SaveJob(ABC):
         self._cancelled = False
         self._ended = Ended()
         self._report: SaveReport | None = None
-        self._taken_at = 0.0
+        self._began = self._taken_at = 0.0
         self._recycled: bool | None = None
 
     @property
@@ -167,6 +174,7 @@ class SaveJob(ABC):
         After an error nothing is in flight, and no checkpoint has changed.
         """
         times = [time.perf_counter()]
+        self._began = times[0]
         try:
             if self.messages.rank == 0:
                 self.setup.claim()
@@ -196,7 +204,8 @@ class SaveJob(ABC):
                 self._start_writing()
         except BaseException as failed:
             raise self._abandon(failed) from None
-        _tell(report, snapshot.fits)
+        if not snapshot.fits:
+            _warn_of_waiting(report)
         return report
 
     def _agreed(self, layout: FileLayout) -> FileLayout:
@@ -245,6 +254,8 @@ class SaveJob(ABC):
         """
         snapshot = self.snapshot
         while True:
+            self._call.again()
+            self._call.expect(end - start)
             handle = self.setup.get_handle()
             try:
                 crcs = write_part(
@@ -270,6 +281,7 @@ class SaveJob(ABC):
         if self.snapshot is not None:
             self.snapshot.written(operation.file_offset + operation.nbytes)
         self.messages.beat()
+        self._call.moved(operation.nbytes)
 
     def _abandon(self, failed: BaseException) -> BaseException:
         """End all of it; what is to be raised."""
@@ -329,7 +341,16 @@ class SaveJob(ABC):
         else:
             self._forget()
             self._recycled = recycled
+            self._log()
             self._ended.set(None)
+
+    def _log(self) -> None:
+        """One line; a handler of the program's that raises does not undo what is complete."""
+        try:
+            self._call.log(time.perf_counter() - self._began, f"step {self.step} is durable")
+        except Exception:
+            if logging.raiseExceptions:  # as logging itself tells of it
+                traceback.print_exc()
 
     def _cause_of(self, failed: BaseException) -> BaseException:
         """A file that is gone because rank 0 has given up is not what went wrong."""
@@ -422,15 +443,7 @@ def _planned(state: object, in_caller: InCaller) -> FileLayout:
         return FileLayout(len(data), [KnownBytes(0, data)], [])
 
 
-def _tell(report: SaveReport, fits: bool) -> None:
-    if fits:
-        logger.info(
-            "step %d: a snapshot of %d bytes; save took %.3f s",
-            report.step,
-            report.copied_bytes,
-            report.held_s,
-        )
-        return
+def _warn_of_waiting(report: SaveReport) -> None:
     logger.warning(
         "step %d: %d bytes are more than the snapshot memory of %d bytes: save took %.3f s, and "
         "waited %.3f s of them for the drive; memory_bytes sets how much it may take",

@@ -40,14 +40,16 @@ from nvmeio._formats.torch_file import (
     unsafe_globals,
 )
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
-from nvmeio._io.caller import Cancellation, InCaller, at_once, run_with_caller
+from nvmeio._io.caller import InCaller, at_once, run_with_caller
 from nvmeio._io.handles import CallHandle
+from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.locks import open_reading
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
 
 MapLocation = (
     Callable[[torch.UntypedStorage, str], Any] | torch.device | str | Mapping[str, Any] | None
@@ -73,6 +75,7 @@ def load(
     weights_only: bool = True,
     mmap: bool | None = None,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load what `nvmeio.save` or `torch.save` wrote, at the drive's speed.
@@ -93,6 +96,8 @@ def load(
         mmap: True: torch.load maps the file, which reads a page when it is touched; for files that
             are larger than memory, or of which little is used. None and False read all of it here.
         handle: Moves the bytes, and stays open; None makes one for this call.
+        progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+            `nvmeio.progress`. Not of files that are left to torch.load.
         pickle_load_args: As for torch.load, such as ``encoding``.
 
     Returns:
@@ -118,11 +123,10 @@ def load(
     not: `nvmeio verify` does.
     """
     options = LoadOptions.checked(map_location, pickle_module, weights_only, mmap, pickle_load_args)
-    stop = Cancellation()
-    return run_with_caller(
-        lambda in_caller: load_file(_checked_path(path), options, handle, stop, in_caller),
-        stop.cancel,
-    )
+    with LongCall("load", _checked_path(path), progress) as call:
+        return run_with_caller(
+            lambda in_caller: load_file(path, options, handle, call, in_caller), call.cancel
+        )
 
 
 async def async_load(
@@ -133,6 +137,7 @@ async def async_load(
     weights_only: bool = True,
     mmap: bool | None = None,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """`load`, awaited: a thread does it, so that the event loop goes on meanwhile.
@@ -141,10 +146,8 @@ async def async_load(
     once nothing is in flight any more.
     """
     options = LoadOptions.checked(map_location, pickle_module, weights_only, mmap, pickle_load_args)
-    stop = Cancellation()
-    return await in_thread(
-        lambda: load_file(_checked_path(path), options, handle, stop, at_once), stop.cancel
-    )
+    with LongCall("load", _checked_path(path), progress) as call:
+        return await in_thread(lambda: load_file(path, options, handle, call, at_once), call.cancel)
 
 
 def _checked_path(path: Any) -> str | os.PathLike[str]:
@@ -205,7 +208,7 @@ def load_file(
     path: str | os.PathLike[str],
     options: LoadOptions,
     handle: AioHandle | None,
-    stop: Cancellation,
+    call: LongCall,
     in_caller: InCaller,
 ) -> Any:
     """Load a file; what unpickles is called through `in_caller`. See `load`."""
@@ -217,17 +220,19 @@ def load_file(
         if older or options.mmap or _seam() is None:
             return in_caller(_load_through_torch, path, options)
         with CallHandle(handle, path) as call_handle:
-            return _load_archive(file, options, call_handle, stop, in_caller)
+            return _load_archive(file, options, call_handle, call, in_caller)
 
 
 def _load_archive(
     file: File,
     options: LoadOptions,
     handle: CallHandle,
-    stop: Cancellation,
+    call: LongCall,
     in_caller: InCaller,
 ) -> Any:
-    checkpoint = TorchFile(file, handle.get, _new_load(stop))
+    first = Load()
+    call.then(first.cancel)
+    checkpoint = TorchFile(file, handle.get, first)
     if checkpoint.archive.is_script:
         with same_file(file) as same:
             return in_caller(_load_through_torch, same, options)
@@ -243,7 +248,7 @@ def _load_archive(
     found: dict[str, torch.Tensor] = {}
     _check_locations(scan, file, options.map_location)
     for device, keys in _devices(scan, checkpoint, options.map_location).items():
-        tensors = _new_load(stop).run(handle.get(), [spans[key] for key in keys], device)
+        tensors = Load(call).run(handle.get(), [spans[key] for key in keys], device)
         found.update(zip(keys, tensors, strict=True))
     handle.done()
     reader = _Reader(checkpoint, found)
@@ -254,12 +259,6 @@ def _load_archive(
             with same_file(file) as same:
                 _refuse(same)
         raise
-
-
-def _new_load(stop: Cancellation) -> Load:
-    load = Load()
-    stop.then(load.cancel)
-    return load
 
 
 # What is left to torch

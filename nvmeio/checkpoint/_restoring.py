@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nvmeio._io.caller import Cancellation, InCaller
+from nvmeio._io.caller import InCaller
+from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._loading import LoadOptions, load_file
@@ -40,15 +41,16 @@ def restore(
     wanted: Wanted,
     options: LoadOptions,
     handle: AioHandle | None,
-    stop: Cancellation,
+    call: LongCall,
     in_caller: InCaller,
 ) -> Any:
     """The state, or a list of states."""
 
     def load(path: str) -> Any:
-        return load_file(path, options, handle, stop, in_caller)
+        return load_file(path, options, handle, call, in_caller)
 
     for attempt in range(_ATTEMPTS):
+        call.again()
         generation = _find(wanted)
         try:
             if generation.of_ranks:

@@ -17,6 +17,7 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.long_call import LongCall
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
@@ -68,16 +69,25 @@ def checked(
     return SaveRequest(dict(tensors), target, texts, limit, sets, align)
 
 
-def write(wanted: SaveRequest, handle: AioHandle, flight: InFlight) -> None:
-    """Write and commit; see `save_safetensors`. Cancelling `flight`, from any thread, ends it."""
+def write(wanted: SaveRequest, handle: AioHandle, call: LongCall) -> None:
+    """Write and commit; see `save_safetensors`. Cancelling `call`, from any thread, ends it."""
     groups = shards.split({n: tensor.nbytes for n, tensor in wanted.tensors.items()}, wanted.limit)
     names: list[str] = []
     if len(groups) == 1:
-        _replace(handle, wanted.path, layout_of(wanted, groups[0]), flight)
+        _replace_all(handle, {wanted.path: layout_of(wanted, groups[0])}, call)
     else:
-        names = _replace_set(wanted, groups, handle, flight)
+        names = _replace_set(wanted, groups, handle, call)
     if wanted.shards:
         _remove_others(wanted.path, names)
+
+
+def _replace_all(handle: AioHandle, layouts: dict[Path, FileLayout], call: LongCall) -> None:
+    """Write and commit one file after another."""
+    flight = InFlight(finished=call.finished)
+    call.then(flight.cancel)
+    call.expect(sum(padded_nbytes(layout) for layout in layouts.values()))
+    for path, layout in layouts.items():
+        _replace(handle, path, layout, flight)
 
 
 def _replace(handle: AioHandle, path: Path, layout: FileLayout, flight: InFlight) -> None:
@@ -109,7 +119,7 @@ def layout_of(wanted: SaveRequest, names: Sequence[str] | None = None) -> FileLa
 
 
 def _replace_set(
-    wanted: SaveRequest, groups: list[list[str]], handle: AioHandle, flight: InFlight
+    wanted: SaveRequest, groups: list[list[str]], handle: AioHandle, call: LongCall
 ) -> list[str]:
     """Write a set of shards, and their index at the end; the shards' names."""
     directory, stem = wanted.path.parent, wanted.path.name.removesuffix(shards.SUFFIX)
@@ -117,12 +127,14 @@ def _replace_set(
     index = directory / f"{stem}{shards.INDEX_SUFFIX}"
     nbytes = sum(tensor.nbytes for tensor in wanted.tensors.values())
     text = shards.index_text(zip(names, groups, strict=True), nbytes)
-    made: list[Path] = []
+    layouts = {
+        directory / name: layout_of(wanted, group)
+        for name, group in zip(names, groups, strict=True)
+    }
+    made = list(layouts)
+    layouts[index] = FileLayout(len(text), [KnownBytes(0, text)], [])
     try:
-        for name, group in zip(names, groups, strict=True):
-            made.append(directory / name)
-            _replace(handle, directory / name, layout_of(wanted, group), flight)
-        _replace(handle, index, FileLayout(len(text), [KnownBytes(0, text)], []), flight)
+        _replace_all(handle, layouts, call)
     except BaseException:
         # The index may be in its place although its directory could not be synchronised.
         if not _holds(index, text):

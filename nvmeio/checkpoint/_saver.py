@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 
-from nvmeio._io import ending, threads
+from nvmeio._io import ending, long_call, threads
 from nvmeio._io.caller import InCaller, at_once
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
@@ -27,6 +27,7 @@ from nvmeio.checkpoint._snapshot import SnapshotMemory
 from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
 
@@ -80,23 +81,22 @@ class Saver:
 
     # Saving
 
-    def begin(self, state: object, step: int) -> UnderWay[SaveReport]:
+    def begin(self, state: object, call: SaveCall) -> UnderWay[SaveReport]:
         """`save`, begun in a thread; those before it, which nobody may wait for, come first."""
         self.check_open()
-        call = SaveCall()
         before = self.under_way
         self.under_way = [each for each in before if not (each.done and each.seen)]
 
         def work() -> SaveReport:
             for each in before:
                 each.wait()
-            return self.save(call, state, step, at_once)
+            return self.save(call, state, at_once)
 
         begun = UnderWay(work, call.cancel)
         self.under_way = [*self.under_way, begun]
         return begun
 
-    def save(self, call: SaveCall, state: object, step: int, in_caller: InCaller) -> SaveReport:
+    def save(self, call: SaveCall, state: object, in_caller: InCaller) -> SaveReport:
         """Take a snapshot, once the save before is durable; see `Checkpointer.save_sync`."""
         self.check_open()
         while not self._turn.acquire(timeout=_LOOK_S):
@@ -110,7 +110,7 @@ class Saver:
             if not call.cancelled:
                 self.result(job)
             self._saves += 1
-            call.job = job = self._new_job(self.setup, step, self._saves)
+            call.job = job = self._new_job(self.setup, call.step, self._saves, call.progress)
             if call.cancelled:
                 job.give_up()  # in its turn, for the other ranks wait for it
                 raise Cancelled
@@ -297,7 +297,9 @@ class Saver:
 class SaveCall:
     """One call of `save`, which another thread may cancel."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int, progress: Progress | None) -> None:
+        self.step = step
+        self.progress = long_call.checked(progress)
         self.began = time.perf_counter()
         self.job: SaveJob | None = None
         self.cancelled = False

@@ -11,14 +11,16 @@ import torch
 
 from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
-from nvmeio._io.caller import Cancellation, InCaller, at_once, run_with_caller
+from nvmeio._io.caller import InCaller, at_once, run_with_caller
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
+from nvmeio._io.long_call import LongCall
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint.file_objects import FastFileWriter
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
 
@@ -31,6 +33,7 @@ def save(
     *,
     checksum: bool = True,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Save an object as `torch.save` does, at the drive's speed, atomically and durably.
 
@@ -48,6 +51,8 @@ def save(
         checksum: Write the CRC-32 of every record, computed beside the transfer; `nvmeio verify`
             checks them. Without, 0 stands in their place.
         handle: Moves the bytes, and stays open; None makes one for this call.
+        progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+            `nvmeio.progress`.
 
     Raises:
         TransferError: The disk is full, the directory cannot be written in, the drive failed.
@@ -60,13 +65,12 @@ def save(
     Cost: no copy of the state; 16 MiB of staging and the handle's bounce memory, 128 MiB in all,
     whatever the size. Storages on a GPU go through 64 MiB of page-locked memory.
     """
-    stop = Cancellation()
-    run_with_caller(
-        lambda in_caller: _save(
-            obj, path, (pickle_module, pickle_protocol), checksum, handle, stop, in_caller
-        ),
-        stop.cancel,
-    )
+    pickled_by = (pickle_module, pickle_protocol)
+    with LongCall("save", path, progress) as call:
+        run_with_caller(
+            lambda in_caller: _save(obj, path, pickled_by, checksum, handle, call, in_caller),
+            call.cancel,
+        )
 
 
 async def async_save(
@@ -77,6 +81,7 @@ async def async_save(
     *,
     checksum: bool = True,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """`save`, awaited: a thread does it, so that the event loop goes on meanwhile.
 
@@ -86,11 +91,11 @@ async def async_save(
     Cancelling stops the writing; `CancelledError` is raised once nothing is in flight, the partial
     file is gone, and `path` is as it was. A save that was being renamed at that moment is complete.
     """
-    stop = Cancellation()
-    await in_thread(
-        lambda: _save(obj, path, (pickle_module, pickle_protocol), checksum, handle, stop, at_once),
-        stop.cancel,
-    )
+    pickled_by = (pickle_module, pickle_protocol)
+    with LongCall("save", path, progress) as call:
+        await in_thread(
+            lambda: _save(obj, path, pickled_by, checksum, handle, call, at_once), call.cancel
+        )
 
 
 def _save(
@@ -99,7 +104,7 @@ def _save(
     pickled_by: tuple[Any, int],
     checksum: bool,
     handle: AioHandle | None,
-    stop: Cancellation,
+    call: LongCall,
     in_caller: InCaller,
 ) -> None:
     with (
@@ -112,13 +117,15 @@ def _save(
             logger.warning("saving through torch.save, which is slower: %s", unknown)
             in_caller(_save_through_torch, obj, path, pickled_by, call_handle.get())
             return
-        replacement.reserve(padded_nbytes(layout))
-        flight = InFlight()
-        stop.then(flight.cancel)
+        nbytes = padded_nbytes(layout)
+        replacement.reserve(nbytes)
+        flight = InFlight(finished=call.finished)
+        call.then(flight.cancel)
+        call.expect(nbytes)
         write_part(call_handle.get(), replacement.file, layout, checksum=checksum, flight=flight)
         call_handle.done()
         replacement.truncate(layout.nbytes)
-        stop.check()
+        call.check()
         replacement.commit()
 
 

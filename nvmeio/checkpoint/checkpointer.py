@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
 from nvmeio._closing import ClosingWork
-from nvmeio._io.caller import Cancellation, at_once, run_with_caller
+from nvmeio._io.caller import at_once, run_with_caller
+from nvmeio._io.long_call import LongCall
+from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio.checkpoint import _guard, _retention
 from nvmeio.checkpoint._job import SaveJob
@@ -24,6 +26,7 @@ from nvmeio.checkpoint._saver import JOBS, SaveCall, Saver
 from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +136,9 @@ class Checkpointer(ClosingWork):
 
     # Saving
 
-    def save(self, state: object, step: int) -> Coroutine[Any, Any, SaveReport]:
+    def save(
+        self, state: object, step: int, *, progress: Progress | None = None
+    ) -> Coroutine[Any, Any, SaveReport]:
         """Take a snapshot of a state; it is written in the background.
 
         It begins at once, in a thread. Awaited, it returns once the snapshot is taken, from when on
@@ -148,6 +153,9 @@ class Checkpointer(ClosingWork):
                 returns.
             step: The number of the checkpoint, 0 or more. One that exists is replaced, at once. A
                 smaller one than before is the latest all the same: the order is that of saving.
+            progress: Told, in the background, how far the writing is:
+                ``progress(what, done_bytes, total_bytes)``, of this rank's part; see
+                `nvmeio.progress`. What it raises is why the save fails.
 
         Returns:
             What was copied, and how long it took; not durable yet (see `wait`).
@@ -172,19 +180,22 @@ class Checkpointer(ClosingWork):
         memory as well.
         """
         number = _checked_step(step)
-        begun = self._saver.begin(state, number)
+        begun = self._saver.begin(state, SaveCall(number, progress))
         if asyncio._get_running_loop() is None:
-            begun.wait()
+            with profiled("snapshot"):
+                begun.wait()
         return begun
 
-    def save_sync(self, state: object, step: int) -> SaveReport:
+    def save_sync(
+        self, state: object, step: int, *, progress: Progress | None = None
+    ) -> SaveReport:
         """`save`, blocking: returns once the snapshot is taken. Everything else is as for that."""
-        number = _checked_step(step)
-        call = SaveCall()
+        call = SaveCall(_checked_step(step), progress)
         self._saver.check_open()
-        return run_with_caller(
-            lambda in_caller: self._saver.save(call, state, number, in_caller), call.cancel
-        )
+        with profiled("snapshot"):
+            return run_with_caller(
+                lambda in_caller: self._saver.save(call, state, in_caller), call.cancel
+            )
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Save what these optimizers own from where it lies, without a copy, from now on.
@@ -276,6 +287,7 @@ class Checkpointer(ClosingWork):
         weights_only: bool = True,
         *,
         rank: int | None = None,
+        progress: Progress | None = None,
     ) -> Any:
         """Load a checkpoint of the directory, as `nvmeio.load` does.
 
@@ -285,6 +297,8 @@ class Checkpointer(ClosingWork):
             map_location: As for torch.load.
             weights_only: As for torch.load.
             rank: Of a checkpoint with one file per rank, the state of which.
+            progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+                `nvmeio.progress`.
 
         Returns:
             The state. Of a checkpoint with one file per rank, and without `rank`: this rank's own
@@ -300,11 +314,12 @@ class Checkpointer(ClosingWork):
         Works on a closed Checkpointer, too. No rank waits for another.
         """
         options = LoadOptions.checked(map_location, weights_only=weights_only)
-        wanted, stop = self._wanted(step, rank), Cancellation()
-        return run_with_caller(
-            lambda in_caller: restore(wanted, options, self._saver.open_handle, stop, in_caller),
-            stop.cancel,
-        )
+        wanted = self._wanted(step, rank)
+        with LongCall("restore", self.directory, progress) as call:
+            return run_with_caller(
+                lambda ask: restore(wanted, options, self._saver.open_handle, call, ask),
+                call.cancel,
+            )
 
     async def async_restore(
         self,
@@ -313,13 +328,16 @@ class Checkpointer(ClosingWork):
         weights_only: bool = True,
         *,
         rank: int | None = None,
+        progress: Progress | None = None,
     ) -> Any:
         """`restore`, awaited: a thread does it. Cancelling stops the reading."""
         options = LoadOptions.checked(map_location, weights_only=weights_only)
-        wanted, stop = self._wanted(step, rank), Cancellation()
-        return await in_thread(
-            lambda: restore(wanted, options, self._saver.open_handle, stop, at_once), stop.cancel
-        )
+        wanted = self._wanted(step, rank)
+        with LongCall("restore", self.directory, progress) as call:
+            return await in_thread(
+                lambda: restore(wanted, options, self._saver.open_handle, call, at_once),
+                call.cancel,
+            )
 
     def _wanted(self, step: int | None, rank: int | None) -> Wanted:
         number = None if step is None else _checked_step(step)

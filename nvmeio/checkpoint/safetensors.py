@@ -17,12 +17,13 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
 from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._io.handles import handle_for
-from nvmeio._io.inflight import InFlight
+from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load, Span
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio.checkpoint._safetensors_save import SaveRequest, checked, write
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
 
 
 def save_safetensors(
@@ -33,6 +34,7 @@ def save_safetensors(
     max_shard_size: int | str | None = None,
     align: bool = True,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Save tensors into a safetensors file, or a set of shards: atomically and durably.
 
@@ -54,6 +56,8 @@ def save_safetensors(
             `safetensors.torch.save_file` (which puts several texts of metadata in any order).
         handle: Writes through this handle; without one, a handle with the setting stored for the
             file system (`AioHandle.tuned`) lives as long as the call.
+        progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+            `nvmeio.progress`.
 
     Raises:
         RuntimeError: Tensors share memory (tied weights): save one of them.
@@ -67,13 +71,14 @@ def save_safetensors(
     Cost: no copy of contiguous CPU tensors but what the handle bounces; one at a time of those
     that are not contiguous.
     """
-    wanted, flight = checked(tensors, path, metadata, max_shard_size, align), InFlight()
-    run_interruptible(lambda: _save(wanted, handle, flight), flight.cancel)
+    wanted = checked(tensors, path, metadata, max_shard_size, align)
+    with LongCall("save", path, progress) as call:
+        run_interruptible(lambda: _save(wanted, handle, call), call.cancel)
 
 
-def _save(wanted: SaveRequest, handle: AioHandle | None, flight: InFlight) -> None:
+def _save(wanted: SaveRequest, handle: AioHandle | None, call: LongCall) -> None:
     with handle_for(handle, wanted.path) as writer:
-        write(wanted, writer, flight)
+        write(wanted, writer, call)
 
 
 async def async_save_safetensors(
@@ -84,14 +89,16 @@ async def async_save_safetensors(
     max_shard_size: int | str | None = None,
     align: bool = True,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """`save_safetensors`, awaited: other tasks run meanwhile, but must not change the tensors.
 
     Cancelling stops it; `CancelledError` is raised once nothing is in flight and the parts of the
     new file are gone. A save that had reached its last rename is complete.
     """
-    wanted, flight = checked(tensors, path, metadata, max_shard_size, align), InFlight()
-    await in_thread(lambda: _save(wanted, handle, flight), flight.cancel)
+    wanted = checked(tensors, path, metadata, max_shard_size, align)
+    with LongCall("save", path, progress) as call:
+        await in_thread(lambda: _save(wanted, handle, call), call.cancel)
 
 
 def load_safetensors(
@@ -99,6 +106,7 @@ def load_safetensors(
     device: str | int | torch.device = "cpu",
     *,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of a safetensors file, an index of shards, or a model's directory.
 
@@ -108,6 +116,8 @@ def load_safetensors(
         device: Where the tensors shall lie; "cuda:1" and 1 name a GPU, "meta" reads headers only.
         handle: Reads through this handle; without one, a handle with the setting stored for the
             file system (`AioHandle.tuned`) lives as long as the call.
+        progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+            `nvmeio.progress`.
 
     Returns:
         Tensors by name, in the order of the file. On the CPU they lie in memory of nvmeio, aligned
@@ -122,8 +132,9 @@ def load_safetensors(
 
     Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype.
     """
-    to, load = torch.device(device), Load()
-    return run_interruptible(lambda: _load(path, to, handle, load), load.cancel)
+    to = torch.device(device)
+    with LongCall("load", path, progress) as call:
+        return run_interruptible(lambda: _load(path, to, handle, call), call.cancel)
 
 
 async def async_load_safetensors(
@@ -131,13 +142,15 @@ async def async_load_safetensors(
     device: str | int | torch.device = "cpu",
     *,
     handle: AioHandle | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """`load_safetensors`, awaited: other tasks run meanwhile.
 
     Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
     """
-    to, load = torch.device(device), Load()
-    return await in_thread(lambda: _load(path, to, handle, load), load.cancel)
+    to = torch.device(device)
+    with LongCall("load", path, progress) as call:
+        return await in_thread(lambda: _load(path, to, handle, call), call.cancel)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -156,7 +169,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _load(
-    path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None, load: Load
+    path: str | os.PathLike[str], device: torch.device, handle: AioHandle | None, call: LongCall
 ) -> dict[str, torch.Tensor]:
     place = shards.find(path)
     with contextlib.ExitStack() as opened:
@@ -179,7 +192,7 @@ def _load(
                 entry = found[name] = tensors[name]
                 entry.for_torch()  # refused before anything is read
                 spans.append(Span(file, entry.start, entry.nbytes, repr(name)))
-        memories = load.run(reader, spans, device)
+        memories = Load(call).run(reader, spans, device)
         return {
             name: tensor_on(memory, found[name])
             for name, memory in zip(found, memories, strict=True)

@@ -196,7 +196,6 @@ class _Run:
         if not self._live:
             yield
             return
-        total = max(1, stream.stats.streamed_bytes)
         with Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -205,18 +204,17 @@ class _Run:
             transient=True,
             refresh_per_second=4,
         ) as progress:
-            bar = progress.add_task("", total=total, rate="")
-            done = [0]
+            bar = progress.add_task("", total=None, rate="")
 
-            def show(name: str, nbytes: int) -> None:
-                done[0] = done[0] % total + nbytes
+            def show(name: str, done: int, total: int) -> None:
                 seconds = time.perf_counter() - self._begun
                 rate = f"{len(self._tokens)} of {count} tokens"
                 if len(self._tokens) > 1:
                     rate += f", {self._per_s():.2f} tokens/s"
                 rate += f", {stream.stats.bytes_read / seconds / GB:.2f} GB/s"
                 tail = self._text[-_TAIL:].replace("\n", " ")
-                progress.update(bar, completed=done[0], description=f"…{tail}", rate=rate)
+                text = f"…{tail}"
+                progress.update(bar, completed=done, total=total, description=text, rate=rate)
 
             stream.progress = show
             try:

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from nvmeio import _checks
-from nvmeio.cli import _progress
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
 from nvmeio.cli._quantities import binary_size
+from nvmeio.progress import rich_bar
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,7 +75,7 @@ def command(
     with exit_statuses(errors):
         from nvmeio.inference.packing import pack
 
-        with _progress.budget(errors, 1.0) as tell, warnings.catch_warnings():
+        with rich_bar(errors, transient=True) as bar, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the packages that transformers imports
             try:
                 report = pack(
@@ -84,7 +84,7 @@ def command(
                     dtype=wanted,
                     quant_bits=quant_bits,
                     quant_group_size=quant_group_size,
-                    progress=lambda name, done, total: tell(done / total, name),
+                    progress=bar if errors.is_terminal else None,
                 )
             except (FileNotFoundError, FileExistsError) as wrong:
                 errors.print(str(wrong), style="red", markup=False, soft_wrap=True)

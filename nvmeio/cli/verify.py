@@ -10,14 +10,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
@@ -25,6 +17,7 @@ from nvmeio.cli._checkpoints import JsonOption, PathsArgument, checkpoints_in_al
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
 from nvmeio.cli._quantities import binary_size, counted, printable
 from nvmeio.errors import TransferError
+from nvmeio.progress import rich_bar
 
 
 def command(
@@ -77,19 +70,15 @@ def _bar(console: Console, files: list[Path]) -> Iterator[Callable[[int], None]]
     if not console.is_terminal:
         yield lambda nbytes: None
         return
-    total = sum(path.stat().st_size for path in files if path.is_file())
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-        refresh_per_second=4,
-    ) as progress:
-        bar = progress.add_task("verifying", total=total)
-        yield lambda nbytes: progress.advance(bar, nbytes)
+    total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
+    with rich_bar(console, transient=True) as bar:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            bar("verifying", done, total)
+
+        yield advance
 
 
 def _show(verdict: Verdict) -> None:

@@ -43,11 +43,9 @@ class Use(NamedTuple):
 
     Attributes:
         lease: Ends the use.
-        brought_bytes: Of the read that was waited for, if it was one.
     """
 
     lease: Lease
-    brought_bytes: int
 
 
 class Waiting(NamedTuple):
@@ -306,7 +304,7 @@ class Uses:
             return queued
         try:
             with _on(cuda_stream):
-                slot, brought = self._bring(unit)
+                slot = self._bring(unit)
         except BaseException:
             self._give_up()
             self._end_turn(caller)
@@ -314,7 +312,7 @@ class Uses:
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
         self._settle(slot, caller)
-        return Use(self._owner.lease(self._leave, use, caller), brought)
+        return Use(self._owner.lease(self._leave, use, caller))
 
     def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Lease | Waiting:
         """Give the turn to micro-batches, until the lease ends."""
@@ -369,17 +367,16 @@ class Uses:
 
     # --- units ----------------------------------------------------------------------------------
 
-    def _bring(self, unit: Unit) -> tuple[Slot, int]:
+    def _bring(self, unit: Unit) -> Slot:
         self._put_away(unit)
         found = self._window.slot(unit)
         if found is not None and found.bound:  # settled, or kept for micro-batches
             check(unit.targets, found.shown)
-        fresh = found is None or found.fill is not None
         slot = found if found is not None and found.bound else self._window.need(unit)
         if slot is not self._kept:
             slot.holds += 1
         self._kept = None
-        return slot, unit.layout.nbytes if fresh else 0
+        return slot
 
     def _leave(self, use: tuple[Slot, Any], caller: Hashable) -> None:
         if self._use is not use:

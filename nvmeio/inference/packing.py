@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
+from nvmeio._io.long_call import LongCall
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio._storage.durable import sync_directory, sync_file
@@ -33,6 +34,7 @@ from nvmeio.inference._packed import PackedWeight
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
 from nvmeio.inference._recipes import Weight, WeightPart
 from nvmeio.inference._units import Unit, partition
+from nvmeio.progress import Progress
 
 _ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
 _CONFIG = "config.json"
@@ -73,7 +75,7 @@ def pack(
     quant_bits: int | None = None,
     quant_group_size: int = 64,
     handle: AioHandle | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PackReport:
     """Write a model's weights in streaming order, a layer's as one aligned record.
 
@@ -91,7 +93,8 @@ def pack(
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are no multiple of it stay as they are.
         handle: Moves the bytes and stays open; None makes one.
-        progress: Called with a unit's name, bytes done and bytes in all.
+        progress: Told of each layer that was written: ``progress(name, done_bytes, total_bytes)``;
+            see `nvmeio.progress`.
 
     Returns:
         What was done.
@@ -112,7 +115,7 @@ def pack(
         raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
     source = Path(hub.directory_of(model_directory))
     config = _transformers.config_of(source)
-    with contextlib.ExitStack() as stack:
+    with LongCall("pack", target, progress) as call, contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))
         checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source, mover)))
         if _packed.parse(checkpoint) is not None:
@@ -125,7 +128,7 @@ def pack(
         temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
         temporary.mkdir(parents=True)
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-        report = _Packing(checkpoint, mover, units, setting, progress).run(temporary)
+        report = _Packing(checkpoint, mover, units, setting, call).run(temporary)
         _copy_others(source, temporary, next(iter(model.parameters())).dtype)
         sync_directory(temporary)
         os.rename(temporary, target)
@@ -140,12 +143,12 @@ class _Packing:
         handle: AioHandle,
         units: Sequence[Unit],
         setting: Quantised | None,
-        progress: Callable[[str, int, int], None] | None,
+        call: LongCall,
     ) -> None:
         self._checkpoint = checkpoint
         self._handle = handle
         self._setting = setting
-        self._progress = progress
+        self._call = call
         self._quantised: dict[str, PackedWeight] = {}
         done: set[str] = set()
         self._records = [self._record(unit, done) for unit in units]
@@ -189,6 +192,7 @@ class _Packing:
     def run(self, directory: Path) -> PackReport:
         _, entries, total = self._header()
         path = directory / shards.DEFAULT_NAME
+        self._call.expect(total)
         with files.open(path, "x") as file:
             # Two records at most: one is written while the next is made.
             with InFlight(0) as flight:
@@ -198,14 +202,14 @@ class _Packing:
                     start = entries[record.tensors[0][0]].start
                     memory = self._fill(record, entries, start)
                     begin = partial(self._handle.async_pwrite, memory, file, start)
-                    flight.start(begin, memory.nbytes)
-                    if self._progress is not None:
-                        self._progress(record.unit.name, start + memory.nbytes, total)
+                    wrote = partial(self._call.moved, memory.nbytes, record.unit.name)
+                    flight.start(begin, memory.nbytes, wrote)
                 # With the checksums of what was written, and its own.
                 prefix = packed_index.sealed(self._header()[0])
                 head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
                 head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
-                flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes)
+                wrote = partial(self._call.moved, head.nbytes, "header")
+                flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes, wrote)
             self._handle.sync_fsync(file)
         return PackReport(
             self._read,

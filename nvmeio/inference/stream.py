@@ -33,6 +33,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._residency.reader import Reader
 from nvmeio.errors import ClosedError, RowsError, TransferError, with_context
@@ -44,6 +45,7 @@ from nvmeio.inference._resources import Resources, StreamStats
 from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Partition, Unit
 from nvmeio.inference._uses import Use, Uses
+from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
 
@@ -96,7 +98,8 @@ class WeightStream(Closing):
         self._ending: Ending | None = None
         self._before: dict[str, Any] = dict.fromkeys(Uses.COUNTS, 0)  # counts of what was closed
         self._rows = [0, 0, 0.0]  # read, bytes, seconds
-        self.progress: Callable[[str, int], None] | None = None
+        self.progress: Progress | None = None  # told, in each pass, of the layers that are used
+        self._pass_bytes = sum(unit.streamed_bytes for unit in partition.units)
         self.reopen()
 
     def open_checkpoint(self, handle: AioHandle) -> SafetensorsSet:
@@ -131,14 +134,25 @@ class WeightStream(Closing):
             self._spoil()
             raise PassCancelled
         owner, uses = self._check()
-        if lockstep is None:
-            stays = uses.settled_use(unit, threading.get_ident())
-            try:
-                if stays is not None:
-                    return stays
-            finally:
-                del stays
-        return self._ask(owner, uses, unit, lockstep)
+        stays = None if lockstep is not None else uses.settled_use(unit, threading.get_ident())
+        try:
+            if stays is None:
+                stays = self._ask(owner, uses, unit, lockstep)
+            if self.progress is not None:
+                self._tell(self.progress, unit)
+            return stays
+        finally:
+            del stays
+
+    def _tell(self, progress: Progress, unit: Unit) -> None:
+        """Say how far this thread's pass is."""
+        done = getattr(self._here, "done_bytes", 0) + unit.streamed_bytes
+        self._here.done_bytes = done = min(done, self._pass_bytes)
+        try:
+            progress(unit.name, done, self._pass_bytes)
+        except BaseException:
+            self._spoil()
+            raise
 
     def _ask(
         self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
@@ -147,14 +161,12 @@ class WeightStream(Closing):
         caller = threading.get_ident() if lockstep is None else lockstep
         found: Any = None
         try:
-            while True:
-                found = owner.call(uses.enter, unit, caller, found, self._cuda_stream())
-                if isinstance(found, Use):
-                    break
-                found.wait()
-            if found.brought_bytes and self.progress is not None:
-                self.progress(unit.name, found.brought_bytes)
-            return found.lease
+            with profiled("wait", unit.name):
+                while True:
+                    found = owner.call(uses.enter, unit, caller, found, self._cuda_stream())
+                    if isinstance(found, Use):
+                        return found.lease
+                    found.wait()
         except BaseException:
             self._spoil()
             raise
@@ -249,6 +261,9 @@ class WeightStream(Closing):
         if not uses.shows_fixed():
             owner.call(uses.check_fixed)
         self._here.cache = None
+        self._here.done_bytes = 0
+        if self.progress is not None:
+            self.progress("pass", 0, self._pass_bytes)
         if cache is not None:
             with contextlib.suppress(TypeError):  # tuples, as old models have them
                 self._here.cache = weakref.ref(cache)

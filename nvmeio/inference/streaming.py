@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 from nvmeio import _checks
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
+from nvmeio._io.profiling import profiled
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _binding, _hooks, _packed, _transformers, hub, kv_cache
@@ -21,6 +24,7 @@ from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
 from nvmeio.inference._units import partition
 from nvmeio.inference.stream import WeightStream
+from nvmeio.progress import Progress
 
 # Of the memory that is left, what weights may take when nobody says how much.
 _SHARE = 0.5
@@ -40,6 +44,7 @@ def stream_model(
     strict: bool = True,
     checksum: bool = True,
     revision: str | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """A model whose weights are read from disk while it computes.
 
@@ -78,6 +83,10 @@ def stream_model(
             blocks of `kv_offload` in a file with what was written. Rows of an embedding that are
             read one by one have none; an embedding that stays is compared.
         revision: Branch, tag or commit of a repository on the hub; by default its main branch.
+        progress: Told in each pass of the model, by the thread that computes, of every layer that
+            is about to be used: ``progress(name, done_bytes, total_bytes)``, of the weights of all
+            layers; see `nvmeio.progress`. What it raises goes through the forward.
+            ``model.weight_stream.progress`` is it, and may be changed.
 
     Returns:
         The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
@@ -105,6 +114,8 @@ def stream_model(
         >>> tokens = model.generate(ids, max_new_tokens=32)
         >>> model.weight_stream.close()
     """
+    began = time.perf_counter()
+    told = long_call.checked(progress)
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
     dtype = _checks.dtype("dtype", dtype)
     where = torch.device(device)
@@ -116,6 +127,7 @@ def stream_model(
     source, given = _source(named, checkpoint)
     check_numbers(window, resident_bytes)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(profiled("stream_model", "plan"))
         call = stack.enter_context(CallHandle(handle, source))
         opened = stack.enter_context(contextlib.closing(SafetensorsSet(source, call.get())))
         is_transformers = not isinstance(given, nn.Module)
@@ -152,7 +164,7 @@ def stream_model(
             raise
         return again
 
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, profiled("stream_model", "open"):
         close_caches = None
         if kv_offload is not False:
             close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
@@ -163,7 +175,11 @@ def stream_model(
         model.weight_stream = stream
         if is_transformers:
             _finish(model, named, model_or_config_or_path)
+        stream.progress = told
         undo.pop_all()
+    detail = f"{shares.resident} bytes stay, {shares.window} are the window, the rest is streamed"
+    seconds = time.perf_counter() - began
+    long_call.completed("opened a stream of", source, 0, seconds, detail)
     return model
 
 

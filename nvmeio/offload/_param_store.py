@@ -22,6 +22,7 @@ import torch
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.profiling import profiled
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.order import ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
@@ -143,7 +144,8 @@ class ParamStore(Keeper[Unit, Slot]):
             MemoryError: The budget is taken by what cannot go.
             TransferError: They could not be read.
         """
-        return self._owner.call(self._hold, units, _in_backward())
+        with profiled("wait", units[0].stages[0].name if units else ""):
+            return self._owner.call(self._hold, units, _in_backward())
 
     def _hold(self, units: Sequence[Unit], backward: bool) -> Lease:
         held = self._window.hold(units, backward=backward)
@@ -158,7 +160,8 @@ class ParamStore(Keeper[Unit, Slot]):
         slot = self._window.arrived(unit)
         memory = None if slot is None else slot.memory
         if memory is None:
-            return self._owner.call(self._memory_of, unit, backward)
+            with profiled("wait", unit.stages[0].name):
+                return self._owner.call(self._memory_of, unit, backward)
         self._owner.post(self._window.note, unit, backward)
         return memory
 

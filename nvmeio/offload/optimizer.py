@@ -13,6 +13,7 @@ from nvmeio._checks import switch
 from nvmeio._closing import Closing
 from nvmeio._io import ending
 from nvmeio._io.ending import Ending
+from nvmeio._io.profiling import profiled
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments, _memory_plan, _state
@@ -299,7 +300,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         inputs = self._given if self._transactions.owner.is_here else None
         if inputs is None:
             inputs = self._inputs()
-        self._transactions.run(lambda transaction: self._step(inputs, transaction))
+        with profiled("step"):
+            self._transactions.run(lambda transaction: self._step(inputs, transaction))
 
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.
@@ -320,7 +322,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             finally:
                 self._given = None
 
-        await self._transactions.async_run(work)
+        with profiled("step"):
+            await self._transactions.async_run(work)
 
     def _inputs(self) -> StepInputs:
         """What a step works with, as it is now."""

@@ -32,8 +32,9 @@ from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
 from nvmeio._formats import torch_layout
-from nvmeio._io.caller import Cancellation, at_once
+from nvmeio._io.caller import at_once
 from nvmeio._io.inflight import Cancelled
+from nvmeio._io.long_call import LongCall
 from nvmeio.checkpoint import _saving
 
 
@@ -470,7 +471,7 @@ async def test_a_save_cancelled_before_it_began(path: Path) -> None:
 def test_cancelled_between_the_last_write_and_the_rename(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = Cancellation()
+    stop = LongCall("save", path)
     truncate = _saving.Replacement.truncate
 
     def late(self: Any, nbytes: int) -> None:

@@ -1,0 +1,126 @@
+"""A public call that moves many bytes: how far it is, what is logged of it, its range in a profile.
+
+One object for each such call, made by the caller's thread and used there in a ``with`` statement,
+while the thread that moves the bytes tells it of them:
+
+- `expect` and `moved` tell the caller's ``progress=``; `finished` is what an `InFlight` takes;
+- leaving the ``with`` block well logs one line, with bytes, seconds and rate;
+- entering it begins a range in torch's profile;
+- it is the `Cancellation` of the call.
+
+Nothing of this is done for each operation where no progress is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nvmeio._io.caller import Cancellation
+from nvmeio._io.profiling import profiled
+from nvmeio.operation import Operation
+from nvmeio.progress import Progress
+
+logger = logging.getLogger("nvmeio")
+
+_DONE = {"load": "loaded", "save": "saved", "restore": "restored", "pack": "packed"}
+
+
+class LongCall(Cancellation):
+    """One load, save or the like.
+
+    Args:
+        what: "load", "save", "restore" or "pack".
+        path: Of what.
+        progress: Told how far it is; None if nobody is.
+
+    Raises:
+        TypeError: `progress` cannot be called.
+
+    Attributes:
+        finished: For `InFlight`: counts an operation that has ended well. None where nobody asks.
+    """
+
+    def __init__(self, what: str, path: Any, progress: Progress | None = None) -> None:
+        super().__init__()
+        self._what = what
+        self._path = path
+        self._progress = checked(progress)
+        self._done = self._total = 0
+        self._began = time.perf_counter()
+        self._range = contextlib.ExitStack()
+        self.finished: Callable[[Operation], None] | None = None
+        if progress is not None:
+            self.finished = lambda operation: self.moved(operation.nbytes)
+
+    # In the thread that moves the bytes
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes more are going to be moved."""
+        self._total += nbytes
+        self._tell()
+
+    def moved(self, nbytes: int, what: str | None = None) -> None:
+        """So many bytes more were moved; `what` they were, where that is of interest."""
+        self._done += nbytes
+        self._tell(what)
+
+    def again(self) -> None:
+        """What was moved was in vain: it begins anew, with nothing expected."""
+        self._done = self._total = 0
+
+    def _tell(self, what: str | None = None) -> None:
+        if self._progress is not None:
+            told = what or f"{self._what} {os.path.basename(os.fsdecode(self._path))}"
+            self._progress(told, self._done, self._total)
+
+    # In the caller's
+
+    def __enter__(self) -> LongCall:
+        self._range.enter_context(profiled(self._what))
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        self._range.close()
+        if exc is None:
+            self.log(time.perf_counter() - self._began)
+
+    def log(self, seconds: float, detail: str = "") -> None:
+        """It is complete."""
+        completed(_DONE[self._what], self._path, self._total, seconds, detail)
+
+
+def checked(progress: Progress | None) -> Progress | None:
+    """What can be called, or None.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if progress is None or callable(progress):
+        return progress
+    raise TypeError(
+        "progress must be something to call with (what, done_bytes, total_bytes), such as "
+        f"nvmeio.progress.rich_bar(); it is {progress!r:.80}"
+    )
+
+
+def completed(done: str, path: Any, nbytes: int, seconds: float, detail: str = "") -> None:
+    """Log that something is complete, with its numbers as attributes of the record too."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    moved = f"{nbytes} bytes in " if nbytes else ""
+    rate = f", {nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s" if nbytes else ""
+    logger.info(
+        "%s %s: %s%.3f s%s%s",
+        done,
+        os.fsdecode(path),
+        moved,
+        seconds,
+        rate,
+        f"; {detail}" if detail else "",
+        extra={"nvmeio": {"done": done, "nbytes": nbytes, "seconds": seconds}},
+    )

@@ -1,0 +1,163 @@
+"""How far a load, a save or the like has come: what ``progress=`` takes, and two ready-made bars.
+
+::
+
+    nvmeio.load("model.pt", progress=nvmeio.progress.tqdm_bar())
+
+    with nvmeio.progress.rich_bar() as bar:
+        state = nvmeio.load("model.pt", progress=bar)
+        nvmeio.save(state, "copy.pt", progress=bar)
+
+Anything with the parameters of `Progress` will do.
+
+Called where: by the thread that moves the bytes, which is another one than the caller's where that
+is the main thread or a coroutine's; never by two threads at once. So let it be short, and hand over
+to an event loop with ``loop.call_soon_threadsafe``.
+
+What it raises ends the call, which raises it: as after any failure nothing is in flight then, a
+file that was to be written is the old one or none, and nothing is kept of what was read. It is
+never called once a file is in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress: TypeAlias = Callable[[str, int, int], object]
+"""``progress(what, done_bytes, total_bytes)``.
+
+`what` says what is being done ("load model.pt", "save step-00000012.pt"; of `nvmeio pack` the layer
+that was written). The first call has 0 bytes done, the last one all. In between it is called as
+reads and writes end: every 16 to 64 MiB, and of a load after each tensor that is larger. The total
+grows where more files turn out to be read.
+"""
+
+
+class Bar(ABC):
+    """A bar that shows how far one thing after another has come; a `Progress` to be handed over.
+
+    It appears with the first bytes, and is over when all of them are there. Used in a ``with``
+    statement, it is also over at the end of that, whatever happens; without one, when it is
+    dropped. Several calls may share one, also at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shown: dict[int, Any] = {}  # by the thread that tells
+
+    def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        """Show how far it is."""
+        here = threading.get_ident()
+        with self._lock:
+            if here not in self._shown:
+                self._shown[here] = self._begin(what, total_bytes)
+            self._show(self._shown[here], what, done_bytes, total_bytes)
+            if done_bytes >= total_bytes:
+                self._end(self._shown.pop(here))
+
+    def close(self) -> None:
+        """Show nothing any more. Idempotent; a bar that is given something to show shows again."""
+        with self._lock:
+            while self._shown:
+                self._end(self._shown.popitem()[1])
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _begin(self, what: str, total_bytes: int) -> Any:
+        """Another bar."""
+
+    @abstractmethod
+    def _show(self, bar: Any, what: str, done_bytes: int, total_bytes: int) -> None:
+        """How far it is."""
+
+    @abstractmethod
+    def _end(self, bar: Any) -> None:
+        """It is over, or given up."""
+
+
+class _RichBar(Bar):
+    def __init__(self, console: Console | None, transient: bool) -> None:
+        super().__init__()
+        from rich import progress
+
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(compact=True),
+            console=console,
+            transient=transient,
+            refresh_per_second=4,  # each one takes the GIL for a millisecond or so
+        )
+        weakref.finalize(self, self._bars.stop)
+
+    def _begin(self, what: str, total_bytes: int) -> Any:
+        self._bars.start()
+        return self._bars.add_task(what, total=total_bytes)
+
+    def _show(self, bar: Any, what: str, done_bytes: int, total_bytes: int) -> None:
+        self._bars.update(bar, description=what, completed=done_bytes, total=total_bytes)
+
+    def _end(self, bar: Any) -> None:
+        self._bars.stop_task(bar)
+        if not self._shown:
+            self._bars.stop()
+
+
+class _TqdmBar(Bar):
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        try:
+            self._new: Any = importlib.import_module("tqdm.auto").tqdm
+        except ImportError as missing:
+            text = "tqdm_bar needs tqdm: pip install tqdm, or take rich_bar()"
+            raise ImportError(text) from missing
+        self._arguments = arguments
+
+    def _begin(self, what: str, total_bytes: int) -> Any:
+        given = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, **self._arguments}
+        return self._new(desc=what, total=total_bytes, **given)
+
+    def _show(self, bar: Any, what: str, done_bytes: int, total_bytes: int) -> None:
+        bar.total = total_bytes
+        bar.set_description(what, refresh=False)
+        bar.update(done_bytes - bar.n)
+
+    def _end(self, bar: Any) -> None:
+        bar.close()
+
+
+def rich_bar(console: Console | None = None, *, transient: bool = False) -> Bar:
+    """A bar drawn by rich: bytes, rate and what is left of the time.
+
+    Args:
+        console: Where; by default standard output.
+        transient: Leave nothing of it on the screen.
+    """
+    return _RichBar(console, transient)
+
+
+def tqdm_bar(**arguments: Any) -> Bar:
+    """A bar drawn by tqdm, in notebooks too.
+
+    Args:
+        arguments: As for ``tqdm``, such as ``disable`` or ``file``.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    return _TqdmBar(arguments)

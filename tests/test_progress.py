@@ -1,0 +1,122 @@
+"""The ready-made bars: what they show, that they are over at the end, whatever happens."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from support import run_python
+
+import nvmeio.progress
+from nvmeio.progress import Bar, _RichBar
+
+
+def rich_bar(out: io.StringIO) -> Bar:
+    return nvmeio.progress.rich_bar(Console(file=out, force_terminal=True, width=100))
+
+
+def tqdm_bar(out: io.StringIO) -> Bar:
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    return nvmeio.progress.tqdm_bar(file=out)
+
+
+BARS = {"rich": rich_bar, "tqdm": tqdm_bar}
+Make = Callable[[io.StringIO], Bar]
+
+
+@pytest.fixture(params=BARS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return BARS[request.param]
+
+
+def assert_over(bar: Bar) -> None:
+    """Nothing is shown, and nothing redraws."""
+    assert bar._shown == {}
+    if isinstance(bar, _RichBar):
+        assert not bar._bars.live.is_started
+
+
+def test_a_bar_shows_what_is_done_and_how_much_of_it(make: Make) -> None:
+    out = io.StringIO()
+    with make(out) as bar:
+        bar("load model.pt", 0, 8 << 20)
+        bar("load model.pt", 8 << 20, 8 << 20)
+    assert "load model.pt" in out.getvalue()
+    assert "8.0" in out.getvalue()
+
+
+def test_a_bar_is_over_with_the_last_byte(make: Make) -> None:
+    """Without a with statement nothing is left that redraws."""
+    bar = make(io.StringIO())
+    bar("load", 0, 10)
+    bar("load", 10, 10)
+    assert_over(bar)
+
+
+def test_a_bar_is_over_at_the_end_of_its_with_statement(make: Make) -> None:
+    with pytest.raises(KeyError), make(io.StringIO()) as bar:
+        bar("load", 0, 10)
+        raise KeyError
+    assert_over(bar)
+
+
+def test_one_bar_after_another(make: Make) -> None:
+    out = io.StringIO()
+    with make(out) as bar:
+        for what in ("load", "save"):
+            bar(what, 0, 10)
+            bar(what, 10, 10)
+    assert "load" in out.getvalue()
+    assert "save" in out.getvalue()
+
+
+def test_what_is_done_may_change_on_the_way(make: Make) -> None:
+    """As in a pack, which names the layer."""
+    out = io.StringIO()
+    with make(out) as bar:
+        for done, what in enumerate(("pack", "layer one", "layer two")):
+            bar(what, done, 2)
+    assert "layer two" in out.getvalue()
+
+
+def test_calls_of_several_threads_share_a_bar(make: Make) -> None:
+    with make(io.StringIO()) as bar:
+        bar("here", 0, 10)
+        other = threading.Thread(target=bar, args=("there", 3, 10))
+        other.start()
+        other.join()
+        assert len(bar._shown) == 2
+        bar("here", 10, 10)
+        assert len(bar._shown) == 1
+    assert bar._shown == {}
+
+
+def test_a_missing_tqdm_is_named() -> None:
+    done = run_python(
+        """
+        import sys
+        sys.modules["tqdm.auto"] = None
+        import nvmeio.progress
+        try:
+            nvmeio.progress.tqdm_bar()
+        except ImportError as missing:
+            print(missing)
+        """,
+    )
+    assert "pip install tqdm" in done.stdout
+
+
+def test_bars_are_imported_when_they_are_made() -> None:
+    done = run_python(
+        """
+        import sys
+        import nvmeio
+        nvmeio.progress.rich_bar
+        print("rich" in sys.modules)
+        """,
+        fresh=True,
+    )
+    assert done.stdout.split() == ["False"]
