@@ -39,6 +39,13 @@ _MARK = (
 )
 
 
+# Models of which a layer reads weights of the one behind it.
+_READ_AHEAD = tuple(
+    f"sglang.srt.models.{name}"
+    for name in ("beam", "deepseek_v4", "hunyuan_v4", "kimi_k3", "muse_spark", "qwen4_exp")
+)
+
+
 class _Refused(NamedTuple):
     """What does not work with layers on the drive: where SGLang has it, and as what it is off."""
 
@@ -52,6 +59,8 @@ class _Refused(NamedTuple):
 _GRAPHS = "a CUDA graph replays without Python, and would compute with what lies in the window"
 _COMPILED = "compiled code skips what brings a layer's weights"
 _MOVED = "it replaces weights of layers while they are served"
+_EXPERTS = "it keeps and moves experts of layers itself"
+_FUSED = "its kernels read the weights of many layers without calling them"
 _REFUSED = (
     _Refused(
         "get_exec",
@@ -102,10 +111,54 @@ _REFUSED = (
         "what it releases of the weights is loaded anew by an update, which is refused",
         "no --enable-memory-saver",
     ),
+    _Refused(
+        "get_disagg",
+        "enable_pdmux",
+        (False,),
+        "it computes two layers at once, on two streams, and the window has one order",
+        "no --enable-pdmux",
+    ),
+    _Refused(
+        "get_exec",
+        "kernel.enable_nvidia_megakernel",
+        (False,),
+        _FUSED,
+        "no --enable-nvidia-megakernel",
+    ),
+    _Refused(
+        "get_exec", "kernel.enable_amd_monokernel", (False,), _FUSED, "no --enable-amd-monokernel"
+    ),
+    _Refused(
+        "get_exec",
+        "offload.ple_offload_embedding",
+        (False, None),
+        "it is an offloader too",
+        "--no-ple-offload-embedding",
+    ),
+    _Refused(
+        "get_exec", "moe.enable_paged_experts", (False,), _EXPERTS, "no --enable-paged-experts"
+    ),
+    _Refused("get_exec", "moe.kt_weight_path", (None,), _EXPERTS, "no --kt-weight-path"),
+    _Refused("get_parallel", "dwdp_size", (1, 0, None), _EXPERTS, "no --dwdp-size"),
     _Refused("get_exec", "moe.enable_eplb", (False,), _MOVED, "no --enable-eplb"),
     _Refused("get_exec", "moe.elastic_ep_backend", (None,), _MOVED, "no --elastic-ep-backend"),
     _Refused("get_lora", "enable_lora", (False, None), _MOVED, "no --enable-lora"),
     _Refused("get_lora", "lora_paths", (None, [], {}), _MOVED, "no --lora-paths"),
+    _Refused("get_spec", "uno_lora_path", (None,), _MOVED, "no --uno-lora-path"),
+    _Refused(
+        "get_model",
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        (False,),
+        "other instances would copy weights from addresses where they are no more",
+        "no --remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
+    _Refused(
+        "get_model",
+        "checkpoint_engine_wait_weights_before_ready",
+        (False,),
+        "it waits for an update of weights, which is refused",
+        "no --checkpoint-engine-wait-weights-before-ready",
+    ),
     _Refused(
         "get_model",
         "weight_cache_mode",
@@ -161,6 +214,36 @@ def check_server(hooked: Sequence[str]) -> None:
     if missing:
         raise BackendUnavailableError(
             "this SGLang lacks what nvmeio streams layers by", attempts=missing, remedy=TRIED
+        )
+
+
+def check_layer(layer: nn.Module) -> None:
+    """Refuse a layer that needs more of the model than itself.
+
+    Raises:
+        ValueError: It is of such a model.
+    """
+    for kind in type(layer).__mro__:
+        if kind.__module__ in _READ_AHEAD:
+            raise ValueError(
+                f"a {type(layer).__name__} ({kind.__module__}) reads weights of the layer behind "
+                f"it, which is on the drive then: serve this model without {VARIABLE}"
+            )
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose weights SGLang changes behind its offloader's back.
+
+    Raises:
+        ValueError: It is such a model.
+    """
+    if not getattr(model, "supports_torch_tp", False):
+        return
+    size = importlib.import_module(_CONTEXT).get_parallel().tp_size
+    if size > 1:
+        raise ValueError(
+            f"SGLang shards the weights of a {type(model).__name__} when they were spilled: serve "
+            f"it with --tp-size 1, or without {VARIABLE}"
         )
 
 

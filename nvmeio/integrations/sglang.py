@@ -43,7 +43,14 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference.parking import park, put_out
 from nvmeio.inference.spilling import Spiller
 from nvmeio.inference.stream import WeightStream
-from nvmeio.integrations._sglang_checks import TRIED, VARIABLE, check_server, mark
+from nvmeio.integrations._sglang_checks import (
+    TRIED,
+    VARIABLE,
+    check_layer,
+    check_model,
+    check_server,
+    mark,
+)
 from nvmeio.integrations._sglang_settings import Settings, read_settings
 
 __all__ = ["Settings", "new_offloader", "read_settings", "register"]
@@ -120,6 +127,7 @@ class Plugin:
     ) -> Any:
         """Around the loading of weights."""
         if self._offloader is not None:
+            check_model(model)
             weights = self._offloader.loading(weights)
         return original(model, weights, *rest, **named)
 
@@ -212,7 +220,8 @@ class Offloader:
         """The layers, each out of the device's memory as soon as it is made.
 
         Raises:
-            ValueError: A layer has no memory: its loader makes that later, for all layers.
+            ValueError: A layer has no memory: its loader makes that later, for all layers. Or it
+                reads weights of another one.
             TransferError: The drive has no room for the model.
         """
         modules = []
@@ -302,6 +311,7 @@ class Offloader:
         parameters = dict(module.named_parameters())
         if not parameters:
             return
+        check_layer(module)
         if any(parameter.is_meta for parameter in parameters.values()):
             raise ValueError(
                 f"a {type(module).__name__} is made without memory, which its loader gets for all "

@@ -292,6 +292,24 @@ def test_updates_of_weights_are_refused_and_change_nothing(start: Any) -> None:
         ("get_exec.offload.offload_group_size", 2, "no --offload-group-size"),
         ("get_exec.overlap.enable_two_batch_overlap", True, "no --enable-two-batch-overlap"),
         ("get_exec.features.enable_memory_saver", True, "no --enable-memory-saver"),
+        ("get_disagg.enable_pdmux", True, "no --enable-pdmux"),
+        ("get_exec.kernel.enable_nvidia_megakernel", True, "no --enable-nvidia-megakernel"),
+        ("get_exec.kernel.enable_amd_monokernel", True, "no --enable-amd-monokernel"),
+        ("get_exec.offload.ple_offload_embedding", True, "--no-ple-offload-embedding"),
+        ("get_exec.moe.enable_paged_experts", True, "no --enable-paged-experts"),
+        ("get_exec.moe.kt_weight_path", "/experts", "no --kt-weight-path"),
+        ("get_parallel.dwdp_size", 2, "no --dwdp-size"),
+        ("get_spec.uno_lora_path", "/draft", "no --uno-lora-path"),
+        (
+            "get_model.remote_instance_weight_loader_start_seed_via_transfer_engine",
+            True,
+            "no --remote-instance-weight-loader-start-seed-via-transfer-engine",
+        ),
+        (
+            "get_model.checkpoint_engine_wait_weights_before_ready",
+            True,
+            "no --checkpoint-engine-wait-weights-before-ready",
+        ),
         ("get_exec.moe.enable_eplb", True, "no --enable-eplb"),
         ("get_exec.moe.elastic_ep_backend", "mooncake", "no --elastic-ep-backend"),
         ("get_lora.enable_lora", True, "no --enable-lora"),
@@ -306,6 +324,25 @@ def test_what_does_not_work_is_refused_at_start(
     """A CUDA graph replayed over the window, for one: other layers' weights, without a word."""
     stand_in.install(**{name: value})
     with pytest.raises(ValueError, match=f"Start it with {flag}$"):
+        start().run(stand_in.checkpoint())
+
+
+def test_a_layer_that_reads_weights_of_the_next_is_refused(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those have no memory then: an error in the middle of the first request, or worse."""
+    monkeypatch.setattr(stand_in.Layer, "__module__", "sglang.srt.models.kimi_k3")
+    with pytest.raises(ValueError, match="reads weights of the layer behind it"):
+        start().run(stand_in.checkpoint())
+
+
+def test_a_model_that_is_sharded_after_its_loading_is_refused(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_in.Model, "supports_torch_tp", True, raising=False)
+    start().run(stand_in.checkpoint())
+    stand_in.install(**{"get_parallel.tp_size": 2})
+    with pytest.raises(ValueError, match="with --tp-size 1"):
         start().run(stand_in.checkpoint())
 
 

@@ -19,6 +19,7 @@ if importlib.util.find_spec("sglang") is None:
 
 from inference._models import llama, saved
 
+from nvmeio.integrations import _sglang_checks
 from nvmeio.integrations import sglang as for_sglang
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
@@ -86,3 +87,18 @@ def test_an_engine_with_another_offloader_does_not_start(model: Path, tmp_path: 
     found, log = engine(model, configuration(tmp_path), cpu_offload_gb=1)
     assert found is None
     assert "Start it with no --cpu-offload-gb" in log
+
+
+def test_what_is_refused_is_where_sglang_has_it() -> None:
+    """A name that it does not know is taken for something that this SGLang does not have."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.server_args import ServerArgs
+
+    namespaces = namespace_of(ServerArgs)
+    derived = {"backend", "enable_torch_compile", "is_startup_weight_load_overlap"}
+    for each in _sglang_checks._REFUSED:
+        *between, field = each.at.split(".")
+        if field not in derived:
+            assert namespaces[field] == ".".join([each.of.removeprefix("get_"), *between])
+    for module in _sglang_checks._READ_AHEAD:
+        assert importlib.util.find_spec(module) is not None
