@@ -71,8 +71,9 @@ class Mapping(mmap.mmap):
     given the same address already.
     """
 
-    __slots__ = ("address", "nbytes")
+    __slots__ = ("address", "base", "nbytes")
 
+    base: int  # of the first byte
     address: int  # of the first usable byte
     nbytes: int  # usable from there, whole pages
 
@@ -159,7 +160,7 @@ class Mapping(mmap.mmap):
 
         It holds this mapping: torch keeps the object that it was given a buffer of.
         """
-        start = self.address - _address_of(self) + offset
+        start = self.address - self.base + offset
         # frombuffer makes no empty tensor; one element of storage stands behind it instead.
         count = max(math.prod(sizes), 1)
         flat = torch.frombuffer(self, dtype=dtype, count=count, offset=start)
@@ -174,7 +175,7 @@ class Mapping(mmap.mmap):
         Returns:
             The tensor, and what has to be kept for that.
         """
-        start = self.address - _address_of(self) + offset
+        start = self.address - self.base + offset
         part = memoryview(self)[start : start + max(nbytes, 1)]
         flat = torch.frombuffer(part, dtype=torch.uint8)  # keeps the part, and that the mapping
         return (flat if nbytes else flat.resize_(0)), weakref.ref(part, died)
@@ -199,7 +200,7 @@ class Mapping(mmap.mmap):
 def _anonymous(cls: type[Mapping], length: int) -> Mapping:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     self: Mapping = mmap.mmap.__new__(cls, -1, length, flags=flags)
-    self.address = _address_of(self)
+    self.base = self.address = _address_of(self)
     return self
 
 

@@ -29,6 +29,7 @@ from nvmeio import _device, _memory, files
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.prefault import Prefault
+from nvmeio._io.scattered import read_scattered
 from nvmeio._io.span_plan import Region, Run, inside, named, plan
 from nvmeio._io.span_plan import Span as Span
 from nvmeio._io.staging import Stagings
@@ -138,6 +139,12 @@ class Load:
                     return self._to_host(regions)
                 with _device.on(self._device):
                     return self._through(regions)
+
+    def scattered(
+        self, handle: AioHandle, file: File, places: Sequence[tuple[int, int]], what: str
+    ) -> list[bytes]:
+        """A few bytes at each of many places of a file; see `read_scattered`."""
+        return read_scattered(handle, file, places, self._flight, what) if places else []
 
     @property
     def _on_host(self) -> bool:

@@ -15,6 +15,7 @@ reader. It is private: where it is missing, or takes other parameters, torch.loa
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import pickle
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats import torch_pickle
+from nvmeio._formats import torch_pickle, torch_unpickling
 from nvmeio._formats.sniff import TruncatedFileError, check_older
 from nvmeio._formats.torch_file import (
     TorchFile,
@@ -170,6 +171,8 @@ class LoadOptions:
     pickle_load_args: dict[str, Any]
     fake: bool
     """Whether tensors without data are made, by a mode of the calling thread."""
+    plain: bool = False
+    """Whether the pickle was found to need nothing of torch's own unpickler."""
 
     @classmethod
     def checked(
@@ -252,6 +255,8 @@ def _load_archive(
         found.update(zip(keys, tensors, strict=True))
     handle.done()
     reader = _Reader(checkpoint, found)
+    if scan.plain and _is_usual(options) and not _is_swapped(checkpoint):
+        options = replace(options, plain=True)
     try:
         return in_caller(_unpickle, reader, options)
     except pickle.UnpicklingError:
@@ -313,12 +318,35 @@ def _refuse(path: str) -> None:
 
 
 def _unpickle(reader: _Reader, options: LoadOptions) -> Any:
+    if options.plain:
+        with contextlib.suppress(Exception):  # whatever is wrong with a tensor is told by torch
+            return _unpickle_plain(reader, options)
     arguments = {"encoding": "utf-8", **options.pickle_load_args}
     if options.weights_only:
         module: Any = torch._weights_only_unpickler
     else:
         module = pickle if options.pickle_module is None else options.pickle_module
     return _seam()(reader, options.map_location, module, **arguments)
+
+
+def _is_usual(options: LoadOptions) -> bool:
+    """Whether nothing is asked for that only torch's own unpickler does, nor calls the user."""
+    usual = options.weights_only and not options.pickle_load_args and not options.fake
+    return usual and not callable(options.map_location)
+
+
+def _unpickle_plain(reader: _Reader, options: LoadOptions) -> Any:
+    """What was found plain, faster than by torch itself.
+
+    Raises:
+        UnknownTorchError: torch has to do it.
+    """
+    settings = getattr(torch.serialization, "_serialization_tls", None)
+    restoring = getattr(torch.serialization, "_get_restore_location", None)
+    if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes
+        raise torch_unpickling.UnknownTorchError
+    restore = restoring(options.map_location)
+    return torch_unpickling.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
 
 
 # Where the storages go
@@ -382,7 +410,7 @@ class _Reader:
 
     def __init__(self, checkpoint: TorchFile, storages: dict[str, torch.Tensor]) -> None:
         self._checkpoint = checkpoint
-        self._storages = storages
+        self.storages = storages
         self._texts = {
             name: checkpoint.read(name)
             for name in checkpoint.records
@@ -403,7 +431,7 @@ class _Reader:
         return self._checkpoint.records[name].offset
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: object) -> torch.Tensor:
-        storage = self._storages[name.removeprefix("data/")]
+        storage = self.storages[name.removeprefix("data/")]
         if storage.nbytes != nbytes:
             raise size_error(self._checkpoint, name, nbytes)
         return storage
