@@ -8,6 +8,9 @@
     dcp.save(state_dict, storage_writer=NvmeStorageWriter("checkpoint/1000"))
     dcp.load(state_dict, storage_reader=NvmeStorageReader("checkpoint/1000"))
 
+    stager = GuardingStager(optimizer)  # no copy of what the optimizer owns
+    dcp.async_save(state_dict, storage_writer=NvmeStorageWriter(…), async_stager=stager)
+
 The checkpoint is that of torch's own FileSystemWriter: a directory with ``.metadata`` and a
 ``.distcp`` file or more of each rank. FileSystemReader reads what is written here, and
 NvmeStorageReader what FileSystemWriter wrote, with any other number of ranks.
@@ -53,6 +56,8 @@ from nvmeio.integrations._dcp import names
 from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
 from nvmeio.integrations._dcp.sources import Source, stream_transforms
+from nvmeio.integrations._dcp.staging import GuardingStager as GuardingStager
+from nvmeio.integrations._dcp.staging import Reads, is_default, taken_here
 from nvmeio.integrations._dcp.writing import write_file
 
 logger = logging.getLogger("nvmeio")
@@ -72,6 +77,7 @@ class _DataFile(NamedTuple):
     name: str
     items: Sequence[WriteItem]
     flight: InFlight
+    reads: Reads | None = None
 
 
 class _InDirectory:
@@ -242,16 +248,32 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         if self._exists():
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
             prefix = names.replacing(prefix, self.save_id)
+        held = taken_here()
         files = [
             _DataFile(f"{prefix}{number}{names.SUFFIX}", items, InFlight())
             for number, items in enumerate(self._split(plan.items))
         ]
+        transformed = getattr(self.transforms, "extensions", ())
+        if held is not None and len(files) == 1 and is_default(planner) and not transformed:
+            reads = Reads(held)
+            flight = InFlight(held.most_in_flight_bytes, reads.finished)
+            files = [files[0]._replace(flight=flight, reads=reads)]
 
         def cancel() -> None:
             for file in files:
                 file.flight.cancel()
 
-        found = run_interruptible(_as_here(lambda: self._write_files(files, planner)), cancel)
+        def write() -> list[WriteResult]:
+            try:
+                results = self._write_files(files, planner)
+                if held is not None:
+                    held.check()
+                return results
+            finally:
+                if held is not None:
+                    held.end(told=True)
+
+        found = run_interruptible(_as_here(write), cancel)
         results: Future[list[WriteResult]] = Future()
         results.set_result(found)
         return results
@@ -290,14 +312,19 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         file: _DataFile,
     ) -> list[WriteResult]:
         sources = [Source(planner, item, self.transforms) for item in file.items]
+        resolve = [source.resolve for source in sources]
+        if file.reads is not None:
+            resolve = file.reads.begin(resolve)
+        fqns = [source.item.index.fqn for source in sources]
         extents = write_file(
             get_handle,
             os.fspath(self.path / file.name),
-            [(source.item.index.fqn, source.resolve) for source in sources],
+            list(zip(fqns, resolve, strict=True)),
             checksum=self._checksum,
             written=written,
             flight=file.flight,
             durable=self.sync_files,
+            reads=file.reads,
         )
         return [
             source.written(file.name, extent)

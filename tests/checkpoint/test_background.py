@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint._objects import assert_same
-from support import HeldEngine, thread
+from support import HeldEngine, spin_until, thread
 
 import nvmeio
 from nvmeio.checkpoint.background import BackgroundSaver
@@ -56,7 +56,7 @@ def test_what_is_guarded_is_written_from_where_it_lies(
     else:
         report = saver.save_safetensors(layer.state_dict(), path, {"format": "pt"})
     assert report.guarded_bytes == 700 * 700 * 4 and report.copied_bytes < 700 * 4 + 4096
-    engine.wait_until_begun(1)
+    spin_until(lambda: any(live._claimed for live in saver._guard.held))
     with thread(optimizer.step) as ended:
         assert not ended
         engine.gate.set()
