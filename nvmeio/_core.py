@@ -549,7 +549,7 @@ class Core:
             self._finisher.close()
             self.engine.stop()
             self._completions.release()
-            _unreleased.cores.discard(self)
+            _unreleased.let_go(self)
             self._shut = True
 
     @property
