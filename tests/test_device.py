@@ -150,7 +150,7 @@ def test_loads_work_on_their_own_device(
     copies: list[int] = []
     empty = torch.empty
 
-    class Copies(span_reads._Copies):
+    class Copies(span_reads.Copies):
         def copy(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
             with torch.cuda.stream(self._stream):
                 copies.append(cuda.current_device())
@@ -159,7 +159,7 @@ def test_loads_work_on_their_own_device(
     def on_host(*size: int, device: object = None, **others: Any) -> torch.Tensor:
         return empty(*size, **others)
 
-    monkeypatch.setattr(span_reads, "_Copies", Copies)
+    monkeypatch.setattr(span_reads, "Copies", Copies)
     monkeypatch.setattr(span_reads.torch, "empty", on_host)
     found: list[torch.Tensor] = []
     with nvmeio.AioHandle(engine="threads") as handle:

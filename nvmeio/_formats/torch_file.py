@@ -12,6 +12,7 @@ import torch
 
 from nvmeio import _memory
 from nvmeio._formats import pickle_calls, torch_pickle, torch_zip
+from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import IntegrityError, TransferError
@@ -37,18 +38,41 @@ class TorchFile:
         file: Open for reading; stays open.
         get_handle: The handle, asked for when many reads are wanted at once.
         load: Cancels those reads.
+        told: What another rank has read of it (`told`): nothing of that is read here.
 
     Raises:
         IntegrityError: The archive is damaged or none; names file and record.
         TransferError: It cannot be read.
     """
 
-    def __init__(self, file: File, get_handle: Callable[[], AioHandle], load: Load) -> None:
+    def __init__(
+        self,
+        file: File,
+        get_handle: Callable[[], AioHandle],
+        load: Load,
+        told: tuple[Archive, dict[str, bytes]] | None = None,
+    ) -> None:
         self._file = file
         self._get_handle = get_handle
         self._load = load
-        self.archive = torch_zip.parse(self._read_many, file.size(), file.path)
+        self._texts: dict[str, bytes] = {}
+        if told is None:
+            self.archive = torch_zip.parse(self._read_many, file.size(), file.path)
+        else:
+            self.archive, self._texts = told[0]._replace(path=file.path), told[1]
         self.records = self.archive.records()
+
+    def told(self) -> tuple[Archive, dict[str, bytes]]:
+        """What another rank needs to know of it: all but the storages."""
+        return self.archive, self.texts()
+
+    def texts(self) -> dict[str, bytes]:
+        """The records that torch asks for beside the storages, by name."""
+        return {
+            name: self.read(name)
+            for name in self.records
+            if name == _PICKLE or (not name.startswith("data/") and self.is_text(name))
+        }
 
     @property
     def path(self) -> str:
@@ -62,6 +86,8 @@ class TorchFile:
             IntegrityError: It is missing, or of absurd size.
             MemoryError: There is less memory than it needs; nothing was allocated.
         """
+        if name in self._texts:
+            return self._texts[name]
         entry = self.records.get(name)
         if entry is None:
             raise IntegrityError(

@@ -45,7 +45,7 @@ class RankStore:
         self.rank, self.size = rank, size
         self._store = store
         self.path = path
-        self._operation = operation
+        self.operation = operation
 
     @classmethod
     def of_group(cls, group: Any, name: str, path: str, operation: str) -> RankStore:
@@ -70,6 +70,17 @@ class RankStore:
     def alone(self) -> bool:
         """Whether there is nobody to tell anything."""
         return self._store is None
+
+    def within(self, name: str, path: str, operation: str) -> RankStore:
+        """Keys of their own in this store, under a name that is used once."""
+        store = None if self._store is None else self.prefixed(name)
+        return RankStore(store, self.rank, self.size, path, operation)
+
+    def prefixed(self, name: str) -> Any:
+        """The store of torch, under a name: for what torch itself asks it."""
+        import torch.distributed as dist
+
+        return dist.distributed_c10d.PrefixStore(name, self._store)
 
     @property
     def timeout_s(self) -> float:
@@ -108,7 +119,7 @@ class RankStore:
         except Exception as failed:
             raise TransferError(
                 errno.ECONNRESET,
-                operation=self._operation,
+                operation=self.operation,
                 path=self.path,
                 detail=f"the store of torch.distributed cannot be reached ({failed}): the rank "
                 "that serves it is gone, or the process group was destroyed before this was closed",

@@ -207,7 +207,7 @@ class Load:
 
     def _through(self, regions: list[Region]) -> list[torch.Tensor]:
         found = [self._new(span.nbytes) for span in self._spans]
-        copies = _Copies(self._device)
+        copies = Copies(self._device)
         stagings = Stagings(CHUNK_BYTES, CHUNKS, self._device)
 
         def pass_on(chunk: torch.Tensor, run: Run, region: Region) -> None:
@@ -286,7 +286,7 @@ def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
                 yield run._replace(start=start, end=end, at=run.at + start - run.start), region
 
 
-class _Copies:
+class Copies:
     """Copies to a device: on a CUDA stream of their own, or one after another elsewhere."""
 
     def __init__(self, device: torch.device) -> None:

@@ -49,6 +49,11 @@ class Stagings:
         made._free += reversed(chunks)
         return made
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `take` has one at once."""
+        return bool(self._free) or self._left > 0
+
     def take(self, flight: InFlight) -> torch.Tensor:
         """A chunk that nobody uses; waits for what is in flight until one is given back.
 

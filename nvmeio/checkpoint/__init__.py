@@ -2,7 +2,7 @@
 
 Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
 and written), `nvmeio._storage.replace` (a file into its place), `_saving`; then `nvmeio._io.spans`
-(many parts of files into memory), `_loading`.
+(many parts of files into memory), `_loading`, `_loading_ranks`.
 For saves in the background: `_retention` (the directory), `_snapshot`, `_live` and `_guard` (what
 is not copied), `_ranks`, `_job`, `_job_files`, `_saver`, `checkpointer`; `background` is the same
 under any names.

@@ -24,7 +24,8 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,10 +48,15 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.locks import open_reading
+from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks
+from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 MapLocation = (
     Callable[[torch.UntypedStorage, str], Any] | torch.device | str | Mapping[str, Any] | None
@@ -77,6 +83,8 @@ def load(
     mmap: bool | None = None,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
     **pickle_load_args: Any,
 ) -> Any:
     """Load what `nvmeio.save` or `torch.save` wrote, at the drive's speed.
@@ -99,6 +107,11 @@ def load(
         handle: Moves the bytes, and stays open; None makes one for this call.
         progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
             `nvmeio.progress`. Not of files that are left to torch.load.
+        process_group: Its ranks, all of which call this with the same file, each read an equal
+            part of it, and get the rest from the others (through gloo, in a process group that is
+            made for this call alone). Each may have a `map_location` of its own.
+        timeout_s: Of such ranks: how long one may make no progress before the others give it up,
+            in seconds.
         pickle_load_args: As for torch.load, such as ``encoding``.
 
     Returns:
@@ -114,8 +127,12 @@ def load(
         pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids, or nvmeio's of
             a call that would allocate far more than the pickle holds; likewise.
         TransferError: The file cannot be opened or read.
-        TypeError: `path` is an open file.
+        TypeError: `path` is an open file; `process_group` is none.
+        ValueError: This process is no member of `process_group`.
         MemoryError: There is less memory than the state needs.
+
+    Where one of several ranks fails, dies or is interrupted, all others raise a `TransferError`
+    that says which, and of what.
 
     After an error or interrupt: nothing is in flight, and nothing is kept. Unpickling is done in
     the calling thread; all else in another one, where that is the main thread.
@@ -123,11 +140,16 @@ def load(
     Cost: the memory of the state, and no copy. The records' CRC-32 are not checked, as torch does
     not: `nvmeio verify` does.
     """
-    options = LoadOptions.checked(map_location, pickle_module, weights_only, mmap, pickle_load_args)
-    with LongCall("load", _checked_path(path), progress) as call:
-        return run_with_caller(
-            lambda in_caller: load_file(path, options, handle, call, in_caller), call.cancel
+    ranks = LoadingRanks.of_group(process_group, timeout_s, path)
+    with ranks.telling():
+        options = LoadOptions.checked(
+            map_location, pickle_module, weights_only, mmap, pickle_load_args
         )
+        with LongCall("load", _checked_path(path), progress) as call:
+            return run_with_caller(
+                lambda in_caller: load_file(path, options, handle, call, in_caller, ranks),
+                call.cancel,
+            )
 
 
 async def async_load(
@@ -139,6 +161,8 @@ async def async_load(
     mmap: bool | None = None,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
     **pickle_load_args: Any,
 ) -> Any:
     """`load`, awaited: a thread does it, so that the event loop goes on meanwhile.
@@ -146,9 +170,15 @@ async def async_load(
     Parameters and errors as for `load`. Cancelling stops the reading; `CancelledError` is raised
     once nothing is in flight any more.
     """
-    options = LoadOptions.checked(map_location, pickle_module, weights_only, mmap, pickle_load_args)
-    with LongCall("load", _checked_path(path), progress) as call:
-        return await in_thread(lambda: load_file(path, options, handle, call, at_once), call.cancel)
+    ranks = LoadingRanks.of_group(process_group, timeout_s, path)
+    with ranks.telling():
+        options = LoadOptions.checked(
+            map_location, pickle_module, weights_only, mmap, pickle_load_args
+        )
+        with LongCall("load", _checked_path(path), progress) as call:
+            return await in_thread(
+                lambda: load_file(path, options, handle, call, at_once, ranks), call.cancel
+            )
 
 
 def _checked_path(path: Any) -> str | os.PathLike[str]:
@@ -213,17 +243,20 @@ def load_file(
     handle: AioHandle | None,
     call: LongCall,
     in_caller: InCaller,
+    ranks: LoadingRanks = ALONE,
 ) -> Any:
     """Load a file; what unpickles is called through `in_caller`. See `load`."""
-    with open_reading(path) as file:
+    with ranks.loading(call), open_reading(path) as file:
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
+        through_torch = older or options.mmap or _seam() is None
+        ranks.meet(file, together=not (through_torch or _nothing_to_read(options)))
         if older and options.pickle_module is None:  # another one may read anything
             check_older(file)
             return in_caller(_load_older, file, options)
-        if older or options.mmap or _seam() is None:
+        if through_torch:
             return in_caller(_load_through_torch, path, options)
         with CallHandle(handle, path) as call_handle:
-            return _load_archive(file, options, call_handle, call, in_caller)
+            return _load_archive(file, options, call_handle, call, in_caller, ranks)
 
 
 def _load_archive(
@@ -232,27 +265,35 @@ def _load_archive(
     handle: CallHandle,
     call: LongCall,
     in_caller: InCaller,
+    ranks: LoadingRanks,
 ) -> Any:
     first = Load()
     call.then(first.cancel)
-    checkpoint = TorchFile(file, handle.get, first)
+    checkpoint = ranks.open(partial(TorchFile, file, handle.get, first))
     if checkpoint.archive.is_script:
         with same_file(file) as same:
             return in_caller(_load_through_torch, same, options)
-    scan = scan_pickle(checkpoint)
-    if options.weights_only:
-        check_calls(checkpoint, scan)
-    if _nothing_to_read(options):
-        with same_file(file) as same:
-            return in_caller(_load_through_torch, same, options)
-    spans = spans_of(checkpoint, file, scan)
-    if options.weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
-        _check_globals(file)
+    with ranks.agreeing():
+        scan = scan_pickle(checkpoint)
+        if options.weights_only:
+            check_calls(checkpoint, scan)
+        if _nothing_to_read(options):
+            with same_file(file) as same:
+                return in_caller(_load_through_torch, same, options)
+        spans = spans_of(checkpoint, file, scan)
+        if options.weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
+            _check_globals(file)
+        _check_locations(scan, file, options.map_location)
+        devices = _devices(scan, checkpoint, options.map_location)
     found: dict[str, torch.Tensor] = {}
-    _check_locations(scan, file, options.map_location)
-    for device, keys in _devices(scan, checkpoint, options.map_location).items():
-        tensors = Load(call).run(handle.get(), [spans[key] for key in keys], device)
+    for keys in _read_as_one(scan, devices, ranks):
+        wanted, device = [spans[key] for key in keys], devices[scan.storages[keys[0]].location]
+        if ranks.together:
+            tensors = ranks.read(handle.get, file, wanted, device, call)
+        else:
+            tensors = Load(call).run(handle.get(), wanted, device)
         found.update(zip(keys, tensors, strict=True))
+    ranks.part()
     handle.done()
     reader = _Reader(checkpoint, found)
     if scan.plain and _is_usual(options) and not _is_swapped(checkpoint):
@@ -389,20 +430,29 @@ def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) ->
 
 def _devices(
     scan: torch_pickle.Scan, checkpoint: TorchFile, where: MapLocation
-) -> dict[torch.device, list[str]]:
-    """The keys of the storages, by the device that they are read to.
+) -> dict[str, torch.device]:
+    """The device that storages are read to, by the location that they were saved from.
 
     torch tells, given a storage of no bytes: so a device that is not there is refused by it,
     and in its words, before anything is read.
     """
     on_host = callable(where) or _is_swapped(checkpoint)
-    devices: dict[str, torch.device] = {}
-    found: dict[torch.device, list[str]] = {}
+    locations = dict.fromkeys(ref.location for ref in scan.storages.values())
+    return {each: _CPU if on_host else _destination(where, each) for each in locations}
+
+
+def _read_as_one(
+    scan: torch_pickle.Scan, devices: dict[str, torch.device], ranks: LoadingRanks
+) -> list[list[str]]:
+    """The keys of storages that are read as one: to one device.
+
+    Ranks that read together may each have other devices; the locations are the same for all.
+    """
+    found: dict[object, list[str]] = {}
     for key, ref in scan.storages.items():
-        if ref.location not in devices:
-            devices[ref.location] = _CPU if on_host else _destination(where, ref.location)
-        found.setdefault(devices[ref.location], []).append(key)
-    return found
+        kind = ref.location if ranks.together else devices[ref.location]
+        found.setdefault(kind, []).append(key)
+    return list(found.values())
 
 
 class _Reader:
@@ -411,11 +461,7 @@ class _Reader:
     def __init__(self, checkpoint: TorchFile, storages: dict[str, torch.Tensor]) -> None:
         self._checkpoint = checkpoint
         self.storages = storages
-        self._texts = {
-            name: checkpoint.read(name)
-            for name in checkpoint.records
-            if name == "data.pkl" or (not name.startswith("data/") and checkpoint.is_text(name))
-        }
+        self._texts = checkpoint.texts()
 
     def has_record(self, name: str) -> bool:
         return name in self._checkpoint.records

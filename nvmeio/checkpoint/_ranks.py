@@ -1,6 +1,6 @@
-"""How the ranks of a process group agree on one save: messages, with a time limit.
+"""How the ranks of a process group agree on one save or load: messages, with a time limit.
 
-Every save has keys of its own in the store that the ranks share (`nvmeio._io.rank_store`): set
+Every one has keys of its own in the store that the ranks share (`nvmeio._io.rank_store`): set
 once, read by whoever needs them. Missing keys are asked for again and again. Each rank counts up a
 key of its own while it makes progress; the one that others wait for and that stops counting is
 given up after the time limit, by all. Whoever fails says so under one key that everybody looks at.
@@ -45,6 +45,25 @@ def store_of(group: Any, directory: str) -> RankStore:
     """
     if group is None:
         return RankStore(None, 0, 1, directory, "save")
+    rank, size, members = checked_group(group, "make no Checkpointer")
+    if size == 1:
+        return RankStore(None, rank, size, directory, "save")
+    key = (members, directory)
+    number = _made[key] = _made.get(key, 0) + 1
+    digest = sha256(f"{members} {os.path.abspath(directory)}".encode()).hexdigest()
+    return RankStore.of_group(group, f"{digest[:16]}/{number}", directory, "save")
+
+
+def checked_group(group: Any, otherwise: str) -> tuple[int, int, str]:
+    """This process's rank in a group, its size, and a name for who its members are.
+
+    Args:
+        group: A `torch.distributed.ProcessGroup`, as a caller gave it.
+        otherwise: What a process does that is no member.
+
+    Raises:
+        TypeError, ValueError: As for `store_of`.
+    """
     import torch.distributed as dist
 
     if not isinstance(group, dist.ProcessGroup):
@@ -54,24 +73,18 @@ def store_of(group: Any, directory: str) -> RankStore:
         )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ValueError("this process is no member of process_group: make no Checkpointer")
-    if size == 1:
-        return RankStore(None, rank, size, directory, "save")
-    members = ",".join(map(str, dist.get_process_group_ranks(group)))
-    key = (members, directory)
-    number = _made[key] = _made.get(key, 0) + 1
-    digest = sha256(f"{members} {os.path.abspath(directory)}".encode()).hexdigest()
-    return RankStore.of_group(group, f"{digest[:16]}/{number}", directory, "save")
+        raise ValueError(f"this process is no member of process_group: {otherwise}")
+    return rank, size, ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
 class Messages:
-    """The messages of one save; for a process alone, none are sent.
+    """The messages of one save or load; for a process alone, none are sent.
 
     Args:
         store: What the ranks share.
-        number: Of the save: the same on all ranks.
+        number: Of the save or load: the same on all ranks.
         timeout_s: How long a rank may go without progress, in seconds.
-        directory: Where they save.
+        directory: Where they save or load, for errors.
 
     Used by one thread at a time, but for `beat`, `fail` and `stop`, which may come from any.
     """
@@ -192,10 +205,11 @@ class Messages:
         elif now - since > self._timeout_s:
             failed = TransferError(
                 errno.ETIMEDOUT,
-                operation="save",
+                operation=self._store.operation,
                 path=self._directory,
                 detail=f"rank {rank} of {self.size} made no progress for {self._timeout_s:g} s: "
-                "it died, hangs, or did not call save; older checkpoints are as they were",
+                f"it died, hangs, or did not call {self._store.operation}; older checkpoints are "
+                "as they were",
             )
             self.fail(failed)
             raise failed
@@ -203,9 +217,10 @@ class Messages:
     def _failure(self, told: dict[str, Any]) -> TransferError:
         return TransferError(
             told["errno"] or errno.ECANCELED,
-            operation="save",
+            operation=self._store.operation,
             path=self._directory,
-            detail=f"rank {told['rank']} of {self.size} could not save: {told['text']}",
+            detail=f"rank {told['rank']} of {self.size} could not {self._store.operation}: "
+            f"{told['text']}",
         )
 
     def _key(self, name: str, rank: int) -> str:

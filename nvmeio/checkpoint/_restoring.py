@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nvmeio._io.caller import InCaller
@@ -14,6 +15,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._loading import LoadOptions, load_file
+from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks
 from nvmeio.checkpoint._retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
@@ -28,6 +30,7 @@ class Wanted:
     Attributes:
         size: How many ranks there are now.
         own: Which of them this is.
+        new_ranks: Those that restore it together; `ALONE` where this one does so by itself.
     """
 
     directory: str
@@ -35,6 +38,7 @@ class Wanted:
     rank: int | None
     size: int
     own: int
+    new_ranks: Callable[[], LoadingRanks] = lambda: ALONE
 
 
 def restore(
@@ -45,25 +49,55 @@ def restore(
     in_caller: InCaller,
 ) -> Any:
     """The state, or a list of states."""
-
-    def load(path: str) -> Any:
-        return load_file(path, options, handle, call, in_caller)
-
     for attempt in range(_ATTEMPTS):
         call.again()
-        generation = _find(wanted)
+        ranks, path = wanted.new_ranks(), ""
+        ranks.listen(call)
         try:
-            if generation.of_ranks:
-                return _load_directory(wanted, generation.path, load)
-            return load(generation.path)
+            with ranks.telling():
+                generation = ranks.choose(partial(_find, wanted), wanted.directory)
+                path = generation.path
+                load = _Loading(wanted, options, handle, call, in_caller, ranks)
+                if generation.of_ranks:
+                    return _load_directory(wanted, path, load)
+                return load(path)
         except OSError as failed:
-            # Recycled between the look into the directory and the opening, or replaced.
-            gone = failed.errno == errno.ESTALE or (
-                failed.errno == errno.ENOENT and not os.path.exists(generation.path)
-            )
+            # Recycled between the look into the directory and the opening, or replaced. Several
+            # ranks look once more if all know of it.
+            gone = failed.errno == errno.ESTALE and (ranks.is_alone or not os.path.isdir(path))
+            if ranks.is_alone and path and failed.errno == errno.ENOENT:
+                gone = not os.path.exists(path)
             if not gone or attempt + 1 == _ATTEMPTS:
                 raise
     raise AssertionError("unreachable")
+
+
+class _Loading:
+    """How each file of a checkpoint is loaded; parameters as for `load_file`."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        options: LoadOptions,
+        handle: AioHandle | None,
+        call: LongCall,
+        in_caller: InCaller,
+        ranks: LoadingRanks,
+    ) -> None:
+        self._wanted, self._options, self._handle = wanted, options, handle
+        self._call, self._in_caller = call, in_caller
+        self._ranks = ranks
+
+    def __call__(self, path: str) -> Any:
+        """Load a file; with the other ranks, where they restore together."""
+        ranks = self._ranks
+        if ranks.is_over and not ranks.is_alone:  # of a file before
+            ranks = self._wanted.new_ranks()
+        return load_file(path, self._options, self._handle, self._call, self._in_caller, ranks)
+
+    def own(self, path: str) -> Any:
+        """Load a file that no other rank wants."""
+        return load_file(path, self._options, self._handle, self._call, self._in_caller)
 
 
 def _find(wanted: Wanted) -> Generation:
@@ -90,7 +124,7 @@ def _find(wanted: Wanted) -> Generation:
     return found[-1]
 
 
-def _load_directory(wanted: Wanted, path: str, load: Callable[[str], Any]) -> Any:
+def _load_directory(wanted: Wanted, path: str, load: _Loading) -> Any:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as failed:
@@ -117,11 +151,11 @@ def _load_directory(wanted: Wanted, path: str, load: Callable[[str], Any]) -> An
     )
 
 
-def _load_ranks(wanted: Wanted, path: str, load: Callable[[str], Any]) -> Any:
+def _load_ranks(wanted: Wanted, path: str, load: _Loading) -> Any:
     names = _files_of(path)
     rank = wanted.rank
     if rank is None and wanted.size == len(names):
-        rank = wanted.own
+        return load.own(os.path.join(path, names[wanted.own]))
     if rank is None:
         return [load(os.path.join(path, name)) for name in names]
     if rank >= len(names):

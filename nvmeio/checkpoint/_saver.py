@@ -22,6 +22,7 @@ from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._guard import Guard
 from nvmeio.checkpoint._job import SaveJob, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
+from nvmeio.checkpoint._loading_ranks import LoadingRanks
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
 from nvmeio.checkpoint._under_way import UnderWay
@@ -72,7 +73,7 @@ class Saver:
         self._lock_fd = -1
         self._turn = threading.Lock()  # one call of save or close at a time
         self._job: SaveJob | None = None  # the last one whose snapshot was taken
-        self._saves = 0
+        self._saves = self._loads = 0
         self._pid = os.getpid()
         self._released = False
         self.under_way: list[UnderWay[SaveReport]] = []  # and what nobody was told of
@@ -186,6 +187,12 @@ class Saver:
         handle = self._handle
         usable = handle is not None and not handle.closed and os.getpid() == self._pid
         return handle if usable else None
+
+    def loading_ranks(self) -> LoadingRanks:
+        """The ranks, for one more load of all of them together."""
+        self._loads += 1
+        store = self.setup.store.within("restore", self.directory, "restore")
+        return LoadingRanks(store, self._loads, self.setup.timeout_s)
 
     def _claim(self) -> None:
         """Make the directory, and be the only one that saves there."""

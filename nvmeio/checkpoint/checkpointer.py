@@ -288,6 +288,7 @@ class Checkpointer(ClosingWork):
         *,
         rank: int | None = None,
         progress: Progress | None = None,
+        together: bool = False,
     ) -> Any:
         """Load a checkpoint of the directory, as `nvmeio.load` does.
 
@@ -299,6 +300,9 @@ class Checkpointer(ClosingWork):
             rank: Of a checkpoint with one file per rank, the state of which.
             progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
                 `nvmeio.progress`.
+            together: All ranks of the process group call this, and each reads an equal part of what
+                they want in common, and gets the rest from the others (see `nvmeio.load`). Rank 0
+                says which checkpoint is the latest. Each may have a `map_location` of its own.
 
         Returns:
             The state. Of a checkpoint with one file per rank, and without `rank`: this rank's own
@@ -311,10 +315,11 @@ class Checkpointer(ClosingWork):
             ValueError: It has no file of such a rank.
             Exception: As for `nvmeio.load`.
 
-        Works on a closed Checkpointer, too. No rank waits for another.
+        Works on a closed Checkpointer, too. No rank waits for another, but with `together`: where
+        one fails then, dies or does not come, all others raise a `TransferError` that says which.
         """
         options = LoadOptions.checked(map_location, weights_only=weights_only)
-        wanted = self._wanted(step, rank)
+        wanted = self._wanted(step, rank, together)
         with LongCall("restore", self.directory, progress) as call:
             return run_with_caller(
                 lambda ask: restore(wanted, options, self._saver.open_handle, call, ask),
@@ -329,21 +334,25 @@ class Checkpointer(ClosingWork):
         *,
         rank: int | None = None,
         progress: Progress | None = None,
+        together: bool = False,
     ) -> Any:
         """`restore`, awaited: a thread does it. Cancelling stops the reading."""
         options = LoadOptions.checked(map_location, weights_only=weights_only)
-        wanted = self._wanted(step, rank)
+        wanted = self._wanted(step, rank, together)
         with LongCall("restore", self.directory, progress) as call:
             return await in_thread(
                 lambda: restore(wanted, options, self._saver.open_handle, call, at_once),
                 call.cancel,
             )
 
-    def _wanted(self, step: int | None, rank: int | None) -> Wanted:
+    def _wanted(self, step: int | None, rank: int | None, together: bool) -> Wanted:
         number = None if step is None else _checked_step(step)
         if rank is not None:
             _checks.integer("rank", rank, 0)
-        return Wanted(self.directory, number, rank, self._store.size, self._store.rank)
+        size, own = self._store.size, self._store.rank
+        if not together or size == 1:
+            return Wanted(self.directory, number, rank, size, own)
+        return Wanted(self.directory, number, rank, size, own, self._saver.loading_ranks)
 
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.

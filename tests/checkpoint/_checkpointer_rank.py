@@ -93,6 +93,11 @@ class Rank:
         self.errno = 0  # that every write of this rank meets
         self.kill_at = -1  # the offset whose write kills this rank
         self.written: list[tuple[int, int]] = []
+        self.read: list[tuple[int, int]] = []
+        self.reading = threading.Event()  # set by the first read
+        self.read_gate: threading.Event | None = None  # that every read of this rank waits for
+        self.read_errno = 0  # that every read of this rank meets
+        self.kill_reading = False  # with its next read
 
     def state(self, step: int) -> dict[str, Any]:
         return replicated(step) if self.layout == "one" else own(step, self.rank)
@@ -106,11 +111,20 @@ class Rank:
 
     def _meet(self, kind: str, offset: int, nbytes: int) -> int:
         if kind != "pwrite":
-            return 0
+            return self._meet_read(offset, nbytes)
         if 0 <= self.kill_at <= offset:
             os.kill(os.getpid(), signal.SIGKILL)
         self.written.append((offset, nbytes))
         return self.errno
+
+    def _meet_read(self, offset: int, nbytes: int) -> int:
+        self.read.append((offset, nbytes))
+        self.reading.set()
+        if self.read_gate is not None:
+            self.read_gate.wait(PATIENCE_S)
+        if self.kill_reading:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.read_errno
 
     def saved(self, checkpointer: nvmeio.Checkpointer, step: int) -> None:
         """Save a step, and see that all of it is there on every rank."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +15,7 @@ import torch
 import torch.distributed as dist
 from checkpoint._checkpointer_rank import MIB, own, replicated, same
 from checkpoint._checkpointers import names
-from faults._support import environment
-from programs import Program
+from checkpoint._ranks import running_ranks
 
 import nvmeio
 from nvmeio._formats.torch_layout import plan_layout
@@ -30,55 +25,13 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
 LAYOUTS = ["one", "per_rank"]
-KILLED = -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[..., None]]:
     """Runs a function of `_checkpointer_rank` on so many ranks."""
-    script = str(Path(__file__).parent / "_checkpointer_rank.py")
-    process = Program[str](
-        [sys.executable, script],
-        env=environment(OMP_NUM_THREADS="1"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    numbers = itertools.count()
-
-    def run(
-        world: int,
-        work: str,
-        folder: Path,
-        layout: str = "one",
-        *,
-        store: str = "tcp",
-        limit_s: float = 400,
-        victim: int = -1,
-        **arguments: Any,
-    ) -> None:
-        if victim >= 0:
-            arguments["victim"] = victim
-        order = {
-            "world": world,
-            "work": work,
-            "folder": str(folder),
-            "layout": layout,
-            "store": store,
-            "limit_s": limit_s,
-            "number": next(numbers),
-            "arguments": arguments,
-        }
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(order) + "\n")
-        process.stdin.flush()
-        ended = json.loads(process.stdout.readline())
-        codes = [KILLED if rank == victim else 0 for rank in range(world)]
-        assert ended["codes"] == codes, "\n".join(ended["logs"])
-
-    yield run
-    process.terminate()
-    process.communicate(timeout=60)
+    with running_ranks("_checkpointer_rank.py") as run:
+        yield run
 
 
 def check_file(path: Path, wanted: Any) -> None:

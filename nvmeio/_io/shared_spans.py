@@ -1,0 +1,344 @@
+"""Spans of a file that all ranks want, each byte read by one of them: `spans.read`, together.
+
+What `span_plan` lays out in memory is cut into rounds, each round into even parts, one a rank. A
+rank reads its parts ahead (a few rounds of them are in flight), and once all have read those of a
+round, each sends its own to the others (`exchange`). So the drives and the connections work at the
+same time, and of each byte that is wanted there is one read in all.
+
+To host memory there is nothing in between: a part is read to where it is wanted, sent from there,
+and received into its place. For another device there are two rings of chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio import _device, _memory
+from nvmeio._io.exchange import Exchange
+from nvmeio._io.inflight import InFlight
+from nvmeio._io.long_call import LongCall
+from nvmeio._io.prefault import Prefault
+from nvmeio._io.span_plan import Region, Run, Span, inside, named, plan
+from nvmeio._io.spans import Copies
+from nvmeio._io.staging import Stagings
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+
+# What a rank reads and sends of a round: large enough that to agree once a round costs nothing.
+PART_BYTES = 16 << 20
+
+# For other devices: parts that are read ahead, and parts on their way between ranks.
+_READ_CHUNKS = 3
+_SENT_CHUNKS = 3
+
+
+class Part(NamedTuple):
+    """What one rank reads: bytes [start, end) of a region's memory, in whole pages."""
+
+    rank: int
+    region: int
+    start: int
+    end: int
+
+
+def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
+    """Cut regions into rounds of even parts.
+
+    Args:
+        sizes: Of the regions, in whole pages.
+        ranks: How many read.
+        most: Bytes of a rank in a round, in whole pages.
+
+    Yields:
+        The parts of a round, in the order of the memory; of a rank several where it meets the end
+        of a region. All rounds together are all of the regions, once.
+    """
+    total, at, region, begin = sum(sizes), 0, 0, 0
+    while at < total:
+        nbytes = min(total - at, ranks * most)
+        cuts = [at + nbytes // PAGE_BYTES * rank // ranks * PAGE_BYTES for rank in range(ranks)]
+        parts: list[Part] = []
+        for rank, (low, high) in enumerate(zip(cuts, [*cuts[1:], at + nbytes], strict=True)):
+            while low < high:
+                while begin + sizes[region] <= low:
+                    begin += sizes[region]
+                    region += 1
+                end = min(high, begin + sizes[region])
+                parts.append(Part(rank, region, low - begin, end - begin))
+                low = end
+        yield parts
+        at += nbytes
+
+
+def read_together(
+    handle: AioHandle,
+    file: File,
+    spans: Sequence[Span],
+    device: torch.device,
+    exchange: Exchange,
+    call: LongCall,
+) -> list[torch.Tensor]:
+    """Read spans of one file, each rank its parts; the same spans on all of them.
+
+    Args:
+        handle: Moves this rank's bytes.
+        file: As this rank has it.
+        spans: As for `spans.read`.
+        device: Where this rank wants them; others may want them elsewhere.
+        exchange: Of the ranks.
+        call: What it is the reading of: cancels it, and is told how far it is.
+
+    Returns:
+        As `spans.read`.
+
+    Raises:
+        Exception: As `spans.read`, and `Exchange.agreeing`: all ranks raise if one does.
+    """
+    shared = _Shared(handle, file, spans, device, exchange, call)
+    call.then(shared.flight.cancel)
+    return shared.run()
+
+
+class _Shared:
+    """One of these."""
+
+    def __init__(
+        self,
+        handle: AioHandle,
+        file: File,
+        spans: Sequence[Span],
+        device: torch.device,
+        exchange: Exchange,
+        call: LongCall,
+    ) -> None:
+        self.flight = InFlight()
+        self._handle, self._file, self._spans, self._device = handle, file, spans, device
+        self._exchange, self._call = exchange, call
+        self._regions: list[Region] = []
+        self._read = 0  # parts of this rank
+        self._waiting: deque[Part] = deque()
+
+    def run(self) -> list[torch.Tensor]:
+        with contextlib.ExitStack() as opened, self.flight:
+            places: _InHost | _OnDevice | None = None
+            parts: list[list[Part]] = []
+            mine = self._exchange.rank
+            with self._exchange.agreeing():
+                self._regions = plan(self._spans, [0] * len(self._spans), [self._file.size()])
+                sizes = [region.nbytes for region in self._regions]
+                parts += rounds(sizes, self._exchange.size, PART_BYTES)
+                places = self._places(opened, parts)
+            assert places is not None
+            self._call.expect(sum(sizes))
+            self._waiting += (part for each in parts for part in each if part.rank == mine)
+            for each in parts:
+                with self._exchange.agreeing():
+                    self._read_of(places, sum(part.rank == mine for part in each))
+                for part in each:
+                    places.send(part)
+                self._call.moved(sum(part.end - part.start for part in each))
+            with self._exchange.agreeing():
+                places.finish()
+            return places.found()
+
+    def _places(
+        self, opened: contextlib.ExitStack, parts: Sequence[Sequence[Part]]
+    ) -> _InHost | _OnDevice:
+        spans, regions, exchange = self._spans, self._regions, self._exchange
+        if on_host(self._device):
+            return opened.enter_context(_InHost(spans, regions, exchange))
+        if self._device.type != "meta":
+            opened.enter_context(_device.on(self._device))
+        at_once = max(
+            (sum(part.rank == exchange.rank for part in each) for each in parts), default=0
+        )
+        return opened.enter_context(_OnDevice(spans, regions, exchange, self._device, at_once))
+
+    # Reading
+
+    def _read_of(self, places: _InHost | _OnDevice, parts: int) -> None:
+        """Until so many more parts of this rank are there; and begin those that come later."""
+        until = self._read + parts
+        while True:
+            while self._waiting and self.flight.has_room(PART_BYTES):
+                memory = places.to_read(self._waiting[0])
+                if memory is None:
+                    break
+                self._begin(self._waiting.popleft(), memory)
+            if self._read >= until:
+                return
+            self.flight.finish_first()
+
+    def _begin(self, part: Part, memory: torch.Tensor) -> None:
+        reads = list(_reads(part, self._regions[part.region]))
+        if not reads:  # behind the end of the file
+            self._read += 1
+            return
+        begin = partial(
+            self._handle.async_pread_batch,
+            [memory[run.at - part.start :][: run.end - run.start] for run in reads],
+            [self._file] * len(reads),
+            [run.start for run in reads],
+        )
+        nbytes = sum(run.end - run.start for run in reads)
+        region = self._regions[part.region]
+        self.flight.start(begin, nbytes, self._one_more, lambda i: self._label(reads[i], region))
+
+    def _one_more(self) -> None:
+        self._read += 1
+
+    def _label(self, run: Run, region: Region) -> str:
+        names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]
+        return f"read for {', '.join(names[:3])}" + (" and more" if len(names) > 3 else "")
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether bytes are read to where they stay."""
+    return device.type == "cpu"
+
+
+def _reads(part: Part, region: Region) -> Iterator[Run]:
+    """What of the region's runs lies in a part of it."""
+    for run in region.runs:
+        low, high = max(run.at, part.start), min(run.at + run.end - run.start, part.end)
+        if low < high:
+            yield run._replace(
+                start=run.start + low - run.at, end=run.start + high - run.at, at=low
+            )
+
+
+class _InHost:
+    """Where everything is in host memory: read, sent and received in its place."""
+
+    def __init__(
+        self, spans: Sequence[Span], regions: Sequence[Region], exchange: Exchange
+    ) -> None:
+        nbytes = sum(region.nbytes for region in regions)
+        _memory._check_available(sum(span.nbytes for span in spans), nbytes)
+        self._spans, self._regions, self._exchange = spans, regions, exchange
+        self._mappings = [_memory.Mapping(region.nbytes) for region in regions]
+        self._prefault = Prefault(self._mappings)
+        self._works: deque[Any] = deque()
+
+    def __enter__(self) -> _InHost:
+        self._prefault.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._prefault.__exit__(*raised)
+
+    def to_read(self, part: Part) -> torch.Tensor | None:
+        """The memory to read a part to."""
+        return self._memory(part)
+
+    def send(self, part: Part) -> None:
+        """Begin to send it, or to receive it."""
+        while len(self._works) >= self._exchange.size + 1:
+            self._exchange.wait(self._works.popleft())
+        self._works.append(self._exchange.start(self._memory(part), part.rank))
+        self._prefault.check()
+
+    def finish(self) -> None:
+        """Until everything is there."""
+        while self._works:
+            self._exchange.wait(self._works.popleft())
+
+    def found(self) -> list[torch.Tensor]:
+        """The spans."""
+        found: dict[int, torch.Tensor] = {}
+        for region, mapping in zip(self._regions, self._mappings, strict=True):
+            for index, at in region.places:
+                found[index] = mapping.tensor(at, (self._spans[index].nbytes,), torch.uint8)
+        nothing = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in self._spans]
+        return [found.get(index, nothing[index]) for index in range(len(self._spans))]
+
+    def _memory(self, part: Part) -> torch.Tensor:
+        mapping = self._mappings[part.region]
+        return mapping.tensor(part.start, (part.end - part.start,), torch.uint8)
+
+
+class _OnDevice:
+    """Where everything goes on to a device, in chunks; on the meta device, nowhere."""
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        regions: Sequence[Region],
+        exchange: Exchange,
+        device: torch.device,
+        at_once: int,
+    ) -> None:
+        self._spans, self._regions, self._exchange = spans, regions, exchange
+        self._found = [torch.empty(s.nbytes, dtype=torch.uint8, device=device) for s in spans]
+        self._is_meta = device.type == "meta"
+        most = min(PART_BYTES, max((region.nbytes for region in regions), default=0))
+        staged = torch.device("cpu") if self._is_meta else device
+        self._reading = Stagings(most, max(_READ_CHUNKS, at_once), staged)
+        self._receiving = Stagings(most, _SENT_CHUNKS, staged)
+        self._copies = Copies(device)
+        self._read: dict[Part, torch.Tensor] = {}
+        self._sent: deque[tuple[Any, Part, torch.Tensor]] = deque()
+
+    def __enter__(self) -> _OnDevice:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._copies.finish()
+
+    def to_read(self, part: Part) -> torch.Tensor | None:
+        """The memory to read a part to; None if another one has to be sent before."""
+        if not self._reading.has_free:
+            return None
+        chunk = self._taken(self._reading)
+        self._read[part] = chunk
+        return chunk[: part.end - part.start]
+
+    def send(self, part: Part) -> None:
+        """Begin to send it, or to receive it, as soon as there is a chunk for it."""
+        while len(self._sent) >= _SENT_CHUNKS:
+            self._pass_on()
+        chunk = self._read.pop(part, None)
+        mine = chunk is not None
+        if chunk is None:
+            chunk = self._taken(self._receiving)
+        work = self._exchange.start(chunk[: part.end - part.start], part.rank)
+        self._sent.append((work, part, chunk))
+        if mine:
+            while self._sent:  # the next round's reads want it
+                self._pass_on()
+
+    def finish(self) -> None:
+        """Until everything is there."""
+        while self._sent:
+            self._pass_on()
+        self._copies.finish()
+
+    def found(self) -> list[torch.Tensor]:
+        """The spans."""
+        return self._found
+
+    def _taken(self, ring: Stagings) -> torch.Tensor:
+        chunk = ring.take(InFlight())
+        self._copies.wait_for(chunk)
+        return chunk
+
+    def _pass_on(self) -> None:
+        work, part, chunk = self._sent.popleft()
+        self._exchange.wait(work)
+        region = self._regions[part.region]
+        if not self._is_meta:
+            run = Run(0, part.start, part.end, part.start)
+            for index, at in inside(run, region, self._spans):
+                start, end = max(at, part.start), min(at + self._spans[index].nbytes, part.end)
+                target = self._found[index][start - at : end - at]
+                self._copies.copy(target, chunk[start - part.start : end - part.start])
+            self._copies.mark(chunk)
+        is_mine = part.rank == self._exchange.rank
+        (self._reading if is_mine else self._receiving).give_back(chunk)
