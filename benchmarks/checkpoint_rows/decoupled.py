@@ -11,7 +11,7 @@ from _session import Session, calling
 from peers import fio
 
 from checkpoint_rows._state import worker_with_state
-from checkpoint_rows.saving import fio_settings
+from checkpoint_rows.saving import against_same_memory, fio_settings, huge_bytes
 from nvmeio.cli.measure.worker import Failed
 
 KEEP = 2
@@ -28,8 +28,8 @@ def measure_steady(session: Session) -> list[Line]:
         return []
     worker, nbytes = ready
     directory, plain, old = (session.directory / n for n in ("generations", "plain.pt", "old"))
-    with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
-        settings = fio_settings(session, refused)
+    with huge_pages(huge_bytes(nbytes)) as refused:
+        settings = fio_settings(session, refused, nbytes)
         try:
             worker.call("open_checkpointer", directory=str(directory), keep=KEEP)
             for _ in range(KEEP + 1):  # from the next one on, the oldest file is recycled
@@ -67,6 +67,7 @@ def measure_steady(session: Session) -> list[Line]:
             "from the call until it is durable",
         ),
         compare("steady", work, name, "GB/s", gb_per_s, ours, list(limit), at_least(0.9)),
+        against_same_memory("steady", work, samples, "nvmeio", nbytes, 0.9),
         compare(
             "steady",
             "the same, from the end of the copy",

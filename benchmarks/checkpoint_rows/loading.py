@@ -12,11 +12,12 @@ from _session import Session
 from peers import fio
 
 from checkpoint_rows._state import touch_memory, worker_with_state
-from checkpoint_rows.saving import fio_settings
+from checkpoint_rows.saving import against_same_memory, fio_settings, huge_bytes
 from nvmeio.errors import BackendUnavailableError
 
 TORCH = ("torch.load", "torch.load, mmap")
-SAFETENSORS = ("safetensors", "fastsafetensors", "runai")
+RUNAI = "runai"
+SAFETENSORS = ("safetensors", "fastsafetensors", RUNAI)
 
 
 def measure(session: Session) -> list[Line]:
@@ -43,9 +44,9 @@ def measure(session: Session) -> list[Line]:
         path = files["pt" if how in TORCH or how == "nvmeio.load" else "st"]
         run = partial(worker.call, "load", how=how, path=str(path))
         contenders.append(Contender(how, run, partial(_make_cold, path, nbytes)))
-    with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
-        settings = fio_settings(session, refused)
-        size = files["st"].stat().st_size >> 20 << 20
+    size = files["st"].stat().st_size >> 20 << 20
+    with huge_pages(huge_bytes(size)) as refused:
+        settings = fio_settings(session, refused, size)
         contenders += [
             Contender(s.name, partial(fio.sequential, files["st"], size, False, s))
             for s in settings
@@ -67,10 +68,12 @@ def measure(session: Session) -> list[Line]:
             lines.append(
                 compare("load", f"{ours}, cold", peer, "GB/s", gb_per_s, mine, theirs, target)
             )
+        lines.append(against_same_memory("load", f"{ours}, cold", samples, ours, size, 0.95))
         for peer in (*TORCH[1:], *SAFETENSORS):
-            if peer != other:
-                theirs = samples.get(peer, [])
-                lines.append(compare("load", f"{ours}, cold", peer, "GB/s", gb_per_s, mine, theirs))
+            if peer != other or peer == RUNAI:
+                theirs, least = samples.get(peer, []), at_least(1.05) if peer == RUNAI else None
+                work = f"{ours}, cold"
+                lines.append(compare("load", work, peer, "GB/s", gb_per_s, mine, theirs, least))
     return lines
 
 

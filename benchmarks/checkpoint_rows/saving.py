@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from _files import huge_pages, remove
 from _lines import Line, at_least, at_most, best, compare, gb_per_s
-from _measure import Contender
+from _measure import Contender, Sample
 from _session import Session, calling
 from peers import fio
 
@@ -29,8 +30,8 @@ def measure(session: Session) -> list[Line]:
         calling("no checksum", worker, "nvmeio_save", path=str(path), checksum=False),
         calling("DeepSpeed", worker, "deepspeed_save", path=str(path)),
     ]
-    with huge_pages(max(setting.buffer_bytes for setting in fio.HUGE_PAGES)) as refused:
-        settings = fio_settings(session, refused)
+    with huge_pages(huge_bytes(nbytes)) as refused:
+        settings = fio_settings(session, refused, nbytes)
         contenders += [Contender(s.name, partial(fio.new_file, path, nbytes, s)) for s in settings]
         fresh = [Contender(c.name, c.run, partial(remove, path)) for c in contenders]
         samples = session.measure("save", fresh)
@@ -47,6 +48,7 @@ def measure(session: Session) -> list[Line]:
     return [
         line("torch.save", "torch.save", 3.5, "fsync on both sides"),
         line(name, name, 0.9, "a new file, end_fsync"),
+        against_same_memory("save", work, samples, "nvmeio", nbytes, 0.93),
         line("nvmeio without checksums", "no checksum", 0.9),
         line("DeepSpeed FastFileWriter", "DeepSpeed", None),
     ]
@@ -78,11 +80,41 @@ def measure_memory(session: Session) -> list[Line]:
     ]
 
 
-def fio_settings(session: Session, refused: str | None) -> list[fio.Setting]:
-    """fio with large queues, on huge pages where they can be had."""
+def fio_settings(
+    session: Session, refused: str | None, nbytes: int | None = None
+) -> list[fio.Setting]:
+    """fio with large queues, on huge pages where they can be had.
+
+    Args:
+        session: Names what is missing.
+        refused: Why there are no huge pages.
+        nbytes: With it, also fio over so many bytes of memory, as a state has them.
+    """
     if not session.has_fio():
         return []
     if refused:
-        session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=128")
+        session.skip("fio on huge pages", refused, "sudo sysctl -w vm.nr_hugepages=1300")
         return [s for s in fio.DEFAULT_BUFFERS if s.queue_depth == 128]
-    return [s for s in fio.HUGE_PAGES if s.queue_depth == 128]
+    same = [] if nbytes is None else [fio.as_much_memory(nbytes)]
+    return [*(s for s in fio.HUGE_PAGES if s.queue_depth == 128), *same]
+
+
+def huge_bytes(nbytes: int) -> int:
+    """The huge pages that fio needs for `fio_settings` of a state of `nbytes`."""
+    settings = [*fio.HUGE_PAGES, fio.as_much_memory(nbytes)]
+    return max(setting.buffer_bytes for setting in settings)
+
+
+def against_same_memory(
+    row: str,
+    work: str,
+    samples: Mapping[str, Sequence[Sample]],
+    ours: str,
+    nbytes: int,
+    least: float,
+) -> Line:
+    """A line beside fio that goes over as much memory as the state has."""
+    name = fio.as_much_memory(nbytes).name
+    theirs, mine = list(samples.get(name, [])), list(samples.get(ours, []))
+    note = "as much memory on both sides"
+    return compare(row, work, name, "GB/s", gb_per_s, mine, theirs, at_least(least), note)

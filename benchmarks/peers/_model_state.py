@@ -14,6 +14,11 @@ LARGE = 1 << 30
 
 def make(nbytes: int) -> dict[str, Any]:
     """At least `nbytes` of a GPT-2 with as many layers as that takes."""
+    return make_with_optimizer(nbytes)[0]
+
+
+def make_with_optimizer(nbytes: int) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """The same, and the optimizer that the state is of; it has no gradients."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:
@@ -29,7 +34,14 @@ def make(nbytes: int) -> dict[str, Any]:
         parameter.grad = parameter.detach() * 0.01
     optimizer.step()
     optimizer.zero_grad()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    return state, optimizer
+
+
+def make_small(count: int, least: int = 4 << 10, most: int = 256 << 10) -> dict[str, torch.Tensor]:
+    """So many tensors of `least` to `most` bytes each."""
+    sizes = torch.linspace(least / 4, most / 4, count).to(torch.int64)[torch.randperm(count)]
+    return {f"layer.{i}.weight": torch.full((int(n),), float(i)) for i, n in enumerate(sizes)}
 
 
 def tensors(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -28,6 +28,8 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self._state: Any = None
+        self._optimizer: Any = None
+        self._small: dict[str, torch.Tensor] = {}
         self._nbytes = 0
         self._copy: list[torch.Tensor] = []
         self._loop = asyncio.new_event_loop()
@@ -39,7 +41,7 @@ class Checkpoints:
         """Make the state, unless it is there; how many bytes it has."""
         if self._state is not None:
             return self._nbytes
-        self._state = _model_state.make(nbytes)
+        self._state, self._optimizer = _model_state.make_with_optimizer(nbytes)
         self._nbytes = _model_state.nbytes_of(self._state)
         return self._nbytes
 
@@ -51,6 +53,7 @@ class Checkpoints:
         """Give everything back."""
         self.close_checkpointer()
         self._state, self._copy, self._work = None, [], None
+        self._optimizer, self._small = None, {}
         gc.collect()
 
     def close(self) -> None:
@@ -117,12 +120,48 @@ class Checkpoints:
         nvmeio.save(self._state, path)
         return _resident_bytes("VmHWM") - before
 
+    def extra_memory_of_guarded_save(self, directory: str) -> int:
+        """Peak growth of resident memory while a guarded save is taken and written."""
+        self.open_checkpointer(directory, 1, guard=True)
+        gc.collect()
+        before = _resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        self.checkpoint()
+        return _resident_bytes("VmHWM") - before
+
+    # Many small tensors
+
+    def prepare_small(self, count: int) -> int:
+        """Make them; how many bytes they have."""
+        self._small = _model_state.make_small(count)
+        return sum(tensor.nbytes for tensor in self._small.values())
+
+    def small_save(self, how: str, path: str) -> Sample:
+        """Save them with torch, safetensors, or nvmeio in either format; durable."""
+        from safetensors.torch import save_file
+
+        nbytes = sum(tensor.nbytes for tensor in self._small.values())
+        with timed(nbytes) as sample:
+            if how == "torch":
+                torch.save(self._small, path)
+                _fsync(path)
+            elif how == "safetensors":
+                save_file(self._small, path)
+                _fsync(path)
+            elif how == "nvmeio.save":
+                nvmeio.save(self._small, path)
+            else:
+                nvmeio.save_safetensors(self._small, path)
+        return sample
+
     # Beside the training
 
-    def open_checkpointer(self, directory: str, keep: int) -> None:
+    def open_checkpointer(self, directory: str, keep: int, guard: bool = False) -> None:
         self.close_checkpointer()
         Path(directory).mkdir(exist_ok=True)
         self._checkpointer = nvmeio.Checkpointer(directory, keep=keep)
+        if guard:
+            self._checkpointer.guard(self._optimizer)
 
     def close_checkpointer(self) -> None:
         if self._checkpointer is not None:
@@ -184,6 +223,49 @@ class Checkpoints:
             self._loop.run_until_complete(self._checkpointer.wait())
         return sample
 
+    def give_gradients(self) -> None:
+        """So that the optimizer has something to do in its steps."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach() * 0.01
+
+    def guarded_step(self) -> Sample:
+        """A save, then compute, then a step, which may have to wait for what is being written."""
+        assert self._work is not None
+        matrix, products = self._work
+        self._step += 1
+        with timed(self._nbytes) as sample:
+            start = time.perf_counter()
+            self._loop.run_until_complete(self._checkpointer.save(self._state, self._step))
+            sample.extra["held_s"] = time.perf_counter() - start
+            for _ in range(products):
+                matrix @ matrix
+            self._optimizer.step()
+        report = self._loop.run_until_complete(self._checkpointer.wait())
+        sample.extra["step_held_s"] = report.step_held_s
+        sample.extra["guarded_share"] = report.guarded_bytes / self._nbytes
+        return sample
+
+    def train_with_steps(self, steps: int, save: bool) -> Sample:
+        """Compute and a step of the optimizer, so many times, each followed by a save."""
+        assert self._work is not None
+        matrix, products = self._work
+
+        async def train() -> None:
+            for _ in range(steps):
+                for _ in range(products):
+                    matrix @ matrix
+                self._optimizer.step()
+                if save:
+                    self._step += 1
+                    await self._checkpointer.save(self._state, self._step)
+
+        with timed(self._nbytes, steps) as sample:
+            self._loop.run_until_complete(train())
+        if save:
+            self._loop.run_until_complete(self._checkpointer.wait())
+        return sample
+
     # Loading, cold: whoever calls has dropped the files from the page cache
 
     def write_files(self, torch_file: str, safetensors_file: str) -> None:
@@ -201,7 +283,8 @@ class Checkpoints:
     def load(self, how: str, path: str) -> Sample:
         """Load with one of the loaders, and let go of it outside the timing."""
         loader = _LOADERS[how](path)
-        with timed(self._nbytes) as sample:
+        nbytes = self._nbytes or sum(tensor.nbytes for tensor in self._small.values())
+        with timed(nbytes) as sample:
             loaded = loader()
         del loaded
         gc.collect()

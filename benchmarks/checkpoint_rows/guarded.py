@@ -1,0 +1,84 @@
+"""Rows `guard` and `guard-memory`: what an optimizer owns, written from where it lies."""
+
+from __future__ import annotations
+
+from _files import remove
+from _lines import Line, at_least, at_most, compare
+from _measure import Sample, median
+from _session import Session, calling
+
+from checkpoint_rows._state import NAME, worker_with_state
+from nvmeio.cli.measure.worker import Failed
+from nvmeio.errors import BackendUnavailableError
+
+MIB = 1 << 20
+STEPS = 4
+COMPUTE_PER_WRITE = 1.2
+
+
+def measure(session: Session) -> list[Line]:
+    ready = worker_with_state(session)
+    if ready is None:
+        return []
+    worker, _ = ready
+    directory = session.directory / "guarded"
+    try:
+        worker.call("open_checkpointer", directory=str(directory), keep=1, guard=True)
+        worker.call("give_gradients")
+        writes: list[Sample] = [worker.call("checkpoint") for _ in range(5)]
+        write_s = median([sample.extra["written_s"] for sample in writes[2:]]) or 1.0
+        worker.call("calibrate", seconds=COMPUTE_PER_WRITE * write_s)
+        samples = session.measure(
+            "guarded",
+            [
+                calling("saving", worker, "train_with_steps", steps=STEPS, save=True),
+                calling("without", worker, "train_with_steps", steps=STEPS, save=False),
+                calling("one step", worker, "guarded_step"),
+            ],
+        )
+    except Failed as error:
+        session.leave_out("nvmeio (guarded)", error)
+        return []
+    finally:
+        worker.call("close_checkpointer")
+        remove(*directory.glob("*"))
+    ones = samples["one step"]
+    return [
+        compare(
+            "guard",
+            "steps with a guarded save each",
+            "without saves",
+            "steps/s",
+            lambda sample: sample.iops,
+            samples["saving"],
+            samples["without"],
+            at_least(0.95),
+            f"forward and backward of {COMPUTE_PER_WRITE:g} times the write, on all cores",
+        ),
+        _own_figure("held by a guarded save", "ms", ones, "held_s", 10.0),
+        _own_figure("held by optimizer.step()", "ms", ones, "step_held_s", 1.0),
+    ]
+
+
+def measure_memory(session: Session) -> list[Line]:
+    directory = session.directory / "guarded-memory"
+    with session.fresh_worker(NAME) as worker:
+        if worker is None or not session.attempt(NAME, worker, "prepare", nbytes=session.size):
+            return []
+        try:
+            extra = worker.call("extra_memory_of_guarded_save", directory=str(directory))
+            worker.call("close_checkpointer")
+        except (Failed, BackendUnavailableError) as error:
+            session.leave_out("nvmeio (extra memory of a guarded save)", error)
+            return []
+        finally:
+            remove(*directory.glob("*"))
+    work = "extra memory of a guarded save"
+    note = "peak resident memory, the handle's own included"
+    figures = [extra / MIB]
+    return [Line("guard-memory", work, "64 MiB", "MiB", figures, [64.0], at_most(1.0), note=note)]
+
+
+def _own_figure(work: str, unit: str, samples: list[Sample], key: str, most: float) -> Line:
+    figures = [sample.extra[key] * 1e3 for sample in samples]
+    return Line("guard", work, f"{most:g} {unit}", unit, figures, [most], at_most(1.0))
