@@ -216,8 +216,8 @@ class _NamedFile(SaveJob):
         plan: Callable[[SaveJob, InCaller], FileLayout],
         written: Callable[[], None],
     ) -> None:
+        self._path = path  # its own, before what asks for `path`
         super().__init__(setup, 0, 1)
-        self._path = path
         self._plan = plan
         self._written = written
 
