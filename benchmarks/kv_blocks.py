@@ -2,8 +2,11 @@
 
     python benchmarks/kv_blocks.py --dir /mnt/nvme          # vLLM's tier where vLLM is installed,
                                                             # SGLang's backend where SGLang is
-Every contender stores and loads the same pages in the same memory, batch by batch, in turns; files
-are written back and dropped from the page cache before a load. Medians, and ratios to nvmeio.
+Every contender stores and loads the same pages in the same memory, batch by batch, in turns, of
+which each begins one; files are written back and dropped from the page cache before a load. A store
+is timed twice: until it returns, and until the file system says that it is on the drive ("synced").
+fio has as many pages in flight, waits for all of them like the others, and does so for 64 MiB at
+least, since it counts in milliseconds. Medians, and ratios to nvmeio. Takes minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from _files import drop_from_cache
 KIB = 1 << 10
 PAGES = (64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 BATCHES = (1, 16, 256)
-MOST_BYTES = 512 << 20  # of a batch
+MOST_BYTES = 1 << 30  # of a batch
+FIO_BYTES = 64 << 20
+VERBS = ("store", "synced", "load")
 
 
 class Contender(NamedTuple):
@@ -161,15 +166,18 @@ def of_fio(directory: Path, page: int, batch: int) -> list[Contender]:
     if shutil.which("fio") is None:
         return []
 
+    total = page * batch
+    batches = max(FIO_BYTES // total, 1)
+
     def run(verb: str) -> None:
-        total = page * batch
         command = [
             *("fio", "--name=kv", f"--filename={directory / 'fio'}", f"--rw=rand{verb}"),
-            *(f"--bs={page}", f"--size={max(total, 1 << 20)}", f"--io_size={total}", "--direct=1"),
-            *("--ioengine=libaio", f"--iodepth={min(batch, 128)}", "--output-format=json"),
+            *(f"--bs={page}", f"--size={batches * total}", "--direct=1", "--norandommap"),
+            *("--ioengine=libaio", f"--iodepth={batch}", f"--iodepth_batch={batch}"),
+            *(f"--iodepth_batch_complete_min={batch}", "--output-format=json"),
         ]
         said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-        seconds[0] = said["jobs"][0][verb]["runtime"] / 1e3
+        seconds[0] = said["jobs"][0][verb]["runtime"] / 1e3 / batches
 
     seconds = [0.0]
     fio = Contender("fio", lambda _: run("write"), lambda _: run("read"), lambda: None)
@@ -179,21 +187,24 @@ def of_fio(directory: Path, page: int, batch: int) -> list[Contender]:
 
 def measure(contenders: list[Contender], directory: Path, repeats: int) -> dict[str, list[float]]:
     """Seconds a batch, by verb: for each contender the median."""
-    taken: dict[str, list[list[float]]] = {v: [[] for _ in contenders] for v in ("store", "load")}
+    taken: dict[str, list[list[float]]] = {verb: [[] for _ in contenders] for verb in VERBS}
     for number in range(repeats + 1):  # the first one is not counted
         for verb in ("store", "load"):
             os.sync()
             drop_from_cache(directory)
-            for place, contender in enumerate(contenders):
-                work = getattr(contender, verb)
+            for turn in range(len(contenders)):
+                place = (number + turn) % len(contenders)
+                work = getattr(contenders[place], verb)
                 began = time.perf_counter()
                 work(number)
-                seconds = time.perf_counter() - began
-                own = getattr(work, "seconds", None)
-                if number:
-                    taken[verb][place].append(own[0] if own else seconds)
+                seconds = [time.perf_counter() - began]
                 if verb == "store":
                     os.sync()
+                    seconds.append(time.perf_counter() - began)
+                own = getattr(work, "seconds", None)
+                if number:
+                    for name, each in zip((verb, "synced"), seconds, strict=False):
+                        taken[name][place].append(own[0] if own else each)
     return {verb: [statistics.median(each) for each in times] for verb, times in taken.items()}
 
 
@@ -211,7 +222,7 @@ def main() -> None:
     ]
     if not peers:
         sys.exit("neither vLLM nor SGLang is installed here: see `make serve-vllm`")
-    print(f"{'page':>9} {'batch':>5} {'verb':5} {'contender':12} {'GB/s':>6} {'nvmeio is':>9}")
+    print(f"{'page':>9} {'batch':>5} {'verb':6} {'contender':12} {'GB/s':>6} {'nvmeio is':>9}")
     for page in arguments.pages:
         for batch in arguments.batches:
             if page * batch > MOST_BYTES:
@@ -226,7 +237,7 @@ def main() -> None:
                 for verb, times in found.items():
                     for contender, seconds in zip(contenders, times, strict=True):
                         rate, ratio = page * batch / seconds / 1e9, seconds / times[0]
-                        row = f"{page:>9} {batch:>5} {verb:5} {contender.name:12}"
+                        row = f"{page:>9} {batch:>5} {verb:6} {contender.name:12}"
                         print(f"{row} {rate:6.2f} {ratio:8.2f}x", flush=True)
 
 

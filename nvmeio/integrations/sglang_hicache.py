@@ -334,7 +334,8 @@ class HiCache:
 
 
 def _page_bytes(pool: Any) -> int:
-    nbytes: int = pool.get_dummy_flat_data_page().nbytes
+    # Not of its dummy page, which would be page-locked to be counted.
+    nbytes: int = pool.get_data_page(0, flat=True).nbytes
     return nbytes
 
 

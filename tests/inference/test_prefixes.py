@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from inference._models import gpt2, llama, loaded, prompt, saved, t5, tokens, transformers
+from interrupting import at_places, at_random_times
 from programs import Program
 
 import nvmeio
@@ -485,3 +486,26 @@ def test_the_weights_of_a_streamed_model_count(
     model = stream(tmp_path / "changed", resident_bytes=400_000)
     with pytest.raises(ValueError, match="other weights"):
         PrefixCache(model, tmp_path, SIZE, handle=one_handle).load("one", ids)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("interrupts", [at_places, at_random_times])
+def test_interrupted_calls_leave_a_prefix_or_none(
+    interrupts: Any, model: Any, tmp_path: Path, handle: nvmeio.AioHandle
+) -> None:
+    ids = prompt(length=24)
+    cache = computed(model, ids[:, :17])
+    kept = PrefixCache(model, tmp_path, SIZE, handle=handle)
+
+    def work() -> None:
+        kept.save("one", ids[:, :17], cache)
+        found = kept.load("one", ids)
+        assert found is not None
+        kept.remove("one")
+
+    for where in interrupts(work, 15):
+        found = kept.load("one", ids)
+        assert found is None or same(found, cache), where
+        kept.save("one", ids[:, :17], cache)
+        assert same(kept.load("one", ids), cache), where
