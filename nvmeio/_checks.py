@@ -6,7 +6,7 @@ import operator
 import re
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from nvmeio.errors import AlignmentError
+from nvmeio.errors import AlignmentError, BackendUnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +124,35 @@ def dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name}: {value!r:.80} is not a dtype of torch: write 'bfloat16', say")
     return found
+
+
+def device(name: str, value: str | int | torch.device) -> torch.device:
+    """A device that is there.
+
+    Raises:
+        BackendUnavailableError: It is a CUDA device, and there is no such one here.
+        RuntimeError: It is no device.
+    """
+    import torch
+
+    if isinstance(value, int) and not torch.accelerator.is_available():
+        found = torch.device("cuda", value)
+    else:
+        found = torch.device(value)
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) < count:
+        return found
+    if not count:
+        why = "no CUDA device was found" if torch.version.cuda else "it is built without CUDA"
+    else:
+        why = f"{count} CUDA devices, counted from 0"
+    raise BackendUnavailableError(
+        f"{name}={str(found)!r}: there is no such device",
+        attempts=[("torch", why)],
+        remedy=f"{name}='cpu', or torch with CUDA on a machine with a GPU",
+    )
 
 
 def switch(name: str, value: Any) -> bool:

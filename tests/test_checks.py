@@ -9,6 +9,7 @@ import torch
 
 import nvmeio
 from nvmeio import _checks
+from nvmeio.errors import BackendUnavailableError
 from nvmeio.inference.packing import pack
 from nvmeio.inference.spilling import spill
 from nvmeio.integrations.accelerate import NvmeWeights
@@ -112,3 +113,23 @@ def test_what_is_no_dtype_is_named(call: Callable[[Path, Any], Any], tmp_path: P
     with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype or the name of one, not 16"):
         call(tmp_path, 16)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("named", ["cuda", "cuda:1", torch.device("cuda"), 0])
+def test_a_device_that_is_not_there_is_told_with_the_way_out(
+    named: str | int | torch.device, tmp_path: Path
+) -> None:
+    """torch's own errors were an assertion, and a comparison of None and a number."""
+    nvmeio.save_safetensors({"0.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    for call in (
+        lambda: nvmeio.load_safetensors(tmp_path / "model.safetensors", named),
+        lambda: nvmeio.safe_open(tmp_path / "model.safetensors", device=named),
+        lambda: nvmeio.stream_model(model, tmp_path / "model.safetensors", device=named),
+    ):
+        with pytest.raises(
+            BackendUnavailableError, match=r"(?s)device='cuda.*no such device.*device='cpu'"
+        ):
+            call()

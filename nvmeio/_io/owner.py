@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -92,7 +93,8 @@ class OwnerThread:
             self._requests.put(reply)
             wait_s = 0.0 if self._state.ended else threads.SLICE_S
             while not reply.gate.acquire(timeout=wait_s):
-                if self._state.ended and reply.gate.locked():  # it came too late to be answered
+                # It came too late to be answered, or when the program ends and no thread runs.
+                if (self._state.ended or sys.is_finalizing()) and reply.gate.locked():
                     raise ClosedError(self._state.closed)
             value: Value = reply.result()
             return value

@@ -275,13 +275,13 @@ def run_interruptible(
     In the main thread, and where an event loop runs here (a transfer that is started on a running
     loop reports there, and would wait for ever for a loop that waits for it), the work is done in a
     thread of its own; elsewhere in place, for no interrupt comes there. In place, too, where the
-    program is at its end, and new threads are refused.
+    program is at its end: new threads are refused, and those that there are never run again.
 
     The first interrupt calls `cancel` and is raised when the work has ended: half of it must not go
     on behind its caller's back. A second one is raised at once; the work still ends by itself.
     """
     main = threading.main_thread().ident == threading.get_ident()
-    if not main and asyncio._get_running_loop() is None:
+    if sys.is_finalizing() or (not main and asyncio._get_running_loop() is None):
         return work()
     job = Job(work)
     second = being_interrupted()

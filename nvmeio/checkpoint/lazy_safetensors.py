@@ -84,7 +84,7 @@ class LazyTensors:
         if backend not in (None, "mmap", "pread"):
             raise ValueError(f"backend must be 'mmap', 'pread' or None, not {backend!r}")
         self._is_torch = _FRAMEWORKS[framework]
-        self._device = torch.device("cpu" if device is None else device)
+        self._device = _checks.device("device", "cpu" if device is None else device)
         if not self._is_torch and self._device.type != "cpu":
             raise ValueError(f"numpy has no arrays on {self._device}: leave out device")
         self._filename = os.fspath(filename)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nvmeio import files
+from nvmeio import _checks, files
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
 from nvmeio._formats.safetensors_header import Header, TensorEntry
@@ -132,7 +132,7 @@ def load_safetensors(
 
     Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype.
     """
-    to = torch.device(device)
+    to = _checks.device("device", device)
     with LongCall("load", path, progress) as call:
         return run_interruptible(lambda: _load(path, to, handle, call), call.cancel)
 
@@ -148,7 +148,7 @@ async def async_load_safetensors(
 
     Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
     """
-    to = torch.device(device)
+    to = _checks.device("device", device)
     with LongCall("load", path, progress) as call:
         return await in_thread(lambda: _load(path, to, handle, call), call.cancel)
 

@@ -41,6 +41,30 @@ def stand_in(unit: Unit, device: torch.device) -> None:
         unit.targets[index] = target._replace(empty=made[target.weight])
 
 
+def count_changes(targets: list[Target]) -> None:
+    """Note what stands for weights as it is, for `check_absent`."""
+    targets[:] = [target._replace(version=_version(target.empty)) for target in targets]
+
+
+def check_absent(targets: Sequence[Target]) -> None:
+    """Raise where what stands for weights that are on disk was replaced, or changed in place.
+
+    Such a change (`copy_`, an initialisation, adapters that are merged) would be lost.
+    """
+    check(targets, [target.empty for target in targets])
+    for module, attribute, _, _, empty, version in targets:
+        if version is not None and (not empty.is_meta or _version(empty) != version):
+            raise RuntimeError(
+                f"{attribute!r} of a {type(module).__name__} was changed in place after its model "
+                "was streamed, while its bytes are on disk: the weights that are used are those of "
+                "the checkpoint. Change them there, and stream the model anew"
+            )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
 def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Let modules show tensors.
 
@@ -53,10 +77,10 @@ def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[
     Raises:
         RuntimeError: Something else was put in the place of a weight.
     """
-    check(targets, [target.empty for target in targets])
+    check_absent(targets)
     parameters: dict[int, nn.Parameter] = {}
     shown: list[torch.Tensor] = []
-    for module, attribute, is_buffer, number, empty in targets:
+    for module, attribute, is_buffer, number, empty, _ in targets:
         if is_buffer:
             module._buffers[attribute] = tensors[number]
             shown.append(tensors[number])
@@ -81,14 +105,14 @@ def shown_as(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 
 def uninstall(targets: Sequence[Target]) -> None:
     """Let them show nothing again."""
-    for module, attribute, is_buffer, _, empty in targets:
+    for module, attribute, is_buffer, _, empty, _ in targets:
         shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
         shown[attribute] = empty
 
 
 def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
     """Raise where modules show something else than they should."""
-    for (module, attribute, is_buffer, _, _), wanted in zip(targets, shown, strict=True):
+    for (module, attribute, is_buffer, *_), wanted in zip(targets, shown, strict=True):
         now = (module._buffers if is_buffer else module._parameters).get(attribute)
         if now is not wanted:
             raise RuntimeError(
@@ -100,7 +124,7 @@ def check(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> None:
 
 def shows(targets: Sequence[Target], shown: Sequence[torch.Tensor]) -> bool:
     """Whether `check` finds nothing."""
-    for (module, attribute, is_buffer, _, _), wanted in zip(targets, shown, strict=True):
+    for (module, attribute, is_buffer, *_), wanted in zip(targets, shown, strict=True):
         tensors: dict[str, Any] = module._buffers if is_buffer else module._parameters
         if tensors.get(attribute) is not wanted:
             return False

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
+from nvmeio.inference._binding import check_absent, count_changes
 from nvmeio.inference._units import Unit
 from nvmeio.inference.stream import WeightStream
 
@@ -32,11 +33,20 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     for module in {target.module: None for target in stream.fixed.targets}:
         if module is not model:
             calls.wrap(module, _quietly)
-    model.register_forward_pre_hook(_beginning(stream), with_kwargs=True)
+    model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
     calls.wrap(model, functools.partial(_whole_pass, stream))
     dtypes = {p.dtype for p in model.parameters()}
     for module in model.modules():
         module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
+    owned: dict[nn.Module, set[str]] = {}
+    for unit in (stream.fixed, *stream.units):
+        count_changes(unit.targets)
+        for target in unit.targets:
+            if target.attribute != "num_batches_tracked":  # batch norm brings its own
+                owned.setdefault(target.module, set()).add(target.attribute)
+    for module, names in owned.items():
+        hook = functools.partial(_refuse_state, names)
+        module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _with_weights(
@@ -63,13 +73,11 @@ def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         del without
 
 
-def _beginning(stream: WeightStream) -> Any:
+def _begin(
+    stream: WeightStream, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     """A hook, and no wrapper: a hook before it may have given the model its cache."""
-
-    def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        stream.begin_pass(named.get("past_key_values"))
-
-    return before
+    stream.begin_pass(named.get("past_key_values"))
 
 
 def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,18 +103,39 @@ def _check_grad(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _refuse(
-    module: nn.Module, device: torch.device, dtypes: set[torch.dtype], fn: Any, *_: Any
+    module: nn.Module,
+    device: torch.device,
+    dtypes: set[torch.dtype],
+    fn: Any,
+    recurse: bool = True,
 ) -> nn.Module:
     """`to`, `half`, `cuda` and the like: taken where they change nothing."""
     for dtype in dtypes:
         probe = torch.empty(0, dtype=dtype, device=device)
-        if (found := fn(probe)).dtype != dtype or found.device != probe.device:
-            raise RuntimeError(
-                f"a streamed model cannot be moved or converted ({type(module).__name__} to "
-                f"{found.dtype} on {found.device}): its weights are on disk. Give device= and "
-                "dtype= to stream_model"
-            )
+        cause: Exception | None = None
+        try:
+            found = fn(probe)
+            if found.dtype == dtype and found.device == probe.device:
+                continue
+            to = f" to {found.dtype} on {found.device}"
+        except (RuntimeError, AssertionError) as error:  # no such device, as a rule
+            to, cause = f": {error}", error
+        raise RuntimeError(
+            f"a streamed model cannot be moved or converted ({type(module).__name__}{to}): its "
+            "weights are on disk. Give device= and dtype= to stream_model"
+        ) from cause
     return module
+
+
+def _refuse_state(
+    names: set[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """`load_state_dict` would reach what is in memory, and be lost for what is on disk."""
+    if any(prefix + name in state_dict for name in names):
+        raise RuntimeError(
+            f"a streamed model takes no other weights ({prefix or type(module).__name__!r}): they "
+            "are read from its checkpoint. Write them there, and stream the model anew"
+        )
 
 
 def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None:
@@ -117,6 +146,7 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
             call = functools.partial(nn.Embedding.forward, module)
             found: torch.Tensor = _with_weights(stream, unit, call, input)
             return found
+        check_absent(unit.targets)
         rows, places = stream.rows(unit, input)
         return functional.embedding(places, rows)
 

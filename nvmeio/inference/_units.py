@@ -32,6 +32,8 @@ class Target(NamedTuple):
         is_buffer: Which of the two.
         weight: Its number in the unit.
         empty: What stands there while it is gone, on the meta device.
+        version: How often that had been changed in place when the model was streamed; None before,
+            and where torch does not count it.
     """
 
     module: nn.Module
@@ -39,6 +41,7 @@ class Target(NamedTuple):
     is_buffer: bool
     weight: int
     empty: torch.Tensor
+    version: int | None = None
 
 
 class Experts(NamedTuple):

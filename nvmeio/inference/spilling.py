@@ -220,7 +220,7 @@ class Spiller:
             stream = WeightStream(
                 parts,
                 shares,
-                torch.device(device),
+                _checks.device("device", device),
                 lambda via: SafetensorsSet(index, via),
                 self._given,
                 index,

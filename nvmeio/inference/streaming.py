@@ -118,7 +118,7 @@ def stream_model(
     told = long_call.checked(progress)
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
     dtype = _checks.dtype("dtype", dtype)
-    where = torch.device(device)
+    where = _checks.device("device", device)
     named = model_or_config_or_path
     if isinstance(named, (str, os.PathLike)):
         named = hub.directory_of(named, revision)

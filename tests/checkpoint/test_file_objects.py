@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import os
+import subprocess
 import sys
 import warnings
 import zipfile
@@ -279,3 +280,16 @@ def test_it_reads_as_a_file_does(path: Path) -> None:
 def test_a_file_that_is_not_there(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         nvmeio.FastFileReader(path)
+
+
+def test_program_ends_while_a_reader_is_open(tmp_path: Path) -> None:
+    """It hung: the reader's handle was closed by a thread, when no thread runs any more."""
+    nvmeio.save({"weight": torch.ones(4)}, tmp_path / "model.pt")
+    program = """
+import sys, nvmeio
+reader = nvmeio.FastFileReader(sys.argv[1])
+print(reader.seek(4))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "4\n", "")

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -687,6 +688,73 @@ def test_a_layer_that_stays_and_is_replaced_is_refused(tmp_path: Path, stream: M
     target.module._parameters[target.attribute] = torch.nn.Parameter(torch.zeros_like(before))
     with pytest.raises(RuntimeError, match="was replaced"):
         net(x)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "zeros": lambda weight: weight.zero_(),
+    "other values": lambda weight: weight.copy_(torch.ones(weight.shape)),
+    "an initialisation": torch.nn.init.zeros_,
+    "another tensor": lambda weight: torch.utils.swap_tensors(
+        weight, torch.nn.Parameter(torch.ones(weight.shape))
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_on_disk_that_is_changed_in_place_is_refused(
+    change: str, tmp_path: Path, stream: Make
+) -> None:
+    """The change was lost, without a word."""
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors")
+    unit = next(each for each in net.weight_stream.units if each.is_layer)
+    CHANGES[change](unit.targets[0].module._parameters[unit.targets[0].attribute])
+    with pytest.raises(RuntimeError, match="was changed in place after its model was streamed"):
+        net(torch.randn(5, 16))
+
+
+@torch.no_grad()
+def test_other_weights_are_refused(tmp_path: Path, stream: Make) -> None:
+    """They reached what was in memory, and were lost for what was on disk."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors")
+    x = torch.randn(5, 16)
+    other = {name: torch.zeros_like(weight) for name, weight in whole.state_dict().items()}
+    with pytest.raises(RuntimeError, match="takes no other weights"):
+        net.load_state_dict(other)
+    net.load_state_dict({}, strict=False)  # what is not the stream's is nobody's business here
+    assert net(x).equal(whole(x))
+
+
+MOVES: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "another dtype": lambda net: net.half(),
+    "another device": lambda net: net.to("meta"),
+    "empty elsewhere": lambda net: net.to_empty(device="meta"),
+    "a layer": lambda net: next(net.children()).double(),
+}
+if not torch.cuda.is_available():
+    MOVES["a device that is not there"] = lambda net: net.cuda()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("move", MOVES)
+def test_a_model_is_not_moved(move: str, tmp_path: Path, stream: Make) -> None:
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors")
+    x = torch.randn(5, 16)
+    with pytest.raises(RuntimeError, match="a streamed model cannot be moved or converted"):
+        MOVES[move](net)
+    assert net.float().to("cpu").to_empty(device="cpu") is net  # nothing changes
+    assert net(x).equal(whole(x))
+
+
+def test_a_model_is_not_pickled(tmp_path: Path, stream: Make) -> None:
+    """The message was of a function within one of nvmeio's own."""
+    saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors")
+    with pytest.raises(TypeError, match="call stream_model in each process"):
+        pickle.dumps(net)
 
 
 def test_closing_waits_for_a_layer_that_stays(tmp_path: Path, stream: Make) -> None:
