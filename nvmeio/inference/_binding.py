@@ -42,8 +42,10 @@ def stand_in(unit: Unit, device: torch.device) -> None:
 
 
 def count_changes(targets: list[Target]) -> None:
-    """Note what stands for weights as it is, for `check_absent`."""
-    targets[:] = [target._replace(version=_version(target.empty)) for target in targets]
+    """Note what stands for parameters as it is, for `check_absent`; batch norm sets its buffers."""
+    for index, target in enumerate(targets):
+        if not target.is_buffer:
+            targets[index] = target._replace(version=_version(target.empty))
 
 
 def check_absent(targets: Sequence[Target]) -> None:

@@ -33,7 +33,7 @@ class Target(NamedTuple):
         weight: Its number in the unit.
         empty: What stands there while it is gone, on the meta device.
         version: How often that had been changed in place when the model was streamed; None before,
-            and where torch does not count it.
+            for a buffer, and where torch does not count it.
     """
 
     module: nn.Module
