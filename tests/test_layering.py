@@ -335,6 +335,17 @@ def test_the_walk_sees_what_it_is_to_see() -> None:
     assert ("typer", False, True) in imports_of("nvmeio.cli")
 
 
+def test_everything_is_logged_by_the_one_logger() -> None:
+    """Whoever wants to hear of it, or nothing, names that one."""
+    named = {
+        ast.unparse(node)
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")
+    }
+    assert named == {"logging.getLogger('nvmeio')"}
+
+
 # import nvmeio
 
 

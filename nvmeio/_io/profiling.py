@@ -17,7 +17,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def profiled(what: str, of: str = "") -> AbstractContextManager[object]:
-    """A range ``nvmeio::what of``; where this thread is not profiled it costs 0.1 us."""
+    """A range ``nvmeio::what of``; 0.25 us where this thread is not profiled."""
     if not _autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"nvmeio::{what} {of}" if of else f"nvmeio::{what}")
