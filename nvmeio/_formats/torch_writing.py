@@ -287,7 +287,9 @@ class _Writer:
             index, record = content
             low, high = max(record.offset, start), min(record.end, end)
             if low < high:
-                data = _part_of(record, low - record.offset, high - low).cpu()
+                data = _part_of(record, low - record.offset, high - low)
+                if not data.is_cpu:
+                    data = data.cpu()
                 ctypes.memmove(address + low - start, data.data_ptr(), high - low)
                 self._sum(index, record, low, data)
         for at, index in self._places_in(start, end):
@@ -331,5 +333,7 @@ def _start_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
 
 def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:
     if isinstance(record.data, torch.Tensor):
+        if nbytes == record.nbytes:
+            return record.data
         return record.data[offset : offset + nbytes]
     return record.data(offset, nbytes)
