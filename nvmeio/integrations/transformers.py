@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
+from nvmeio.integrations._transformers_saving import TrainerSaving, why_not
+
+logger = logging.getLogger("nvmeio")
 
 __all__ = ["NvmeTrainer", "NvmeTrainerMixin", "from_pretrained", "save_pretrained"]  # noqa: F822
 
@@ -112,14 +117,74 @@ class NvmeTrainerMixin:
 
     Attributes:
         nvme_handle: Moves the bytes and stays open; None makes one for each file.
+        nvme_guard: Write checkpoints while training goes on, what the optimizer owns from where it
+            lies (see `Checkpointer.guard`): an `optimizer.step` waits for what it would change.
+            It is made in ``.nvmeio-saving-…`` and gets its name once all of it is durable:
+            after ``on_save``, and before the next is saved and `train` returns, which raise what
+            failed. Older ones are removed after that. Not with several processes, `push_to_hub`,
+            or a best model to be kept: a warning says so, and saves block as without.
     """
 
     nvme_handle: AioHandle | None = None
+    nvme_guard: bool = False
+    _nvme_saving: TrainerSaving | None = None
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """`Trainer.train`; returns when the last checkpoint is durable."""
+        try:
+            found = super().train(*args, **options)  # type: ignore[misc]
+            if self._nvme_saving is not None:
+                self._nvme_saving.wait()
+            return found
+        finally:
+            saving, self._nvme_saving = self._nvme_saving, None
+            if saving is not None:
+                saving.give_up()
+                saving.release()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        trainer: Any = self
+        reason = why_not(trainer) if self.nvme_guard else None
+        if not self.nvme_guard or reason or not _is_plain(trainer):
+            if self.nvme_guard:
+                logger.warning(
+                    "nvme_guard: checkpoints are saved before training goes on: %s",
+                    reason or "their files are not those that are known here",
+                )
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        if self._nvme_saving is None:
+            self._nvme_saving = TrainerSaving(self.nvme_handle)
+        saving = self._nvme_saving
+        saving.wait()
+        saving.give_up()
+        run_directory = trainer._get_output_dir(trial=trial)
+        saving.begin(run_directory, trainer.optimizer)
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        except BaseException:
+            saving.give_up()
+            raise
+        saving.name_when_durable(run_directory, trainer)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        saving = self._nvme_saving
+        if saving is not None and saving.directory is not None:
+            return saving.directory
+        found: str = super()._get_output_dir(trial=trial)  # type: ignore[misc]
+        return found
+
+    @property
+    def _nvme_made(self) -> TrainerSaving | None:
+        """The checkpoint that is being made, in the background."""
+        saving = self._nvme_saving
+        return None if saving is None or saving.directory is None else saving
 
     def _save(
         self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
     ) -> None:
-        with _weights_written_by(self.nvme_handle):
+        made = self._nvme_made
+        with _weights_written_by(self.nvme_handle, None if made is None else made.save_safetensors):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -127,8 +192,13 @@ class NvmeTrainerMixin:
         if not _is_plain(trainer):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         elif trainer.args.should_save:
+            made = self._nvme_made
             for name, part in ((_OPTIMIZER, trainer.optimizer), (_SCHEDULER, trainer.lr_scheduler)):
-                save(part.state_dict(), os.path.join(output_dir, name), handle=self.nvme_handle)
+                path = os.path.join(output_dir, name)
+                if made is not None and name == _OPTIMIZER:
+                    made.save(part.state_dict(), path)
+                else:
+                    save(part.state_dict(), path, handle=self.nvme_handle)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
@@ -175,13 +245,13 @@ _SEAM = "safe_save_file"
 
 
 @contextlib.contextmanager
-def _weights_written_by(handle: AioHandle | None) -> Iterator[None]:
+def _weights_written_by(
+    handle: AioHandle | None, writer: Callable[..., object] | None = None
+) -> Iterator[None]:
     """Within the block, this thread's `save_pretrained` calls write through nvmeio."""
     _install(importlib.import_module("transformers.modeling_utils"))
     before = getattr(_here, "writer", None)
-    _here.writer = lambda tensors, path, metadata: save_safetensors(
-        tensors, path, metadata, handle=handle
-    )
+    _here.writer = writer or partial(save_safetensors, handle=handle)
     try:
         yield
     finally:

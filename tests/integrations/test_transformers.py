@@ -320,6 +320,59 @@ def test_a_disk_error_ends_the_training(tmp_path: Path) -> None:
         train(NvmeTrainer, tmp_path, 2, handle=failing)
 
 
+class Guarding(NvmeTrainer):  # type: ignore[misc,valid-type]
+    """Says what was copied of each checkpoint, and what it was when it was saved."""
+
+    nvme_guard = True
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.reports = [saver.last for saver in self._nvme_saving.savers]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_a_guarded_optimizer_is_not_copied_and_files_are_the_same(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Losses, too; and only the last is kept, which is there when training ends."""
+    wanted, _ = train(NvmeTrainer, tmp_path / "stock", 4, **options)
+    found, trainer = train(Guarding, tmp_path / "ours", 4, save_total_limit=1, **options)
+    assert found == wanted
+    assert os.listdir(tmp_path / "ours") == ["checkpoint-4"]
+    ours, stock = (tmp_path / name / "checkpoint-4" for name in ("ours", "stock"))
+    assert sorted(os.listdir(ours)) == sorted(os.listdir(stock))
+    for name in ("model.safetensors", "optimizer.pt"):
+        assert (ours / name).read_bytes() == (stock / name).read_bytes()
+    for report in trainer.reports:
+        assert report.guarded_bytes > report.copied_bytes
+    rest, _ = train(NvmeTrainer, tmp_path / "more", 6, ours, **options)
+    assert set(rest) == {5, 6}
+
+
+def test_a_guarded_checkpoint_that_fails_gets_no_name(tmp_path: Path) -> None:
+    with (
+        nvmeio.AioHandle(
+            engine=nvmeio.testing.FakeEngine(
+                fail=lambda kind, offset, nbytes: errno.EIO if nbytes > 1 << 16 else 0
+            )
+        ) as failing,
+        pytest.raises(nvmeio.TransferError, match="EIO"),
+    ):
+        train(Guarding, tmp_path, 2, handle=failing)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint")] == []
+
+
+def test_what_needs_its_checkpoint_at_once_is_not_saved_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Plain(NvmeTrainer):  # type: ignore[misc,valid-type]
+        nvme_guard = True
+
+    train(Plain, tmp_path, 2, metric_for_best_model="loss")
+    assert "the best checkpoint is looked for" in caplog.text
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
 @pytest.mark.parametrize("special", ["is_deepspeed_enabled", "is_fsdp_enabled"])
 def test_files_of_others_are_left_to_transformers(special: str) -> None:
     class Stock:
