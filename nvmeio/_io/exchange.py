@@ -84,7 +84,7 @@ class Exchange:
             )
         limit = timedelta(seconds=self._timeout_s)
         make: Any = dist.ProcessGroupGloo
-        arguments = (self._store.prefixed("gloo"), self.rank, self.size, limit)
+        arguments = (self._store.for_torch("gloo"), self.rank, self.size, limit)
         # It waits for all ranks to come, and one may have given up.
         making = threads.Job(partial(make, *arguments), "nvmeio-exchange")
         making.start()

@@ -73,14 +73,19 @@ class RankStore:
 
     def within(self, name: str, path: str, operation: str) -> RankStore:
         """Keys of their own in this store, under a name that is used once."""
-        store = None if self._store is None else self.prefixed(name)
+        store = None if self._store is None else _prefixed(name, self._store)
         return RankStore(store, self.rank, self.size, path, operation)
 
-    def prefixed(self, name: str) -> Any:
-        """The store of torch, under a name: for what torch itself asks it."""
-        import torch.distributed as dist
+    def for_torch(self, name: str) -> Any:
+        """The store under a name, for what torch itself asks it.
 
-        return dist.distributed_c10d.PrefixStore(name, self._store)
+        torch waits within the store, which holds the connection: nothing could be asked meanwhile.
+        So it has one of its own, where torch can make another (from 2.9 on).
+        """
+        store = self._store
+        with contextlib.suppress(AttributeError, RuntimeError):
+            store = store.clone()
+        return _prefixed(name, store)
 
     @property
     def timeout_s(self) -> float:
@@ -124,6 +129,12 @@ class RankStore:
                 detail=f"the store of torch.distributed cannot be reached ({failed}): the rank "
                 "that serves it is gone, or the process group was destroyed before this was closed",
             ) from failed
+
+
+def _prefixed(name: str, store: Any) -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d.PrefixStore(name, store)
 
 
 def pauses() -> Iterator[None]:

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from support import nvmeio_threads, spin_until, spin_until_collected
 import nvmeio
 from nvmeio import _memory
 from nvmeio._io import shared_spans
+from nvmeio._io.inflight import Cancelled
 from nvmeio.checkpoint import _loading_ranks
 from nvmeio.testing import FakeEngine
 
@@ -355,6 +357,15 @@ def interrupted(me: Rank) -> None:
     me.meet_others()
     assert same(load(path, handle=handle), state)
 
+    # Between its telling what it sees and its connecting, where others wait for it
+    exchange = _loading_ranks.Exchange
+    if me.rank == 0:
+        _loading_ranks.Exchange = cancelled  # type: ignore[assignment, misc]
+    with me.raises(Cancelled if me.rank == 0 else nvmeio.TransferError, within_s=PATIENCE_S - 20):
+        load(path, handle=handle)
+    _loading_ranks.Exchange = exchange  # type: ignore[misc]
+    assert same(load(path, handle=handle), state)
+
     async def cancel() -> None:
         loading = asyncio.create_task(load_awaited(path))
         if me.rank == 0:
@@ -371,6 +382,12 @@ def interrupted(me: Rank) -> None:
     asyncio.run(cancel())
     assert same(load(path, handle=handle), state)
     handle.close()
+
+
+def cancelled(*_: Any) -> None:
+    """In place of what connects the ranks; the others are on their way to wait in it."""
+    time.sleep(0.3)
+    raise Cancelled
 
 
 def watched_loads() -> list[Any]:
