@@ -30,6 +30,7 @@ TARGETS = {
     "caio": "peers.caio_peer:CaioPeer",
     "thread pool": "peers.plain:ThreadPoolPeer",
     "checkpoints": "peers.checkpoints:Checkpoints",
+    "ranks": "peers.ranks:Rank",
     "offload": "peers.offloads:Offloads",
     "ZeRO-3": "peers.zero3:OnItsOwn",
     "streaming": "peers.inference:Streaming",

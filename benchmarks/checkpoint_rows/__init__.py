@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from checkpoint_rows import dcp, decoupled, guarded, loading, saving, small
+from checkpoint_rows import dcp, decoupled, guarded, loading, ranks, saving, small
 
 ROWS: dict[str, Row] = {
     "save": Row("save into a new file, durable", saving.measure, lambda size, _: 2 * size),
@@ -23,6 +23,7 @@ ROWS: dict[str, Row] = {
         "extra memory of a guarded save", guarded.measure_memory, lambda size, _: 2 * size
     ),
     "load": Row("load, cold", loading.measure, lambda size, _: 3 * size),
+    "ranks": Row("2 and 4 ranks with one state", ranks.measure, lambda size, _: 2 * size),
     "dcp": Row("torch.distributed.checkpoint", dcp.measure, lambda size, _: 3 * size),
     "small": Row("many small tensors", small.measure, small.bytes_needed),
 }
