@@ -4,8 +4,8 @@ Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how 
 and written), `nvmeio._storage.replace` (a file into its place), `_saving`; then `nvmeio._io.spans`
 (many parts of files into memory), `_loading`, `_loading_ranks`.
 For saves in the background: `_retention` (the directory), `_snapshot`, `_live` and `_guard` (what
-is not copied), `_ranks`, `_job`, `_job_files`, `_saver`, `checkpointer`; `background` is the same
-under any names.
+is not copied), `_ranks`, `_writers`, `_job`, `_job_files`, `_saver`, `checkpointer`; `background`
+is the same under any names.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format.
 """
 

@@ -34,6 +34,7 @@ from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.threads import Thread
+from nvmeio.checkpoint import _writers
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._guard import Guard
 from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
@@ -72,6 +73,7 @@ class Setup(NamedTuple):
         guard: What is written from where it lies.
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
+        writers: Which ranks write a file that all have; see `_writers`.
     """
 
     directory: str
@@ -84,6 +86,7 @@ class Setup(NamedTuple):
     guard: Guard
     get_handle: Callable[[], AioHandle]
     claim: Callable[[], None]
+    writers: str | int = "all"
 
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
@@ -123,6 +126,7 @@ class SaveJob(ABC):
         self._report: SaveReport | None = None
         self._began = self._taken_at = 0.0
         self._recycled: bool | None = None
+        self.writing = list(range(self.messages.size))  # the ranks that do, once all have agreed
 
     @property
     @abstractmethod
@@ -214,6 +218,7 @@ class SaveJob(ABC):
         if self.messages.size == 1:
             return layout
         plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
+        plan |= {"writers": self.setup.writers, "node": _writers.node()}
         self.messages.put("plan", json.dumps(plan | fingerprint(layout)).encode())
         plans = [json.loads(told) for told in self.messages.gather("plan")]
         self.messages.check()  # one may have told its plan, and then given up
@@ -221,6 +226,7 @@ class SaveJob(ABC):
         wrong = explain(plans)
         if wrong is not None:
             raise _Disagreement(f"{self.path}: {wrong}")
+        self.writing = _writers.chosen(self.setup.writers, [each["node"] for each in plans])
         same = all(each["pieces"] == plans[0]["pieces"] for each in plans)
         return layout if same or self.LAYOUT != "one" else self._with_pieces_of_first(layout)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from nvmeio._storage.replace import (
     Replacement,
     temporary_name,
 )
-from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint import _retention, _writers
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.errors import TransferError
 from nvmeio.files import File
@@ -47,10 +46,10 @@ class OneFile(SaveJob):
         return _retention.file_path(self.setup.directory, self.step)
 
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """Even parts of whole pages."""
-        pages, size = padded_nbytes(layout) // PAGE_BYTES, self.messages.size
-        cuts = [pages * rank // size * PAGE_BYTES for rank in range(size + 1)]
-        return list(itertools.pairwise(cuts))
+        """Even parts of whole pages, of the ranks that write; nothing of the others."""
+        pages = padded_nbytes(layout) // PAGE_BYTES
+        shares = _writers.shares(pages, self.messages.size, self.writing)
+        return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
         """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
@@ -62,13 +61,19 @@ class OneFile(SaveJob):
         """Write this rank's part, and commit all of them."""
         if self.messages.rank == 0:
             return self._write_and_commit()
+        if self.messages.rank in self.writing:
+            self._write_and_report()
+        else:
+            self.messages.put("part", b"")
+        _wait_for_end(self)
+        return None
+
+    def _write_and_report(self) -> None:
         place = self.messages.get("place", 0).decode()
         with files.open(os.path.join(self.setup.directory, place), "r+") as file:
             crcs = self._write_part(file)
             sync_data(file)
             self.messages.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
-        _wait_for_end(self)
-        return None
 
     def _write_and_commit(self) -> bool:
         setup = self.setup

@@ -71,6 +71,7 @@ def explain(plans: Sequence[dict[str, Any]]) -> str | None:
             ("step", "step {}"),
             ("layout", "layout {!r}"),
             ("checksum", "checksum={}"),
+            ("writers", "with writers={!r}"),
             ("records", "{} storages"),
             ("nbytes", "{} bytes of storages"),
         ):
@@ -88,7 +89,7 @@ def explain(plans: Sequence[dict[str, Any]]) -> str | None:
 
 
 _COMPARED = {
-    "one": ("step", "layout", "checksum", "records", "nbytes"),
+    "one": ("step", "layout", "checksum", "writers", "records", "nbytes"),
     "per_rank": ("step", "layout", "checksum"),
 }
 

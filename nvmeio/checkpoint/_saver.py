@@ -52,6 +52,7 @@ class Saver:
         checksum: bool,
         layout: str,
         recycle: bool,
+        writers: str | int,
     ) -> None:
         self.directory = directory
         self.setup = Setup(
@@ -65,6 +66,7 @@ class Saver:
             Guard(memory_bytes),
             self.get_handle,
             self._claim,
+            writers,
         )
         self._new_job = JOBS[layout]
         self._handle = handle

@@ -16,7 +16,7 @@ from nvmeio._io.caller import at_once, run_with_caller
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio.checkpoint import _guard, _retention
+from nvmeio.checkpoint import _guard, _retention, _writers
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._loading import LoadOptions, MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
@@ -84,6 +84,9 @@ class Checkpointer(ClosingWork):
         recycle: Overwrite the oldest file. Without, it is deleted, there are `keep` files, and each
             save is one into a new file.
         timeout_s: How long a rank may make no progress before the others give it up, in seconds.
+        writers: Of several ranks with one file, those that write: "all", "per_node" (the first one
+            on each machine), or a number of them, as far apart as can be. Fewer writers have larger
+            parts. The same on all ranks.
 
     Raises:
         TypeError, ValueError: A parameter is none of these.
@@ -107,6 +110,7 @@ class Checkpointer(ClosingWork):
         layout: str = "one",
         recycle: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        writers: str | int = "all",
     ) -> None:
         path = _checked_directory(directory)
         _checks.integer("keep", keep, 1)
@@ -132,6 +136,7 @@ class Checkpointer(ClosingWork):
             bool(checksum),
             layout,
             bool(recycle),
+            _writers.checked(writers, layout, self._store.size),
         )
 
     # Saving

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._io import rank_store
-from nvmeio.checkpoint import _guarded_snapshot, _job, _ranks, _snapshot
+from nvmeio.checkpoint import _guarded_snapshot, _job, _ranks, _snapshot, _writers
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
@@ -264,6 +264,50 @@ class Guarded:
             "weights": [each.clone() for each in self.state()["weights"]],
             "other": self.other.clone(),
         }
+
+
+def some_write(me: Rank) -> None:
+    """Fewer ranks write than there are, and all of it is there; ranks that differ are told."""
+    nodes = ["left", "right"]
+    _writers.node = lambda: nodes[me.rank * 2 // me.world]
+    half = me.world // 2
+    for number, (writers, writing) in enumerate(
+        (("all", range(me.world)), ("per_node", (0, half)), (1, (0,)), (2, (0, half)))
+    ):
+        with me.new(writers=writers) as checkpointer:
+            for step in (number * 4 + 1, number * 4 + 2):
+                me.written.clear()
+                me.saved(checkpointer, step)
+                assert bool(me.written) == (me.rank in writing), (writers, me.written)
+            me.meet_others()
+    wanted = replicated(15)
+    for bad in ("some", 0, me.world + 1, -1):
+        with me.raises(ValueError, "writers must be"):
+            me.new(writers=bad)
+    for wrong in (True, None, 1.5):
+        with me.raises(TypeError, "writers must be"):
+            me.new(writers=wrong)
+    with me.raises(ValueError, "is for layout='one'"):
+        me.new(writers=1, layout="per_rank")
+    with me.new(writers=1 if me.rank == me.world - 1 else "all") as checkpointer:
+        with me.raises(ValueError, "rank 0 saves with writers='all'", "with writers=1"):
+            checkpointer.save_sync(wanted, 15)
+        me.meet_others()
+    # One that fails while it writes nothing, and one that has all of it to write
+    with me.new(writers=1) as checkpointer:
+        me.errno = errno.EIO if me.rank == 0 else 0
+        checkpointer.save_sync(wanted, 15)
+        with me.raises(nvmeio.TransferError, "EIO"):
+            checkpointer.wait_sync(PATIENCE_S)
+        me.errno = 0
+        state = {"f": lambda: None} if me.rank == me.world - 1 else wanted
+        with me.raises(Exception, "pickle"):
+            checkpointer.save_sync(state, 15)
+        me.meet_others()
+        assert checkpointer.latest_step() == 14
+        me.meet_others()
+        me.saved(checkpointer, 15)
+        me.meet_others()
 
 
 def guard(me: Rank) -> None:
@@ -767,6 +811,7 @@ WORK: dict[str, Callable[..., bool | None]] = {
     work.__name__: work
     for work in (
         save,
+        some_write,
         guard,
         shards,
         stream,
