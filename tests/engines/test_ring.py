@@ -509,7 +509,7 @@ def test_interpreter_exits_with_device_writes_in_flight(tmp_path: Path) -> None:
             device.gate.set()
         warnings.showwarning = showing
     """
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     done = run_python(script.replace("TESTS", here).replace("DIR", str(tmp_path)), "-Wdefault")
     assert done.returncode == 0, done.stderr
     assert "operations in flight" in done.stderr
