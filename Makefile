@@ -24,7 +24,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress power native-check lint type format bench bench-small bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress power native-check coverage lint type format bench bench-small bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -64,6 +64,14 @@ power: $(STAMP) ## a loss of power, rebuilt from a log of the drive; part of str
 
 native-check: ## the shim under ASan and UBSan, TSan, and valgrind
 	@sh tests/native/run.sh asan tsan valgrind
+
+# Left out: tests that take the interpreter's trace function for themselves.
+coverage: $(STAMP) ## the lines and branches that the tests run, with a floor; takes long
+	@$(PIP) install --quiet --editable '.[dev,coverage]'
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest $(TEST_RUNS) --ignore tests/interrupts --ignore tests/inject $(PYTEST_ARGS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report --skip-covered
 
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from nvmeio.offload._cuts import Cuts
 from nvmeio.offload._memory_plan import MemoryPlan
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Times
+from nvmeio.offload._probe import check_class
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._state import StateView
 from nvmeio.offload._state_swapper import StateSwapper
@@ -108,7 +109,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     def __init__(
         self,
         optimizer_class: Any,
-        params: Any,
+        params: Any = None,
         *,
         swap_dir: str | os.PathLike[str],
         subgroup_bytes: int | str = DEFAULT_SUBGROUP_BYTES,
@@ -125,6 +126,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         pipeline_write: bool = True,
         **optimizer_args: Any,
     ) -> None:
+        check_class(optimizer_class)
+        if params is None:
+            raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
         subgroup_bytes = _arguments.size("subgroup_bytes", subgroup_bytes)
         buffer_bytes = _arguments.size("buffer_bytes", buffer_bytes)
         _arguments.count("subgroup_bytes", subgroup_bytes, 4096)
