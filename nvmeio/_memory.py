@@ -26,6 +26,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22  # Linux 5.14; linux/mman.h
 _MADV_POPULATE_WRITE = 23
 _MLOCK_ONFAULT = 1  # Linux 4.4
+_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
 
 # The kernel holds the process's memory map for the whole of one populate call, and every other
 # thread that maps or unmaps memory waits for it. Populating 1 GiB in one call stalled such a thread
@@ -68,10 +70,14 @@ class Mapping(mmap.mmap):
 
     A `__del__` rather than `weakref.finalize`: it runs before the memory is unmapped, whereas
     mmap's own deallocator calls weak references after that, when another thread may have been
-    given the same address already.
+    given the same address already. What Ctrl-C takes of a `__del__` nobody does again, so there is
+    a net below it: Python drops a subclass's slots between the two, and the weak reference to what
+    lies in one puts itself in a queue (`_died`), in C.
     """
 
-    __slots__ = ("address", "base", "nbytes")
+    __slots__ = ("_alive", "address", "base", "nbytes")
+
+    _alive: _Alive
 
     base: int  # of the first byte
     address: int  # of the first usable byte
@@ -99,10 +105,13 @@ class Mapping(mmap.mmap):
                 self.address = round_up(self.address, align)
         except (OSError, OverflowError, ValueError) as error:
             raise MemoryError(_no_memory(nbytes, str(error))) from None
-        self.nbytes = length
         if align == huge:
             # Refused (EINVAL) only by a kernel without huge pages, where small ones must do.
             _libc.madvise(self.address, length, _MADV_HUGEPAGE)
+        _take_out_dead()  # one of them may have had this address
+        self._alive = _Alive()
+        self.nbytes = length
+        alive[self.address] = weakref.ref(self._alive, _died.put)
         mapped.add(self.address, length)
         return self
 
@@ -112,12 +121,13 @@ class Mapping(mmap.mmap):
         On fault: what `populate` brings in is locked as it comes, so that a refusal is known
         at once and `mlock` does not populate in one long call (see _POPULATE_BYTES).
         """
+        pinned[self.address] = _Pin(self.nbytes)  # first: what is interrupted can be undone
         if _libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
             code = ctypes.get_errno()
             if code != errno.ENOSYS or _libc.mlock(self.address, self.nbytes) != 0:
                 code = ctypes.get_errno()
+                unpin(self.address)
                 raise OSError(code, _not_lockable(self.nbytes, code))
-        pinned[self.address] = _Pin(self.nbytes)
         locked.add(self.address, self.nbytes)
 
     def populate(self) -> None:
@@ -146,14 +156,15 @@ class Mapping(mmap.mmap):
         if self.address not in pinned:
             pinned[self.address] = _Pin(self.nbytes)
             locked.add(self.address, self.nbytes)
-        device = torch.cuda.current_device()
+        pin = pinned[self.address]
+        pin.device = torch.cuda.current_device()
+        pin.runtime = runtime  # before the call: what is interrupted after it can be undone
         # 0, cudaHostRegisterDefault: with unified addressing it is page-locked to every device.
         error = runtime.cudaHostRegister(self.address, self.nbytes, 0)
         if int(error) != 0:
+            pin.runtime = None
             unpin(self.address)
             raise OSError(errno.EIO, _cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error))
-        pinned[self.address].runtime = runtime
-        pinned[self.address].device = device
 
     def tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from byte `offset` on, with a storage of exactly its size.
@@ -184,17 +195,7 @@ class Mapping(mmap.mmap):
         # At the end of the interpreter the globals may be gone; so is the process, soon.
         if finalizing() or not hasattr(self, "nbytes"):
             return
-        try:
-            self._leave()
-        except BaseException:  # Ctrl-C, which Python lets nobody see here: once more
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        """Out of the registry, as often as it takes."""
-        with contextlib.suppress(OSError):  # a destructor has nobody to tell
-            unpin(self.address)
-        mapped.remove(self.address)
+        _leave(self.address)
 
 
 def _anonymous(cls: type[Mapping], length: int) -> Mapping:
@@ -267,6 +268,11 @@ class Serial:
         self._steps: deque[Callable[[], None]] = deque()
         self._running = False
 
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether interrupts left steps that nobody runs."""
+        return bool(self._steps) and not self._running
+
     def run(self, step: Callable[[], None]) -> None:
         self._steps.append(step)
         try:
@@ -301,18 +307,15 @@ class _Regions:
 
     def reset(self) -> None:
         self._table: tuple[list[int], list[int]] = ([], [])  # starts (sorted), ends
-        self.reset_lock()
-
-    def reset_lock(self) -> None:
-        self._changes = Serial()
 
     def add(self, address: int, nbytes: int) -> None:
-        self._changes.run(lambda: self._insert(address, address + nbytes))
+        _changes.run(lambda: self._insert(address, address + nbytes))
 
     def remove(self, address: int) -> None:
-        self._changes.run(lambda: self._delete(address))
+        _changes.run(lambda: self._delete(address))
 
     def covers(self, address: int, nbytes: int) -> bool:
+        _take_out_dead()
         starts, ends = self._table
         index = bisect_right(starts, address) - 1
         return index >= 0 and address + nbytes <= ends[index]
@@ -331,16 +334,24 @@ class _Regions:
             self._table = (starts[:at] + starts[at + 1 :], ends[:at] + ends[at + 1 :])
 
     def __len__(self) -> int:
+        _take_out_dead()
         return len(self._table[0])
+
+
+class _Alive:
+    """What a mapping has while it lives."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Pin:
     """What `unpin` has to undo."""
 
-    __slots__ = ("device", "nbytes", "runtime")
+    __slots__ = ("device", "lock", "nbytes", "runtime")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.lock = threading.Lock()
         self.runtime: Any = None  # torch.cuda.cudart() where CUDA knows the memory
         self.device = 0  # that was current then
 
@@ -350,12 +361,44 @@ class _Pin:
             return 0
         # A destructor's thread may be on a device that is not in use: CUDA would make a context.
         with torch.cuda.device(self.device):
-            return self.runtime.cudaHostUnregister(address)
+            error = self.runtime.cudaHostUnregister(address)
+        if int(error) == _NOT_REGISTERED:  # an interrupt came after CUDA had forgotten it
+            _clear_cuda_error()
+            return 0
+        return error
 
 
+_changes = Serial()  # one for both: a destructor may come in the middle of a change of either
 mapped = _Regions()
 locked = _Regions()
-pinned: dict[int, _Pin] = {}  # by address; whoever pops an entry undoes it
+pinned: dict[int, _Pin] = {}  # by address
+alive: dict[int, weakref.ref[_Alive]] = {}  # by address, what is to leave the registry
+_died: SimpleQueue[weakref.ref[_Alive]] = SimpleQueue()  # of these, what was interrupted in that
+
+
+def _leave(address: int) -> None:
+    """A mapping out of the registry; what an interrupt cuts short is done again later."""
+    with contextlib.suppress(OSError):  # a destructor has nobody to tell
+        unpin(address)
+    mapped.remove(address)
+    alive.pop(address, None)
+
+
+def _take_out_dead() -> None:
+    """Out of the registry with what died and is still there."""
+    if not _died.empty():
+        _changes.run(_leave_all_dead)
+    elif _changes.was_cut_short:
+        _changes.run(lambda: None)
+
+
+def _leave_all_dead() -> None:
+    died = _died.qsize()
+    for address, known in alive.copy().items():  # in one step of C: the collector may come any time
+        if known() is None:
+            _leave(address)
+    for _ in range(died):  # last: after an interrupt all of this is done again
+        _died.get_nowait()
 
 
 def unpin(address: int) -> bool:
@@ -364,14 +407,18 @@ def unpin(address: int) -> bool:
     Raises:
         OSError: CUDA refused (EIO); the page lock is gone all the same.
     """
-    region = pinned.pop(address, None)
-    if region is None:
+    pin = pinned.get(address)
+    if pin is None:
         return False
     locked.remove(address)
-    error = region.unregister(address)
-    _libc.munlock(address, region.nbytes)
+    with pin.lock:  # within it no step of the registry's, which may be waiting for it
+        if pinned.get(address) is not pin:
+            return False
+        error = pin.unregister(address)
+        _libc.munlock(address, pin.nbytes)
+        pinned.pop(address, None)  # last: after an interrupt all of this is done again
     if int(error) != 0:
-        text = _cuda_refusal(region.runtime, "cudaHostUnregister", region.nbytes, error)
+        text = _cuda_refusal(pin.runtime, "cudaHostUnregister", pin.nbytes, error)
         raise OSError(errno.EIO, text)
     return True
 
@@ -379,7 +426,8 @@ def unpin(address: int) -> bool:
 def _after_fork_in_child() -> None:
     # Page locks and CUDA stay with the parent (man 2 mlock), the mappings are here too; another
     # thread of the parent may have been inside a step.
-    mapped.reset_lock()
+    global _changes
+    _changes = Serial()
     locked.reset()
     pinned.clear()
 
@@ -401,12 +449,16 @@ def _cuda_runtime() -> Any:
         return None
 
 
-def _cuda_refusal(runtime: Any, call: str, nbytes: int, error: Any) -> str:
+def _clear_cuda_error() -> None:
     # CUDA keeps it for the next launch of a kernel in this thread, which would seem to have failed.
     # torch has no name for the call; its runtime's symbols are global.
     take_error = getattr(_libc, "cudaGetLastError", None)
     if take_error is not None:
         take_error()
+
+
+def _cuda_refusal(runtime: Any, call: str, nbytes: int, error: Any) -> str:
+    _clear_cuda_error()
     return f"{call} of {nbytes} bytes failed: {runtime.cudaGetErrorString(error)}"
 
 

@@ -11,11 +11,15 @@ import os
 import resource
 import struct
 import subprocess
+import sys
 import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
 
 import pytest
 import support
@@ -805,8 +809,7 @@ class FakeRuntime:
 
     def cudaHostUnregister(self, address: int) -> int:
         assert self.device == 3  # where it was registered
-        del self.known[address]
-        return self.results[1]
+        return 713 if self.known.pop(address, None) is None else self.results[1]
 
     def cudaGetErrorString(self, error: int) -> str:
         return f"fake error {error}"
@@ -839,8 +842,15 @@ def test_locked_memory_is_registered_with_cuda_until_freed(
     assert runtime.known == {}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupted_destructor_leaves_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a destructor raises is dropped: pytest keeps it, and with it the object."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+def test_an_interrupted_destructor_leaves_no_entry(
+    monkeypatch: pytest.MonkeyPatch, unraisable: None
+) -> None:
     """Python goes on after a KeyboardInterrupt there: nobody would do it again."""
     registry, calls = _memory.mapped, []
 
@@ -857,8 +867,97 @@ def test_an_interrupted_destructor_leaves_no_entry(monkeypatch: pytest.MonkeyPat
     assert registry.covers(address, 1)
     monkeypatch.setattr(_memory, "mapped", Interrupted())
     del mapping
-    assert calls == [address, address]
     assert not registry.covers(address, 1)
+    assert calls == [address, address]
+
+
+def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisable: None) -> None:
+    """Ctrl-C may take all of it: the address would have been known as ours, and as locked."""
+    destructor = _memory.Mapping.__del__.__code__
+    taken = []
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if frame.f_code is destructor:
+            taken.append(frame.f_locals["self"].address)
+            raise KeyboardInterrupt
+
+    collect()
+    before = len(_memory.mapped), len(_memory.locked), len(_memory.pinned)
+    mapping = _memory.Mapping(PAGE)
+    mapping.lock()
+    address = mapping.address
+    tracing = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        del mapping
+    finally:
+        sys.settrace(tracing)
+    assert taken == [address]
+    assert not _memory.mapped.covers(address, 1) and not _memory.locked.covers(address, 1)
+    assert address not in _memory.pinned and address not in _memory.alive
+    assert none_more(before, (len(_memory.mapped), len(_memory.locked), len(_memory.pinned)))
+
+
+def test_what_a_destructor_left_is_known_before_its_address_is_free(
+    monkeypatch: pytest.MonkeyPatch, unraisable: None
+) -> None:
+    """Another thread may be given it at once, and register it anew."""
+    seen = []
+
+    class Died(SimpleQueue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            seen.append(is_mapped(address))
+            super().put(item)
+
+    class Interrupted:
+        def remove(self, address: int) -> None:
+            raise KeyboardInterrupt
+
+    collect()
+    registry = _memory.mapped
+    monkeypatch.setattr(_memory, "_died", Died())
+    mapping = _memory.Mapping(4 * MIB)
+    address = mapping.address
+    monkeypatch.setattr(_memory, "mapped", Interrupted())
+    del mapping
+    monkeypatch.setattr(_memory, "mapped", registry)
+    assert seen == [True]
+    assert not registry.covers(address, 1)
+
+
+@pytest.mark.parametrize("at", ["locked", "CUDA", "after CUDA", "munlock"])
+def test_unlocking_that_is_interrupted_is_gone_on_with(
+    at: str, monkeypatch: pytest.MonkeyPatch, locked_before: int
+) -> None:
+    """The entry went first: what was left stayed locked, known to CUDA and known as locked."""
+    runtime = FakeRuntime()
+    play_cuda(monkeypatch, runtime)
+    tensor = buffers.empty_pinned(PAGE, dtype=torch.uint8)
+    address = tensor.data_ptr()
+
+    def once(thing: Any, name: str, after: bool = False) -> None:
+        call = getattr(thing, name)
+
+        def cut(*arguments: Any) -> Any:
+            monkeypatch.setattr(thing, name, call)
+            if after:
+                call(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(thing, name, cut)
+
+    if at == "locked":
+        once(_memory.locked, "remove")
+    elif at == "munlock":
+        once(_memory._libc, "munlock")
+    else:
+        once(runtime, "cudaHostUnregister", after=at != "CUDA")
+    with pytest.raises(KeyboardInterrupt):
+        buffers.free_pinned(tensor)
+    buffers.free_pinned(tensor)
+    assert not buffers.is_pinned(tensor) and address not in _memory.pinned
+    assert runtime.known == {}
+    assert status_bytes("VmLck") == locked_before
 
 
 def test_a_refusal_by_cuda_leaves_nothing_locked(

@@ -126,8 +126,8 @@ def pack(
         parts = partition(model, matched.by_tensor, None)
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
         temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there: Ctrl-C
         temporary.mkdir(parents=True)
-        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         report = _Packing(checkpoint, mover, units, setting, call).run(temporary)
         _copy_others(source, temporary, next(iter(model.parameters())).dtype)
         sync_directory(temporary)

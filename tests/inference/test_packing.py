@@ -153,6 +153,24 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         pack(tmp_path / "p", tmp_path / "again")
 
 
+def test_an_interrupt_as_the_directory_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to be removed only from the next statement on."""
+    source = saved(llama, tmp_path / "model")
+    mkdir = Path.mkdir
+
+    def interrupted(path: Path, *arguments: Any, **options: Any) -> None:
+        mkdir(path, *arguments, **options)
+        if "packing" in path.name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_nan_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     saved(llama, tmp_path / "m")
     model = loaded(tmp_path / "m")

@@ -138,7 +138,6 @@ class Trials:
         self._limit_s = limit_s
         self._made = 0
         self._ignored = 0
-        self._lost = 0  # of these in the destructor of a mapping
         self._most: tuple[int, int, int] = (0, 0, 0)
         self._held: tuple[HeldEngine, nvmeio.AioHandle] | None = None
         if report.mode == "twice":
@@ -151,7 +150,6 @@ class Trials:
         """Of finalisers: nobody can do better."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             self._ignored += 1
-            self._lost += unraisable.object is _memory.Mapping.__del__
 
     def fresh(self) -> Scenario:
         self._made += 1
@@ -191,7 +189,7 @@ class Trials:
         del scenario
         if self._held is not None:
             self._held[1].close()
-        self._report.leaked = _left(before, self._lost)
+        self._report.leaked = _left(before)
         faulthandler.cancel_dump_traceback_later()
 
     def _measure(self, scenario: Scenario) -> float:
@@ -322,19 +320,15 @@ def _held() -> tuple[dict[int, str], set[threading.Thread], int]:
     return open_descriptors(), nvmeio_threads(), len(_memory.mapped)
 
 
-def _left(before: tuple[dict[int, str], set[threading.Thread], int], lost: int) -> str:
-    """What is held now and was not before; what ends by itself is given time.
-
-    `lost` mappings may still be registered: an interrupt at the first instruction of a destructor
-    takes all of it, and nobody hears of it.
-    """
+def _left(before: tuple[dict[int, str], set[threading.Thread], int]) -> str:
+    """What is held now and was not before; what ends by itself is given time."""
     patience = time.monotonic() + PATIENCE_S
     while True:
         gc.collect()
         descriptors, threads, mapped = _held()
         left = {fd: t for fd, t in descriptors.items() if before[0].get(fd) != t}
         running = threads - before[1]
-        more = mapped - before[2] - lost
+        more = mapped - before[2]
         if not left and not running and more <= 0:
             return ""
         if time.monotonic() > patience:
