@@ -33,15 +33,17 @@ class BatchMember:
         file: As the caller named it.
         items: The numbers of its items.
         opened: While it is open.
+        released: Whether it has been closed since.
     """
 
-    __slots__ = ("file", "items", "opened")
+    __slots__ = ("file", "items", "opened", "released")
 
     def __init__(self, file: Any, items: Sequence[int]) -> None:
         named = isinstance(file, (str, os.PathLike))
         self.file: FileLike = files.checked_path(file) if named else file
         self.items = items
         self.opened: Descriptors | None = None
+        self.released = False
 
     @property
     def is_path(self) -> bool:
@@ -63,14 +65,15 @@ class BatchMember:
             TransferError: As `files.acquire` does.
         """
         if self.opened is None:
+            self.released = False
             self.opened = files.acquire(self.file, writing)
         return self.opened
 
     def close(self) -> None:
-        """Give the descriptors back; OSError where closing tells of an error."""
-        opened, self.opened = self.opened, None
-        if opened is not None:
-            opened.release()
+        """Give the descriptors back; OSError where closing tells of an error, and then again."""
+        if self.opened is not None:
+            self.opened.release(self)
+            self.opened = None
 
 
 class Batch:

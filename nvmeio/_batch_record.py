@@ -59,6 +59,7 @@ class BatchRecord(Record):
         "_dropped",
         "_failures",
         "_inodes",
+        "_lost",
         "_noted",
         "_planner",
         "_total",
@@ -86,6 +87,7 @@ class BatchRecord(Record):
         self._failures: dict[int, BaseException] = {}
         self._inodes: set[tuple[int, int]] = set()
         self._dropped = False
+        self._lost: TransferError | None = None  # what closing a file told first
         self._noted: Request | None = None  # the last one whose outcome is in the total
         self._total = NOTHING
 
@@ -167,14 +169,13 @@ class BatchRecord(Record):
         return False  # they are taken as items end
 
     def let_go(self) -> TransferError | None:
-        batch, lost = self._batch, None
-        if batch is None:
-            return None
-        batch.end()
-        for part in batch.parts:
-            lost = self._closed(part) or lost
-        self._batch = None
-        return lost
+        batch = self._batch
+        if batch is not None:
+            batch.end()
+            for part in batch.parts:
+                self._close(part)
+            self._batch = None
+        return self._lost
 
     # --- waves ------------------------------------------------------------------------------
 
@@ -293,16 +294,23 @@ class BatchRecord(Record):
         self._failures.update(dict.fromkeys(items, failed))
 
     def _close_now(self, part: BatchMember) -> None:
-        lost = self._closed(part)
+        """Between two waves."""
+        lost = self._close(part)
         if lost is not None:
             self._failures.setdefault(part.items[0], lost)
 
-    def _closed(self, part: BatchMember) -> TransferError | None:
-        """Close a file; NFS and friends report lost writes here (man 2 close)."""
+    def _close(self, part: BatchMember) -> TransferError | None:
+        """Close a file; NFS and friends report lost writes here (man 2 close).
+
+        It may be done again: the error is noted before the file counts as closed.
+        """
         try:
             part.close()
         except OSError as failed:
-            return TransferError(failed.errno or errno.EIO, operation="close", path=part.name)
+            lost = TransferError(failed.errno or errno.EIO, operation="close", path=part.name)
+            self._lost = self._lost or lost
+            part.opened = None
+            return lost
         return None
 
     def _about_item(self, part: BatchMember, item: int, transferred: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import os
@@ -102,7 +103,8 @@ class Core:
             planned, transfer = planner(opcode, memory, opened, file_offset)
         except BaseException as failed:
             if opened is not None:
-                opened.release()
+                with contextlib.suppress(OSError):  # nothing was written through it
+                    opened.release()
             if places is not None:
                 places.end()
             if isinstance(failed, TransferError):

@@ -487,7 +487,12 @@ class _Waiter:
         """Tell whoever waits, twice if an interrupt comes after the first time."""
         there = self.wake_up()
         self.woken = True
+        self.wake_up = _nobody  # it has the loop, which may have the task that has the lease
         return there
+
+
+def _nobody() -> bool:
+    return True
 
 
 def _wake(loop: asyncio.AbstractEventLoop, served: asyncio.Future[None]) -> bool:

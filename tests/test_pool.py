@@ -673,3 +673,27 @@ def test_loops_and_threads_at_once_never_overlap_and_all_bytes_come_back() -> No
     assert (pool.in_use_bytes, pool.waiting, seen.live) == (0, 0, {})
     with pool.take(pool.budget_bytes, timeout=0):
         pass
+
+
+def test_the_lease_of_a_task_whose_loop_was_dropped_comes_back() -> None:
+    """As after Ctrl-C within `asyncio.run`: the pool itself kept the loop, and so the lease."""
+    closed = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def __del__(self) -> None:
+            self.close()
+            closed.append(True)
+
+    async def use() -> None:
+        async with pool.take(PAGE):
+            await asyncio.sleep(3600)
+
+    pool = PinnedPool(PAGE)
+    loop = Loop()
+    loop.set_exception_handler(lambda *_: None)  # it would tell of the task
+    task = loop.create_task(use())
+    while not pool.in_use_bytes:
+        loop.run_until_complete(asyncio.sleep(0))
+    del loop, task
+    spin_until_collected(lambda: bool(closed) and pool.in_use_bytes == 0)
+    pool.close()

@@ -258,9 +258,10 @@ class Losing:
         return int(self._lib.nv_fds_close(raw))
 
 
+@pytest.mark.parametrize("batch", [False, True], ids=["one", "batch"])
 @pytest.mark.parametrize("noticed", ["in a thread", "by the loop"])
 def test_what_closing_the_file_told_is_not_lost(
-    path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str, batch: bool
 ) -> None:
     """NFS and friends report lost writes there, and once."""
     started: list[nvmeio.Operation] = []
@@ -270,7 +271,11 @@ def test_what_closing_the_file_told_is_not_lost(
     def start() -> nvmeio.Operation:
         shim.losing = False
         started.clear()
-        started.append(handle.async_pwrite(tensor, path))
+        if batch:
+            others = [path.with_name(name) for name in ("one", "two")]
+            started.append(handle.async_pwrite_batch([tensor, tensor], others))
+        else:
+            started.append(handle.async_pwrite(tensor, path))
         shim.losing = True
         return started[0]
 
