@@ -1,19 +1,33 @@
-"""One SGLang engine on a CPU, which says its tokens: `python _engine.py MODEL [OPTIONS]`.
+"""One SGLang engine on a CPU, which says its tokens: `_engine.py MODEL [OPTIONS [TOKENS TABLES]]`.
 
-SGLang's compiled kernels are imported, and none of them is called on the way that this takes: where
-they are not installed, names stand for them.
+SGLang's compiled kernels are imported, and but for one none of them is called on the way that this
+takes: where they are not installed, names stand for them. Its hierarchical cache wants a GPU for
+three things: page-locked memory, streams with events, and that kernel, which copies tokens between
+the pool of the device and that of the host. Here they are nothing, nothing, and indexing.
+
+Args:
+    TOKENS: A prompt, in place of two short ones; also says how much of it was not computed.
+    TABLES: Of block stores, as a pattern: waits until its pages are there.
 """
 
 from __future__ import annotations
 
+import builtins
+import glob
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
+import time
 import types
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from nvmeio._blocks.table import HEADER_BYTES, RECORD_BYTES
 
 
 class _Name:
@@ -45,9 +59,57 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def _copy_tokens(
+    src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+class _Event:
+    """Of a stream on which everything is done when it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Runtime:
+    """The CUDA runtime, as far as memory is made page-locked with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+def _stand_in_for_a_gpu() -> None:
+    """What the hierarchical cache asks for; nothing else of torch's CUDA is used."""
+    cpu: Any = torch.cpu
+    cuda: Any = torch.cuda
+    names: Any = builtins
+    cpu.Event = _Event
+    for name in ("wait_event", "wait_stream", "synchronize", "record_event"):
+        if not hasattr(cpu.Stream, name):
+            setattr(cpu.Stream, name, lambda *_: _Event())
+    cuda.cudart = _Runtime
+    # SGLang imports it where there is a GPU only, and its code looks here last.
+    names.transfer_kv_direct = _copy_tokens
+
+
 # Its workers import this file anew, before they import SGLang.
 if importlib.util.find_spec("sgl_kernel") is None:
     sys.meta_path.append(_Kernels())
+_stand_in_for_a_gpu()
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -67,6 +129,18 @@ OPTIONS: dict[str, Any] = {
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
+def _wait_for_blocks(tables: str, count: int) -> None:
+    """SGLang writes pages behind the answer."""
+    until = time.monotonic() + 120
+    while True:
+        found = b"".join(Path(name).read_bytes()[HEADER_BYTES:] for name in glob.glob(tables))
+        records = (found[at : at + RECORD_BYTES] for at in range(0, len(found), RECORD_BYTES))
+        if sum(any(record[-24:]) for record in records) >= count:  # of lengths and checksums
+            return
+        assert time.monotonic() < until
+        time.sleep(0.2)  # nothing tells when they are there
+
+
 def main() -> None:
     import sglang
 
@@ -77,6 +151,13 @@ def main() -> None:
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
     found: dict[str, Any] = {"tokens": [], "update": None}
     try:
+        if len(options) > 1:
+            answer = engine.generate(input_ids=json.loads(options[1]), sampling_params=SAMPLING)
+            found["tokens"] = answer["output_ids"]
+            found["pages"] = len(json.loads(options[1])) // json.loads(options[0])["page_size"] - 1
+            found["cached"] = answer["meta_info"]["cached_tokens"]
+            _wait_for_blocks(options[2], found["pages"])
+            return
         for _ in range(2):
             answers = engine.generate(input_ids=prompts, sampling_params=SAMPLING)
             found["tokens"].append([answer["output_ids"] for answer in answers])

@@ -34,7 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(make, tmp_path_factory.mktemp("model"))
 
 
-def engine(model: Path, config: Path | None, **options: Any) -> tuple[Any, str]:
+def engine(
+    model: Path, config: Path | None, prompt: tuple[str, ...] = (), **options: Any
+) -> tuple[Any, str]:
     """What an engine found, if it started, and its log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop(for_sglang.VARIABLE, None)
@@ -42,7 +44,7 @@ def engine(model: Path, config: Path | None, **options: Any) -> tuple[Any, str]:
         environment[for_sglang.VARIABLE] = str(config)
     script = Path(__file__).with_name("_engine.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(model), json.dumps(options)],
+        [sys.executable, str(script), str(model), json.dumps(options), *prompt],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -87,6 +89,37 @@ def test_an_engine_with_another_offloader_does_not_start(model: Path, tmp_path: 
     found, log = engine(model, configuration(tmp_path), cpu_offload_gb=1)
     assert found is None
     assert "Start it with no --cpu-offload-gb" in log
+
+
+def test_a_prompt_seen_before_is_read_by_the_next_engine(tmp_path: Path) -> None:
+    """`NvmeHiCache` below SGLang's hierarchical cache, through its command line's options."""
+    make = functools.partial(llama, LAYERS, 128, max_position_embeddings=2048)
+    model = saved(make, tmp_path / "model")
+    extra = {
+        "backend_name": "nvmeio",
+        "module_path": "nvmeio.integrations.sglang_hicache",
+        "class_name": "NvmeHiCache",
+        "interface_v1": 1,
+        "directory": str(tmp_path / "kv"),
+        "capacity_bytes": "100MB",
+    }
+    options = {
+        "enable_hierarchical_cache": True,
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": "layer_first",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+        "page_size": 4,
+    }
+    tokens = json.dumps([number * 37 % 97 + 1 for number in range(1024)])
+    prompt = (tokens, str(tmp_path / "kv" / "nvmeio-blocks" / "*.table"))
+    computed, log = engine(model, None, prompt, **options)
+    assert computed is not None, log[-4000:]
+    read, log = engine(model, None, prompt, **options)
+    assert read is not None, log[-4000:]
+    assert read["tokens"] == computed["tokens"]
+    assert (computed["cached"], read["cached"]) == (0, 1020)
 
 
 def test_what_is_refused_is_where_sglang_has_it() -> None:
