@@ -695,4 +695,5 @@ def test_nvmeio_names_it() -> None:
         "strict": True,
         "checksum": True,
         "revision": None,
+        "progress": None,
     }
