@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from nvmeio._closing import Closing
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
+from nvmeio._io.threads import being_interrupted
 from nvmeio._storage import crc32
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
@@ -47,6 +48,9 @@ PAGE_BYTES = 4096
 _DIRECTORY = "nvmeio-blocks"
 
 Key = str | bytes
+
+
+Value = TypeVar("Value")
 
 
 class Stats(NamedTuple):
@@ -119,6 +123,7 @@ class BlockStore(Closing):
         self._loads = OwnerThread("nvmeio-blocks-loads", self._closed_message)
         self._stores = OwnerThread("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
+        self._left: set[OwnerThread] = set()  # which do what a second interrupt left to itself
         self._pid = os.getpid()
         self._gate = threading.Lock()  # held by who begins something, and while it becomes closed
         try:
@@ -192,7 +197,7 @@ class BlockStore(Closing):
             ValueError: A block is too large or empty, or there is not one for each name.
             ClosedError: The store is closed, or open for reading.
         """
-        return self._stores.call_to_end(self._store, *self._checked(keys, blocks))
+        return self._call(self._stores, self._store, *self._checked(keys, blocks))
 
     def begin_store(
         self,
@@ -258,7 +263,7 @@ class BlockStore(Closing):
             ValueError: A tensor is not contiguous, or there is not one for each name.
             ClosedError: The store is closed.
         """
-        return self._loads.call_to_end(self._load, *self._checked_targets(keys, blocks))
+        return self._call(self._loads, self._load, *self._checked_targets(keys, blocks))
 
     def begin_load(
         self,
@@ -316,18 +321,29 @@ class BlockStore(Closing):
         if self._loads.is_here:
             self._catalog.locked(change, digests)
         else:
-            self._stores.call_to_end(self._catalog.locked, change, digests)
+            self._call(self._stores, self._catalog.locked, change, digests)
 
     def clear(self) -> None:
         """Forget all blocks; the files keep their size."""
         self._check_writer()
-        self._stores.call_to_end(self._catalog.locked, self._catalog.clear)
+        self._call(self._stores, self._catalog.locked, self._catalog.clear)
 
     def _check_writer(self) -> None:
         if not self._writer:
             raise ClosedError(f"the block store {self.path} is open for reading only")
 
     # Life
+
+    def _call(self, owner: OwnerThread, work: Callable[..., Value], *args: Any) -> Value:
+        """Have it done, and wait for its end, or for a second interrupt."""
+        try:
+            value = owner.call_to_end(work, *args)
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt.__context__, KeyboardInterrupt):
+                self._left.add(owner)
+            raise
+        self._left.discard(owner)
+        return value
 
     def _begin(
         self,
@@ -361,12 +377,16 @@ class BlockStore(Closing):
     def close(self) -> None:
         """Refuse new work, finish what was begun, close the files.
 
-        Idempotent; one that was interrupted is gone on with by the next call.
+        Idempotent; one that was interrupted is gone on with by the next call. At the end of a
+        with statement that a second interrupt ends it waits for nothing: the rest is done later.
         """
         if self._pid != os.getpid():
             return
         with self._gate:
             self._closed = True
+        if self._left and being_interrupted():
+            self._ending.begin()
+            return
         _finish(self._loads)
         self._loads.close()
         self._ending.close()
