@@ -31,7 +31,9 @@ def saved(obj: Any, protocol: int = 2) -> tuple[bytes, dict[str, torch.Tensor]]:
     with zipfile.ZipFile(file) as archive:
         records = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
     storages = {
-        name.removeprefix("data/"): torch.tensor(bytearray(data), dtype=torch.uint8)
+        name.removeprefix("data/"): (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        )
         for name, data in records.items()
         if name.startswith("data/")
     }
