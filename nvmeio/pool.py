@@ -376,9 +376,11 @@ class Lease:
                 raise
 
     async def __aenter__(self) -> torch.Tensor:
-        loop = asyncio.get_running_loop()
-        served = loop.create_future()
-        waiter = self._start(lambda: _wake(loop, served))
+        served = asyncio.get_running_loop().create_future()
+        # Weak: the loop keeps who waits, by the timer of its patience. What the pool kept of a
+        # loop that is closed might keep the task that has the bytes.
+        reached = weakref.ref(served)
+        waiter = self._start(lambda: _wake(reached))
         try:
             self._pool._enqueue(waiter)
             patience = _Patience(self._timeout)
@@ -487,15 +489,15 @@ class _Waiter:
         """Tell whoever waits, twice if an interrupt comes after the first time."""
         there = self.wake_up()
         self.woken = True
-        self.wake_up = _nobody  # it has the loop, which may have the task that has the lease
         return there
 
 
-def _nobody() -> bool:
-    return True
+def _wake(reached: weakref.ref[asyncio.Future[None]]) -> bool:
+    served = reached()
+    if served is None:
+        return False
+    loop = served.get_loop()
 
-
-def _wake(loop: asyncio.AbstractEventLoop, served: asyncio.Future[None]) -> bool:
     def set_result() -> None:
         if not served.done():
             served.set_result(None)

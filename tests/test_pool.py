@@ -675,6 +675,29 @@ def test_loops_and_threads_at_once_never_overlap_and_all_bytes_come_back() -> No
         pass
 
 
+def test_a_task_that_waits_keeps_no_other_of_a_closed_loop() -> None:
+    """As after Ctrl-C within `asyncio.run`: whoever waited kept the task that had the bytes."""
+
+    async def use() -> None:
+        async with pool.take(PAGE):
+            await asyncio.sleep(3600)
+
+    async def both() -> None:
+        await asyncio.gather(use(), use())
+
+    pool = PinnedPool(PAGE)
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it would tell of the tasks
+    task = loop.create_task(both())
+    while not pool.waiting:
+        loop.run_until_complete(asyncio.sleep(0))
+    assert pool.in_use_bytes
+    loop.close()
+    del task
+    spin_until_collected(lambda: pool.in_use_bytes == 0 and pool.waiting == 0)
+    pool.close()
+
+
 def test_the_lease_of_a_task_whose_loop_was_dropped_comes_back() -> None:
     """As after Ctrl-C within `asyncio.run`: the pool itself kept the loop, and so the lease."""
     closed = []
