@@ -62,8 +62,14 @@ class Disturbance:
         """A hook of the user was called."""
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run the work of a scenario that is a coroutine."""
-        return asyncio.run(self.drive(work))
+        """Run the work of a scenario that is a coroutine: `asyncio.run`."""
+        if sys.version_info < (3, 11):
+            return asyncio.run(self.drive(work))
+        with asyncio.Runner(loop_factory=self._new_loop) as runner:
+            return runner.run(self.drive(work))
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
 
     async def drive(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
@@ -117,8 +123,20 @@ class _CtrlC(_Signal):
         except KeyboardInterrupt:
             self.fired = True
             raise
+        except asyncio.CancelledError:
+            # The runner takes the signal before it sets its count of them to 0, and forgets it.
+            if self.fired:
+                raise KeyboardInterrupt from None
+            raise
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        """Undisturbed: `socket.socketpair`, which loops are made with, loses a descriptor."""
+        armed, self._armed = self._armed, False
+        made = super()._new_loop()
+        self._armed = armed
+        return made
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._armed and signal.getsignal(signal.SIGINT) != self._handle:
