@@ -30,8 +30,9 @@ from nvmeio import _shim
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
-# One has the Python of libaio, and the other is for tests: at each so many-th place will do there.
-STEPS = {"syscalls": 7, "fake": 7}
+# libaio is disturbed at every place. syscalls has the same Python, fake is for tests, and stands on
+# threads, the portable one: every few places will do there.
+STEPS = {"syscalls": 7, "fake": 7, "threads": 3}
 Everywhere = Callable[[Callable[[], object]], Iterator[str]]
 
 SIZE = 5000
