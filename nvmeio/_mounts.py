@@ -13,6 +13,7 @@ class Mount:
     """A line of /proc/self/mountinfo."""
 
     mount_id: int
+    device: str
     mount_point: str
     file_system: str
     source: str
@@ -26,7 +27,13 @@ def parse_mountinfo(text: str) -> list[Mount]:
         left, right = before.split(" "), after.split(" ")
         if separator and len(left) >= 6 and len(right) >= 2:
             mounts.append(
-                Mount(int(left[0]), _unescape(left[4]), _unescape(right[0]), _unescape(right[1]))
+                Mount(
+                    int(left[0]),
+                    left[2],
+                    _unescape(left[4]),
+                    _unescape(right[0]),
+                    _unescape(right[1]),
+                )
             )
     return mounts
 
@@ -47,6 +54,13 @@ def find_mount(directory: Path) -> Mount | None:
         return None
     mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
     return next((mount for mount in mounts if mount.mount_id == int(found[1])), None)
+
+
+def file_system_of(device: int) -> str:
+    """The type of the file system with this device number, or "" where none is mounted."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
+    return next((mount.file_system for mount in mounts if mount.device == wanted), "")
 
 
 def _unescape(field: str) -> str:

@@ -12,6 +12,7 @@ import os
 import torch
 
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._shim import memory_at
 
 _CACHESTAT = 451  # the number of the system call on every architecture; Linux 6.5
 
@@ -62,7 +63,7 @@ def copy(fd: int, start: int, memory: torch.Tensor) -> bool:
 
     Cost: blocks for a copy in memory, without the GIL; for reads where pages have gone meanwhile.
     """
-    room = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+    room = memory_at(memory.data_ptr(), memory.nbytes)
     at = 0
     while at < memory.nbytes:
         try:

@@ -77,7 +77,7 @@ class Memory(NamedTuple):
         """
         if self.device is None:
             if not self.foreign:
-                return (ctypes.c_char * nbytes).from_address(self.address + start).raw
+                return ctypes.string_at(self.address + start, nbytes)
             copied = bytearray(nbytes)
             copy_foreign(copied, self.address + start, nbytes, False)
             return bytes(copied)

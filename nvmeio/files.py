@@ -7,7 +7,6 @@ dropping a path) with transfers in flight closes nothing under the kernel's feet
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import fcntl
@@ -22,6 +21,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 from nvmeio import _checks
 from nvmeio._closing import Closing
+from nvmeio._mounts import file_system_of
 from nvmeio._plan import PAGE_BYTES, Alignment
 from nvmeio._shim import FileFacts, OwnFds, file_facts
 from nvmeio.errors import ClosedError, TransferError
@@ -395,7 +395,7 @@ def probe_direct(directory: str | os.PathLike[str]) -> DirectSupport:
         opened = Descriptors.open(probe.name, os.O_RDWR)
         try:
             if opened.direct_fd < 0:
-                name = _file_system_of(os.fstat(probe.fileno()).st_dev) or "the file system"
+                name = file_system_of(os.fstat(probe.fileno()).st_dev) or "the file system"
                 does = "keeps files in memory" if name in _MEMORY_FILE_SYSTEMS else "takes none"
                 return DirectSupport(False, 0, 0, f"{name} {does}")
             unit = max(opened.alignment.offset, PAGE_BYTES)
@@ -474,7 +474,7 @@ def _alignment(fd: int, facts: FileFacts, path: str) -> Alignment:
 
 
 def _try_direct_read(fd: int, device: int) -> Alignment:
-    if _file_system_of(device) in _MEMORY_FILE_SYSTEMS:
+    if file_system_of(device) in _MEMORY_FILE_SYSTEMS:
         return _NO_DIRECT
     with mmap.mmap(-1, PAGE_BYTES) as page:
         try:
@@ -485,17 +485,3 @@ def _try_direct_read(fd: int, device: int) -> Alignment:
             logger.info("no direct I/O on device %x: %s", device, refused)
             return _NO_DIRECT
     return Alignment(PAGE_BYTES, PAGE_BYTES)
-
-
-def _file_system_of(device: int) -> str:
-    """The type of the file system with this device number, or "" (man 5 proc, mountinfo)."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with builtins.open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                fields, _, rest = line.partition(" - ")
-                if fields.split(" ")[2] == wanted:
-                    return rest.split(" ")[0]
-    except OSError:
-        pass
-    return ""

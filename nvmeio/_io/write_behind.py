@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import run_interruptible
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._shim import memory_at
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -119,6 +119,4 @@ class WriteBehind:
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes, which it keeps: `release` may come while they are written to."""
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)

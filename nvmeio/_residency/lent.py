@@ -7,8 +7,6 @@ function, so that it is lost to no interrupt; what came back is looked at before
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import operator
 import weakref
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio._residency.window import Slot
+from nvmeio._shim import memory_at
 from nvmeio.pool import Lease, PinnedPool
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -56,8 +55,8 @@ class LentPool:
         lease, lent = lease_now(self._pool, nbytes) or (None, None)
         if lease is None or lent is None:
             return None
-        room = _room_type(lent.nbytes).from_address(lent.data_ptr())
-        room.arena = lent  # stays mapped for as long as the storage lives, whatever is closed
+        room = memory_at(lent.data_ptr(), lent.nbytes, lent)
+        # The arena stays mapped for as long as the storage lives, whatever is closed
         mark = weakref.ref(room, self._ended.put)
         self._out[id(mark)] = mark, lease
         return LentSlot(unit, torch.frombuffer(room, dtype=torch.uint8), lent)
@@ -122,10 +121,3 @@ def laid_over(
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*itertools.accumulate(shape[:0:-1], operator.mul, initial=1),)[::-1] if shape else ()
-
-
-@functools.lru_cache(maxsize=256)
-def _room_type(nbytes: int) -> Any:
-    """An array that can refer to something."""
-    array: Any = ctypes.c_char * nbytes
-    return type("_Room", (array,), {})

@@ -6,16 +6,10 @@ that the sum is made beside the transfer of the same bytes and costs it nothing.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from isal import isal_zlib
 
-# Not by an array of ctypes: each length would be a class of its own, 30 us each, which stays.
-_READ = 0x100  # PyBUF_READ
-_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
+from nvmeio._shim import memory_at
 
 
 def of_bytes(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
@@ -25,7 +19,7 @@ def of_bytes(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
 
 def of_memory(address: int, nbytes: int, crc: int = 0) -> int:
     """The CRC-32 of memory, going on from `crc`; the caller keeps it alive."""
-    return of_bytes(_view(address, nbytes, _READ), crc) if nbytes else crc
+    return of_bytes(memory_at(address, nbytes), crc) if nbytes else crc
 
 
 def of_tensor(tensor: torch.Tensor, crc: int = 0) -> int:

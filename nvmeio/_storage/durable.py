@@ -97,6 +97,19 @@ def _sync(path: str | os.PathLike[str], flags: int) -> None:
             ) from failed
 
 
+def rename(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """Give a file or a directory another name on its file system, at once and durably.
+
+    What has the new name is replaced: a file by a file, an empty directory by a directory.
+
+    Raises:
+        OSError: The kernel could not, and all is as it was.
+        TransferError: The name is given, but it is not known to be durable.
+    """
+    os.rename(old, new)
+    sync_directory(os.path.dirname(os.path.abspath(new)))
+
+
 def sync_data(file: File) -> None:
     """Make an open file's bytes durable (fdatasync).
 

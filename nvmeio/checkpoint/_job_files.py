@@ -21,7 +21,7 @@ from nvmeio import files
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._plan import PAGE_BYTES
-from nvmeio._storage.durable import allocate, exchange, sync_data, sync_directory
+from nvmeio._storage.durable import allocate, exchange, rename, sync_data, sync_directory
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
     Replacement,
@@ -211,8 +211,7 @@ class FileOfEachRank(SaveJob):
                 sync_directory(self.setup.directory)
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
-                os.rename(temporary, self.path)
-                sync_directory(self.setup.directory)
+                rename(temporary, self.path)
         except OSError as failed:
             raise self._error(failed, "rename") from failed
 

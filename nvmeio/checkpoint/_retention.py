@@ -22,7 +22,7 @@ import stat
 import time
 from typing import NamedTuple
 
-from nvmeio._storage.durable import sync_directory, write_all
+from nvmeio._storage.durable import rename, sync_directory, write_all
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.private import create
 from nvmeio._storage.replace import (
@@ -166,8 +166,7 @@ def take_directory(path: str) -> str | None:
     try:
         if not lock_alone(fd):
             return None
-        os.rename(path, away)
-        sync_directory(os.path.dirname(path))
+        rename(path, away)
     except OSError:
         return None
     finally:
@@ -219,8 +218,7 @@ def set_latest(directory: str, name: str) -> None:
             if refused.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
             write_text(temporary, name)  # a file system without symbolic links
-        os.rename(temporary, pointer)
-        sync_directory(directory)
+        rename(temporary, pointer)
     except OSError as failed:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

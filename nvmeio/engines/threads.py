@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvmeio._io.threads import Thread
-from nvmeio._shim import copy_foreign, ffi, lib
+from nvmeio._shim import copy_foreign, ffi, lib, memory_at
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
 from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
@@ -122,7 +122,7 @@ class RowsRequest(ThreadsRequest):
         own = ffi.from_buffer("char[]", bounce, require_writable=True)
         memory = memoryview(bounce)[: block.nbytes]
         if found.address:
-            memory = _memory(found.address, block.nbytes)
+            memory = memory_at(found.address, block.nbytes)
         elif transfer.opcode == Opcode.WRITE:
             failure = lib.nv_rows_collect(self.raw, found, own)
             if failure:
@@ -378,7 +378,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         # [first, last) is the caller's share of the block, the rest is padding to the alignment.
         first = max(block.offset, transfer.file_offset)
         last = min(block.offset + block.nbytes, user_end)
-        mine = _memory(transfer.address + first - transfer.file_offset, last - first)
+        mine = memory_at(transfer.address + first - transfer.file_offset, last - first)
         direct = transfer.direct_fd >= 0
         bounced = direct and (
             transfer.bounce
@@ -460,7 +460,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
         start, end = transfer.file_offset, transfer.file_offset + transfer.nbytes
         for offset, stop in ((start, transfer.span_start), (transfer.span_end, end)):
             while offset < stop and not request.stop:
-                memory = _memory(transfer.address + offset - start, stop - offset)
+                memory = memory_at(transfer.address + offset - start, stop - offset)
                 try:
                     moved = os.pwritev(transfer.buffered_fd, [memory], offset)
                 except OSError as failed:
@@ -468,7 +468,3 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
                     return
                 offset += moved
                 request.buffered += moved
-
-
-def _memory(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nvmeio import _checks
 from nvmeio._memory import huge_page_bytes
 from nvmeio.inference._units import Unit
 
@@ -41,12 +42,8 @@ def check_numbers(window: int | None, resident_bytes: int | None) -> None:
         ValueError: It is below 1.
     """
     for name, value in (("window", window), ("resident_bytes", resident_bytes)):
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, not {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+        if value is not None:
+            _checks.integer(name, value, 1)
 
 
 def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: int | None) -> Shares:

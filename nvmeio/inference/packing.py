@@ -25,7 +25,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
-from nvmeio._storage.durable import sync_directory, sync_file
+from nvmeio._storage.durable import rename, sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _packed, _transformers, hub
@@ -131,8 +131,7 @@ def pack(
         report = _Packing(checkpoint, mover, units, setting, call).run(temporary)
         _copy_others(source, temporary, next(iter(model.parameters())).dtype)
         sync_directory(temporary)
-        os.rename(temporary, target)
-        sync_directory(target.parent)
+        rename(temporary, target)
     return report
 
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from nvmeio._checks import dtype as dtype
+from nvmeio._checks import integer as integer
 from nvmeio._checks import size as size
 from nvmeio.handle import AioHandle
-
-
-def count(name: str, value: int, least: int) -> int:
-    """An int of at least so many."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r:.80}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-    return operator.index(value)
 
 
 def handle(value: AioHandle | None) -> None:

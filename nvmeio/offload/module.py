@@ -69,9 +69,9 @@ class SwappedModule(Closing, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
         resident_bytes = _arguments.size("resident_bytes", resident_bytes)
         stage_bytes = _arguments.size("stage_bytes", stage_bytes)
-        _arguments.count("resident_bytes", resident_bytes, 4096)
+        _arguments.integer("resident_bytes", resident_bytes, 4096)
         if stage_bytes is not None:
-            _arguments.count("stage_bytes", stage_bytes, 1)
+            _arguments.integer("stage_bytes", stage_bytes, 1)
         _arguments.handle(handle)
         _check_module(module)
         made_by = _materialised(module)

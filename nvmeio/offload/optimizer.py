@@ -131,9 +131,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
         subgroup_bytes = _arguments.size("subgroup_bytes", subgroup_bytes)
         buffer_bytes = _arguments.size("buffer_bytes", buffer_bytes)
-        _arguments.count("subgroup_bytes", subgroup_bytes, 4096)
+        _arguments.integer("subgroup_bytes", subgroup_bytes, 4096)
         if buffer_bytes is not None:
-            _arguments.count("buffer_bytes", buffer_bytes, 4096)
+            _arguments.integer("buffer_bytes", buffer_bytes, 4096)
         _arguments.handle(handle)
         master_dtype = _arguments.master_dtype(master_dtype)
         _arguments.choice("gradients", gradients, ("memory", "disk"))

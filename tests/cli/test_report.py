@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import nvmeio
-from nvmeio import _mounts
 from nvmeio.cli import _problems, app, report
 from nvmeio.cli.measure import cufile_facts, machine
 from nvmeio.engines import select
@@ -442,18 +441,6 @@ def test_library_is_tried_in_a_process_that_may_hang_or_crash(
 
 
 # Mounts, and what a person sees
-
-
-def test_mountinfo_is_read_as_the_manual_has_it() -> None:
-    text = (
-        r"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue"
-        "\nnonsense\n"
-        "40 36 0:40 / /s rw - tmpfs  rw\n"
-    )
-    assert _mounts.parse_mountinfo(text) == [
-        _mounts.Mount(36, "/mnt 2", "ext3", "/dev/root"),
-        _mounts.Mount(40, "/s", "tmpfs", ""),
-    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])

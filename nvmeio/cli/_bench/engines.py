@@ -15,6 +15,7 @@ import torch
 import nvmeio
 from nvmeio._io.write_behind import WriteBehind
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage.durable import sync_file
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Workload
 from nvmeio.cli._exits import Failed, Refused
@@ -49,11 +50,7 @@ class BenchEngine:
 
     def sync(self, path: Path) -> None:
         """Makes the file durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path)
 
     def close(self) -> None:
         """Gives everything back."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvmeio._mounts import find_mount
+from nvmeio._plan import PAGE_BYTES
 from nvmeio.cli.measure import machine
 
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is
@@ -108,7 +109,7 @@ def _resident_fraction(descriptor: int, nbytes: int) -> float | None:
     if address == ctypes.c_void_p(-1).value:
         return None
     try:
-        pages = -(-nbytes // mmap.PAGESIZE)
+        pages = -(-nbytes // PAGE_BYTES)
         resident = ctypes.create_string_buffer(pages)
         if libc.mincore(address, nbytes, resident):
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import shutil
 import signal
 import tempfile
@@ -19,6 +18,7 @@ import typer
 import nvmeio
 from nvmeio._io.owner import OwnerThread
 from nvmeio._mounts import find_mount
+from nvmeio._shim import memory_at
 from nvmeio.cli._exits import Refused
 from nvmeio.cli._quantities import binary_size
 from nvmeio.cli.measure import machine
@@ -200,4 +200,4 @@ def write_file(path: Path, tensor: torch.Tensor) -> None:
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU byte tensor, for plain Python; valid while the tensor is."""
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+    return memory_at(tensor.data_ptr(), tensor.nbytes)

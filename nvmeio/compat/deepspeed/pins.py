@@ -8,11 +8,9 @@ Source: csrc/pin_memory/*.cpp of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
-from nvmeio import _memory, buffers
+from nvmeio import _checks, _memory, buffers
 
 
 class pin_handle:
@@ -34,9 +32,7 @@ class pin_handle:
             OSError: The limit for locked memory is reached; says which, and how to raise it.
             ValueError: `num_elem` is negative.
         """
-        count = operator.index(num_elem)
-        if count < 0:
-            raise ValueError(f"num_elem must be 0 or more, not {count}")
+        count = _checks.integer("num_elem", num_elem, 0)
         mapping = _memory.Mapping(max(count, 1) * example_tensor.dtype.itemsize)
         mapping.lock()
         mapping.populate()

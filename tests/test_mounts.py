@@ -1,0 +1,24 @@
+"""Mounts: what the kernel tells of them."""
+
+from __future__ import annotations
+
+import os
+
+from nvmeio import _mounts
+
+
+def test_mountinfo_is_read_as_the_manual_has_it() -> None:
+    text = (
+        r"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue"
+        "\nnonsense\n"
+        "40 36 0:40 / /s rw - tmpfs  rw\n"
+    )
+    assert _mounts.parse_mountinfo(text) == [
+        _mounts.Mount(36, "98:0", "/mnt 2", "ext3", "/dev/root"),
+        _mounts.Mount(40, "0:40", "/s", "tmpfs", ""),
+    ]
+
+
+def test_a_device_tells_its_file_system() -> None:
+    assert _mounts.file_system_of(os.stat("/proc").st_dev) == "proc"
+    assert _mounts.file_system_of(os.makedev(4095, 99999)) == ""
