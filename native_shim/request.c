@@ -363,7 +363,9 @@ nv_rows *nv_request_rows(nv_request *request) { return request->rows; }
 
 const nv_result *nv_request_result(nv_request *request) { return &request->result; }
 
+/* NULL is what an allocation that failed left to be freed. */
 void nv_request_free(nv_request *request) {
+  if (!request) return;
   nv_common *common = request->common;
   if (nv_forked(common)) return;
   pthread_mutex_lock(&common->mutex);

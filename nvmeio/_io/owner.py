@@ -87,8 +87,11 @@ class OwnerThread:
         """
         if self.is_here:
             return work(*args)
+        value: Value = self._ask(_Reply(work, args))
+        return value
+
+    def _ask(self, reply: _Reply) -> Any:
         self._check_pid()
-        reply = _Reply(work, args)
         try:
             self._requests.put(reply)
             wait_s = 0.0 if self._state.ended else threads.SLICE_S
@@ -96,24 +99,30 @@ class OwnerThread:
                 # It came too late to be answered, or when the program ends and no thread runs.
                 if (self._state.ended or sys.is_finalizing()) and reply.gate.locked():
                     raise ClosedError(self._state.closed)
-            value: Value = reply.result()
-            return value
+            return reply.result()
         finally:
             del reply  # a traceback that is kept must not keep the lease that an answer may hold
 
     def call_to_end(self, work: Callable[..., Value], *args: Any) -> Value:
         """`call`, for work on what is the caller's: an interrupt is raised when it has ended.
 
-        A second one is raised at once, and so is the first where one is on its way already.
+        A second one is raised at once, and so is the first where one is on its way already. What
+        the work itself raised is raised at once.
         """
+        if self.is_here:
+            return work(*args)
         second = threads.being_interrupted()
+        reply = _Reply(work, args)
         try:
-            return self.call(work, *args)
+            value: Value = self._ask(reply)
+            return value
         except BaseException:
-            if not second:
+            if not (second or reply.answered):
                 with contextlib.suppress(ClosedError):
                     self.call(int)
             raise
+        finally:
+            del reply  # as in `_ask`
 
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
         """The same, awaited; a cancelled task goes on at once, and the work is done."""
@@ -171,7 +180,7 @@ class OwnerThread:
 class _Reply:
     """A request, and in the end its answer."""
 
-    __slots__ = ("args", "error", "gate", "posted", "value", "wake", "work")
+    __slots__ = ("answered", "args", "error", "gate", "posted", "value", "wake", "work")
 
     def __init__(
         self,
@@ -186,6 +195,7 @@ class _Reply:
         self.posted = posted
         self.value: Any = None
         self.error: BaseException | None = None
+        self.answered = False
         self.gate = _thread.allocate_lock()
         self.gate.acquire()
 
@@ -218,6 +228,7 @@ class _Reply:
 
     def answer(self) -> None:
         wake, self.wake = self.wake, None
+        self.answered = True
         self.gate.release()
         if wake is not None:
             wake()

@@ -264,7 +264,10 @@ def being_interrupted() -> bool:
 
     So one that comes meanwhile is the second, and is not kept waiting.
     """
-    return isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__  # something failed while that one was on its way
+    return error is not None
 
 
 def run_interruptible(

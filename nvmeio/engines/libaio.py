@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,32 +85,23 @@ class LibaioEngine:
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request for one of the lanes."""
         assert isinstance(cq, _CompletionQueue)
-        request = lib.nv_prepare(self._engine, cq.raw, token, *transfer)
+        request = _owned(lib.nv_prepare, (self._engine, cq.raw, token, *transfer))
         if not request:
             raise MemoryError("the native shim could not allocate a request")
-        return _Request(ffi.gc(request, lib.nv_request_free))
+        return _Request(request)
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
     ) -> Request:
         """One request for all rows; the shim sorts them and cuts them into blocks."""
         assert isinstance(cq, _CompletionQueue)
-        request = lib.nv_prepare_rows(
-            self._engine,
-            cq.raw,
-            token,
-            transfer.opcode,
-            transfer.direct_fd,
-            transfer.buffered_fd,
-            transfer.address,
-            *rows,
-            transfer.offset_alignment,
-            transfer.memory_alignment,
-            transfer.foreign,
-        )
-        if request == ffi.NULL:
+        told = transfer.opcode, transfer.direct_fd, transfer.buffered_fd, transfer.address
+        needs = transfer.offset_alignment, transfer.memory_alignment, transfer.foreign
+        arguments = (self._engine, cq.raw, token, *told, *rows, *needs)
+        request = _owned(lib.nv_prepare_rows, arguments)
+        if not request:
             raise MemoryError(f"the native shim could not allocate a request of {rows.number} rows")
-        return _RowsRequest(ffi.gc(request, lib.nv_request_free), rows)
+        return _RowsRequest(request, rows)
 
     def prepare_batch(
         self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
@@ -118,10 +110,10 @@ class LibaioEngine:
         assert isinstance(cq, _CompletionQueue)
         number = len(transfers)
         raw = ffi.new("nv_transfer[]", transfers)
-        request = lib.nv_prepare_batch(self._engine, cq.raw, token, raw, number)
-        if request == ffi.NULL:
+        request = _owned(lib.nv_prepare_batch, (self._engine, cq.raw, token, raw, number))
+        if not request:
             raise MemoryError(f"the native shim could not allocate {number} requests")
-        return _BatchRequest(ffi.gc(request, lib.nv_request_free), number)
+        return _BatchRequest(request, number)
 
     def counters(self) -> Counters:
         """Counted by the lanes."""
@@ -195,6 +187,15 @@ class _BatchRequest(_Request):
     def outcomes(self) -> list[Outcome]:
         raw = self._raw
         return [_outcome(lib.nv_batch_result(raw, member)) for member in range(self._number)]
+
+
+def _owned(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The request that `prepare` makes, given back with the last reference to it; or NULL.
+
+    Made and owned within one C call: Ctrl-C comes between two steps of Python, and a request that
+    nobody owns keeps its engine for ever.
+    """
+    return next(map(ffi.gc, itertools.starmap(prepare, (arguments,)), (lib.nv_request_free,)))
 
 
 def _outcome(raw: Any) -> Outcome:

@@ -151,6 +151,48 @@ def test_interrupted_at_any_bytecode_a_call_is_whole_or_has_not_begun(owner: Own
     assert count > 20
 
 
+def test_what_the_work_raised_is_raised_before_other_work_is_done(owner: OwnerThread) -> None:
+    """`call_to_end` waited for the requests behind it as well, as after an interrupt."""
+    gate, told = threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        owner.post(gate.wait)
+        raise ValueError("of the work")
+
+    def call() -> None:
+        try:
+            owner.call_to_end(work)
+        except ValueError as error:
+            told.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    try:
+        caller.join(60)
+        assert [str(error) for error in told] == ["of the work"]
+    finally:
+        gate.set()
+
+
+def test_an_interrupted_call_to_end_waits_for_its_work(owner: OwnerThread) -> None:
+    entered, gate, ended = threading.Event(), threading.Event(), list[bool]()
+
+    def work() -> None:
+        entered.set()
+        gate.wait()
+        ended.append(True)
+
+    def interrupt() -> None:
+        entered.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        gate.set()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        owner.call_to_end(work)
+    assert ended == [True]
+
+
 def test_lease_ends_once_however_it_ends(owner: OwnerThread) -> None:
     released: list[int] = []
     first = owner.call(lambda: owner.lease(released.append, 1))

@@ -276,3 +276,18 @@ def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
         queue.put(None)
         return
     raise AssertionError("it never got through")
+
+
+def test_an_interrupt_is_on_its_way_though_something_failed_meanwhile() -> None:
+    """What tidying up waited for then, a second Ctrl-C did not end."""
+    seen = []
+    with pytest.raises(ValueError, match="meanwhile"):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            try:
+                raise ValueError("meanwhile")
+            finally:
+                seen.append(threads.being_interrupted())
+    seen.append(threads.being_interrupted())
+    assert seen == [True, False]

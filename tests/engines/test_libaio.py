@@ -1,0 +1,94 @@
+"""The engine on Linux AIO, as far as no other engine is like it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interrupting import everywhere
+
+from nvmeio._shim import lib
+from nvmeio.engines import libaio
+from nvmeio.engines.base import Opcode, Options, Rows, Transfer
+from nvmeio.engines.libaio import LibaioEngine
+
+
+class Counting:
+    """The shim, and how many requests there are that were not given back."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.made = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(lib, name)
+
+    def nv_request_free(self, request: Any) -> None:
+        self.requests -= 1
+        lib.nv_request_free(request)
+
+    def nv_prepare(self, *arguments: Any) -> Any:
+        return self._count(lib.nv_prepare(*arguments))
+
+    def nv_prepare_rows(self, *arguments: Any) -> Any:
+        return self._count(lib.nv_prepare_rows(*arguments))
+
+    def nv_prepare_batch(self, *arguments: Any) -> Any:
+        return self._count(lib.nv_prepare_batch(*arguments))
+
+    def _count(self, request: Any) -> Any:
+        self.requests += 1
+        self.made += 1
+        return request
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    made = Counting()
+    monkeypatch.setattr(libaio, "lib", made)
+    return made
+
+
+@pytest.fixture
+def engine(counting: Counting) -> Iterator[LibaioEngine]:
+    made = LibaioEngine()
+    made.start(Options())
+    yield made
+    made.stop()
+    made.join()
+
+
+@pytest.mark.parametrize("kind", ["one", "rows", "batch"])
+def test_a_request_that_an_interrupt_took_is_given_back(
+    kind: str, engine: LibaioEngine, counting: Counting, tmp_path: Path
+) -> None:
+    """Between the call that made it and the one that owned it, it was nobody's."""
+    cq = engine.open_completion_queue()
+    (tmp_path / "file").write_bytes(bytes(8192))
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    sync = Transfer(Opcode.FSYNC, -1, fd, 0, 0, 0, 0, 0, 1, 1, False, False)
+    offsets = torch.tensor([0, 4096])
+
+    def prepare() -> None:
+        if kind == "one":
+            engine.prepare(cq, 7, sync)
+        elif kind == "rows":
+            read = sync._replace(opcode=Opcode.READ, address=offsets.data_ptr())
+            engine.prepare_rows(cq, 7, read, Rows(2, 8, offsets.data_ptr()))
+        else:
+            engine.prepare_batch(cq, 7, [sync, sync])
+
+    places = 0
+    for _ in everywhere(prepare):
+        places += 1
+        gc.collect()
+        assert counting.requests == 0
+    assert places > 3
+    assert counting.made > 3
+    os.close(fd)
+    cq.close()
