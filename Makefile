@@ -24,7 +24,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress power native-check coverage lint type format bench bench-small bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -58,6 +58,12 @@ serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang (CPU); an engine is sta
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
+
+# Some 50 works: about 10 h of a process, on a machine with nothing else to do half of that; in TEST_JOBS at a time.
+INTERRUPTS ?= 5000
+
+interrupts: $(STAMP) ## Ctrl-C at 5,000 moments of each public call (INTERRUPTS=); hours
+	@NVMEIO_INTERRUPTS=$(INTERRUPTS) $(BIN)/python -m pytest -m stress -n $(TEST_JOBS) tests/interrupts $(PYTEST_ARGS)
 
 power: $(STAMP) ## a loss of power, rebuilt from a log of the drive; part of stress; needs root
 	@$(BIN)/python -m pytest -m stress tests/power $(PYTEST_ARGS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,6 +31,7 @@ _READ_BYTES = 64 << 20
 # The records that are neither storages nor the pickle are a few words. The pickle has all that is
 # no tensor, arrays among it, and may be of any size.
 _MAX_TEXT_BYTES = 1 << 20
+_LENGTH = struct.Struct("<Q")
 
 
 class TorchFile:
@@ -50,7 +53,7 @@ class TorchFile:
         file: File,
         get_handle: Callable[[], AioHandle],
         load: Load,
-        told: tuple[Archive, dict[str, bytes]] | None = None,
+        told: bytes | None = None,
     ) -> None:
         self._file = file
         self._get_handle = get_handle
@@ -59,12 +62,27 @@ class TorchFile:
         if told is None:
             self.archive = torch_zip.parse(self._read_many, file.size(), file.path)
         else:
-            self.archive, self._texts = told[0]._replace(path=file.path), told[1]
+            self.archive = self._learn(told)
         self.records = self.archive.records()
 
-    def told(self) -> tuple[Archive, dict[str, bytes]]:
-        """What another rank needs to know of it: all but the storages."""
-        return self.archive, self.texts()
+    def told(self) -> bytes:
+        """What another rank needs to know of it: all but the storages.
+
+        Not a pickle: what comes over the network makes no objects.
+        """
+        archive, texts = self.archive, self.texts()
+        lengths = [(name, len(text)) for name, text in texts.items()]
+        places = json.dumps([archive.nbytes, archive.directory_offset, archive.entries, lengths])
+        return b"".join((_LENGTH.pack(len(places)), places.encode(), *texts.values()))
+
+    def _learn(self, told: bytes) -> Archive:
+        at = _LENGTH.size + _LENGTH.unpack_from(told)[0]
+        nbytes, directory, entries, lengths = json.loads(told[_LENGTH.size : at])
+        for name, length in lengths:
+            self._texts[name] = told[at : at + length]
+            at += length
+        found = [torch_zip.ZipEntry(*entry) for entry in entries]
+        return Archive(self._file.path, nbytes, directory, found)
 
     def texts(self) -> dict[str, bytes]:
         """The records that torch asks for beside the storages, by name."""

@@ -26,6 +26,7 @@ from nvmeio._io import threads
 from nvmeio._io.caller import Cancellation
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore, pauses
+from nvmeio._shim import memory_at
 from nvmeio.errors import BackendUnavailableError, TransferError
 
 logger = logging.getLogger("nvmeio")
@@ -186,7 +187,7 @@ class Exchange:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if memory.nbytes:
             self.wait(self.start(memory, root))
-        return data if data is not None else memory.numpy().tobytes()
+        return data if data is not None else bytes(memory_at(memory.data_ptr(), memory.nbytes))
 
     def end(self, well: bool) -> None:
         """Give it back. Never raises.

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
@@ -224,9 +223,9 @@ class LoadingRanks:
             if exchange.rank == 0:
                 found.append(new())
         if exchange.rank == 0:
-            exchange.share(pickle.dumps(found[0].told()), 0)
+            exchange.share(found[0].told(), 0)
         else:
-            found.append(new(told=pickle.loads(exchange.share(None, 0))))
+            found.append(new(told=exchange.share(None, 0)))
         return found[0]
 
     def agreeing(self) -> AbstractContextManager[None]:
