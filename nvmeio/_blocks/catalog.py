@@ -199,6 +199,7 @@ class Catalog:
             else:
                 new.add(digest)
             slots.append(slot)
+        self._announce()
         return slots
 
     def commit(
@@ -223,6 +224,7 @@ class Catalog:
                 continue
             self.index.written(digest, place)
             self.stored += 1
+        self._announce()
         for error in list(failed.values())[:1]:
             logger.warning("%d blocks are not stored: %s", len(failed), error)
 
@@ -259,6 +261,7 @@ class Catalog:
                 continue
             dropped += 1
             self._forget(digest, place)
+        self._announce()
         self.damaged += dropped
         if dropped and (self._writer or why is not None):
             what = why or "they are not what was stored (a crash of the machine, or another writer)"
@@ -270,6 +273,7 @@ class Catalog:
             place = self.index.where.get(digest)
             if place is not None:
                 self._forget(digest, place)
+        self._announce()
 
     def clear(self) -> None:
         """Forget all blocks."""
@@ -279,6 +283,10 @@ class Catalog:
         self.index.forget_slot(place.slot)
         if self._writer:
             self._noted(self._table.empty, place.slot)
+
+    def _announce(self) -> None:
+        if self._writer and self._table.is_ahead:
+            self._noted(self._table.announce)
 
     def _noted(self, write: Callable[..., object], *args: Any) -> bool:
         """Whether the table could be written; that it could not is said once, until it can."""

@@ -5,11 +5,13 @@ large steps and read and written direct; and ``NAME.table``, what lies in them (
 process writes a store, having locked its table; others may read it meanwhile. What a reader gets is
 checked against the block's CRC-32, so a slot that is overwritten under its hands is a miss.
 
-A batch of blocks is one operation: all its transfers are in flight together, and checksums are made
-while others go on. Loads and stores have a thread each, so that neither waits for the other's
-drive. What lies where is changed by these two alone, which nobody can interrupt (`_io.owner`), and
-under a lock that is held for no I/O; a thread of its own for that would cost a load two more
-switches of thread, which on a busy machine take longer than a small block.
+All blocks of a batch are in flight together, and checksums are made while others go on. Loads and
+stores take turns among themselves, and neither waits for the other's drive. Each turn is done by
+its caller, or by a thread that nobody can interrupt where the caller's can be, or does not wait
+(`worker`). What lies where is changed in such turns alone, and under a lock that is held for no
+I/O: a thread of its own for that would cost two more switches of thread, which take longer than a
+small block. A single block that is small its turn moves itself (`in_place`): a load by a server's
+thread waits once, for the drive.
 
 It is a cache. What cannot be stored is not there later; what cannot be read or is damaged is a miss
 and said so in the log. Nothing is synchronised with the drive: after a crash of the machine the
@@ -23,7 +25,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,13 +32,14 @@ import torch
 
 from nvmeio import files
 from nvmeio._blocks.catalog import Catalog
+from nvmeio._blocks.in_place import InPlace
 from nvmeio._blocks.slots import BlockPlace
 from nvmeio._blocks.table import DIGEST_BYTES
-from nvmeio._blocks.transfers import Transfers
+from nvmeio._blocks.transfers import Piece, Transfers
+from nvmeio._blocks.worker import Worker, may_be_interrupted
 from nvmeio._closing import Closing
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.handles import new_handle
-from nvmeio._io.owner import OwnerThread
 from nvmeio._io.threads import being_interrupted
 from nvmeio._storage import crc32
 from nvmeio.errors import ClosedError
@@ -120,16 +122,16 @@ class BlockStore(Closing):
         self._writer = writer
         self._loaded = 0
         self._closed_message = f"the block store {self.path} is closed"
-        self._loads = OwnerThread("nvmeio-blocks-loads", self._closed_message)
-        self._stores = OwnerThread("nvmeio-blocks-stores", self._closed_message)
+        self._loads = Worker("nvmeio-blocks-loads", self._closed_message)
+        self._stores = Worker("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
-        self._left: set[OwnerThread] = set()  # which do what a second interrupt left to itself
+        self._left: set[Worker] = set()  # which do what a second interrupt left to itself
         self._pid = os.getpid()
         self._gate = threading.Lock()  # held by who begins something, and while it becomes closed
         try:
-            self._ending = self._stores.call(self._open, slots, handle)
+            self._ending = self._stores.owner.call(self._open, slots, handle)
         except KeyboardInterrupt:
-            leave(self._stores)
+            leave(self._stores.owner)
             _finish(self._stores)  # who tries again must not find it in use
             raise
 
@@ -138,17 +140,22 @@ class BlockStore(Closing):
         with contextlib.ExitStack() as undo:
             undo.callback(self._stores.close)
             undo.callback(self._loads.close)
-            self._loads.call(_nothing)  # or there is no thread to be had, and nobody would answer
+            self._loads.finish()  # or there is no thread to be had, and nobody would answer
             self._catalog = Catalog(
                 self.path, self.block_bytes, self.slot_bytes, slots, self._writer
             )
             undo.callback(self._catalog.close)
             self._file = undo.enter_context(files.open(self.path, "r+" if self._writer else "r"))
+            moves: list[InPlace | None] = [None, None]
             if handle is None:
                 handle = undo.enter_context(new_handle(self.path))
-            self._handle = handle
+                moves = [InPlace(self._file, self.slot_bytes) for _ in moves]
+            self._reads, self._writes = (
+                Transfers(handle, self._file, self.slot_bytes, each) for each in moves
+            )
             undo.callback(_finish, self._loads)
-            return Ending(self._stores, undo.pop_all().close)
+            undo.callback(self._stores.rest)
+            return Ending(self._stores.owner, undo.pop_all().close)
 
     # Asking
 
@@ -156,14 +163,15 @@ class BlockStore(Closing):
         """For each name, whether its block is there now. Costs a look into a dict each."""
         self._check_open()
         if self._catalog.is_behind:
-            self._loads.call(self._catalog.locked, self._catalog.follow)
+            self._change(self._loads, self._catalog.follow)
         where = self._catalog.index.where
         return [_digest(key) in where for key in keys]
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Have blocks count as used just now."""
-        digests = [_digest(key) for key in keys]
-        self._stores.post(self._catalog.locked, self._catalog.touch, digests)
+        if keys:
+            digests = [_digest(key) for key in keys]
+            self._change(self._stores, self._catalog.touch, digests, wait=False)
 
     @property
     def is_writer(self) -> bool:
@@ -226,21 +234,26 @@ class BlockStore(Closing):
                 )
 
     def _store(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
-        """In the stores' thread."""
+        """In its turn."""
         catalog = self._catalog
         slots = catalog.locked(catalog.reserve, digests)
+        taken = [
+            Piece(number, block, slot)
+            for number, (slot, block) in enumerate(zip(slots, blocks, strict=True))
+            if slot is not None
+        ]
         places: dict[int, BlockPlace] = {}
         failed: dict[int, BaseException] = {}
+
+        def note(piece: Piece) -> None:
+            crc = crc32.of_tensor(piece.block)
+            places[piece.number] = BlockPlace(piece.slot, piece.block.nbytes, crc)
+
         try:
-            with Transfers(self._handle, self._file, self.slot_bytes) as transfers:
-                for number, (slot, block) in enumerate(zip(slots, blocks, strict=True)):
-                    if slot is None:
-                        continue
-                    transfers.write(block, slot, partial(_note, failed, number))
-                    # Beside the write.
-                    places[number] = BlockPlace(slot, block.nbytes, crc32.of_tensor(block))
+            if taken:
+                failed = self._writes.write(taken, note)
         except BaseException as error:  # nothing of it is in flight any more
-            failed |= {n: error for n, slot in enumerate(slots) if slot is not None}
+            failed = {piece.number: error for piece in taken}
             raise
         finally:
             catalog.locked(catalog.commit, digests, slots, places, failed)
@@ -283,25 +296,28 @@ class BlockStore(Closing):
         return [_digest(key) for key in keys], list(blocks)
 
     def _load(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
-        """In the loads' thread."""
+        """In its turn."""
         catalog = self._catalog
         places = catalog.locked(catalog.pin, digests)
         failed: dict[int, BaseException] = {}
         damaged: list[int] = []
         found = [False] * len(digests)
 
-        def check(number: int, block: torch.Tensor, crc: int, error: BaseException | None) -> None:
-            _note(failed, number, error)
-            if error is None:
-                found[number] = crc32.of_tensor(block) == crc
-                if not found[number]:
-                    damaged.append(number)
+        def check(piece: Piece) -> None:
+            place = places[piece.number]
+            assert place is not None
+            found[piece.number] = crc32.of_tensor(piece.block) == place.crc
+            if not found[piece.number]:
+                damaged.append(piece.number)
 
         try:
-            with Transfers(self._handle, self._file, self.slot_bytes) as transfers:
-                for number, (place, block) in enumerate(zip(places, blocks, strict=True)):
-                    if place is not None and place.nbytes == block.nbytes:
-                        transfers.read(block, place.slot, partial(check, number, block, place.crc))
+            there = [
+                Piece(number, block, place.slot)
+                for number, (place, block) in enumerate(zip(places, blocks, strict=True))
+                if place is not None and place.nbytes == block.nbytes
+            ]
+            if there:
+                failed = self._reads.read(there, check)
         finally:
             catalog.locked(catalog.unpin, places)
         if damaged or failed:
@@ -317,11 +333,10 @@ class BlockStore(Closing):
         self._check_writer()
         # A load that failed says so before it answers; others wait for the stores before.
         digests = [_digest(key) for key in keys]
-        change = self._catalog.remove
         if self._loads.is_here:
-            self._catalog.locked(change, digests)
+            self._catalog.locked(self._catalog.remove, digests)
         else:
-            self._call(self._stores, self._catalog.locked, change, digests)
+            self._call(self._stores, self._catalog.locked, self._catalog.remove, digests)
 
     def clear(self) -> None:
         """Forget all blocks; the files keep their size."""
@@ -334,34 +349,38 @@ class BlockStore(Closing):
 
     # Life
 
-    def _call(self, owner: OwnerThread, work: Callable[..., Value], *args: Any) -> Value:
+    def _call(self, worker: Worker, work: Callable[..., Value], *args: Any) -> Value:
         """Have it done, and wait for its end, or for a second interrupt."""
         try:
-            value = owner.call_to_end(work, *args)
+            value = worker.call(self._check_open, work, *args)
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt.__context__, KeyboardInterrupt):
-                self._left.add(owner)
+                self._left.add(worker)
             raise
-        self._left.discard(owner)
+        self._left.discard(worker)
         return value
+
+    def _change(
+        self, worker: Worker, change: Callable[..., object], *args: Any, wait: bool = True
+    ) -> None:
+        """Change the catalog, beside whatever is moved."""
+        if not may_be_interrupted():
+            self._catalog.locked(change, *args)
+        elif wait:
+            worker.owner.call(self._catalog.locked, change, *args)
+        else:
+            worker.owner.post(self._catalog.locked, change, *args)
 
     def _begin(
         self,
-        owner: OwnerThread,
+        worker: Worker,
         work: Callable[[list[bytes], list[torch.Tensor]], list[bool]],
         given: tuple[list[bytes], list[torch.Tensor]],
         done: Callable[[list[bool]], object],
     ) -> None:
-        def answer() -> None:
-            found = [False] * len(given[0])
-            try:
-                found = work(*given)
-            finally:
-                done(found)
-
         with self._gate:  # behind the end of the thread nobody would answer
             self._check_open()
-            owner.post(answer)
+            worker.post(work, given, done, [False] * len(given[0]))
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -371,8 +390,8 @@ class BlockStore(Closing):
 
     def drain(self) -> None:
         """Wait until nothing that was begun before is under way."""
-        for owner in (self._stores, self._loads):
-            owner.call(_nothing)
+        for worker in (self._stores, self._loads):
+            worker.drain()
 
     def close(self) -> None:
         """Refuse new work, finish what was begun, close the files.
@@ -396,21 +415,12 @@ class BlockStore(Closing):
         return f"<BlockStore {self.path} {state}{len(self)} of {self._catalog.index.slots} blocks>"
 
 
-def _note(failed: dict[int, BaseException], number: int, error: BaseException | None) -> None:
-    if error is not None:
-        failed[number] = error
-
-
 def _digest(key: Key) -> bytes:
     data = key.encode() if isinstance(key, str) else key
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def _finish(owner: OwnerThread) -> None:
+def _finish(worker: Worker) -> None:
     """Wait until all is done that it was asked before."""
     with contextlib.suppress(ClosedError):
-        owner.call(_nothing)
-
-
-def _nothing() -> None:
-    """What is asked to know that all before it is done."""
+        worker.finish()

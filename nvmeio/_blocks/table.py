@@ -2,12 +2,13 @@
 
 A record is written in place, through the page cache, once the slot's bytes are on the drive, and
 emptied before they are overwritten. So a killed process loses what it was writing and nothing else:
-the next one reads the table. After a crash of the machine, records and bytes may be of different
-moments; every record has a checksum of itself and of the slot's bytes, so that such a slot is found
-out when it is read, and is a miss.
+the next one reads the table, and goes on from the newest record, announced or not. After a crash of
+the machine, records and bytes may be of different moments; every record has a checksum of itself
+and of the slot's bytes, so that such a slot is found out when it is read, and is a miss.
 
 Other processes may read a table while its writer changes it: they look at a counter in the header,
-and then at the records that are newer than what they saw.
+and then at the records that are newer than what they saw. It is written once for a batch of
+records (`announce`), behind them, and before the bytes of those slots that were emptied.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _LATEST_AT = 64  # of the header: the sequence number of the newest change
 # Digest, sequence number, nbytes, checksum of the block, checksum of the record.
 _RECORD = struct.Struct("<32sQQII")
 _SEQUENCE_WORD = DIGEST_BYTES // 8
+_NBYTES_AT = DIGEST_BYTES + 8
 _WORDS = RECORD_BYTES // 8
 
 
@@ -92,7 +94,7 @@ class Table:
         # Linux shows what others write to the file all the same.
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         self._map = mmap.mmap(fd, self.nbytes, flags=flags, prot=access)
-        self._latest = self.latest
+        self._latest = self._newest()
         self._file = os.fdopen(fd, "rb", buffering=0)  # closes it, should nobody else
 
     @property
@@ -106,34 +108,56 @@ class Table:
         (found,) = struct.unpack_from("<Q", self._map, _LATEST_AT)
         return int(found)
 
-    def put(self, slot: int, digest: bytes, nbytes: int, crc: int) -> int:
-        """Say what a slot holds; the record's sequence number."""
-        self._latest += 1
-        record = _RECORD.pack(digest, self._latest, nbytes, crc, 0)[:-4]
+    def put(self, slot: int, digest: bytes, nbytes: int, crc: int) -> None:
+        """Say what a slot holds."""
+        record = _RECORD.pack(digest, self._latest + 1, nbytes, crc, 0)[:-4]
         self._write(slot, record + struct.pack("<I", crc32.of_bytes(record)) + bytes(8))
-        return self._latest
 
     def empty(self, slot: int) -> None:
         """Say that a slot holds nothing that counts."""
-        self._latest += 1
-        # With a number, for readers to see that it changed; its checksum is that of no record.
-        self._write(slot, _RECORD.pack(bytes(DIGEST_BYTES), self._latest, 0, 0, 0) + bytes(8))
+        (nbytes,) = struct.unpack_from("<Q", self._map, self._at(slot) + _NBYTES_AT)
+        if nbytes:
+            # With a number, for readers to see that it changed; its checksum is that of no record.
+            record = _RECORD.pack(bytes(DIGEST_BYTES), self._latest + 1, 0, 0, 0)
+            self._write(slot, record + bytes(8))
 
     def _write(self, slot: int, record: bytes) -> None:
-        os.pwrite(self._file.fileno(), record, HEADER_BYTES + slot * RECORD_BYTES)
+        os.pwrite(self._file.fileno(), record, self._at(slot))
+        self._latest += 1
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there are records that were not announced."""
+        return self._latest != self.latest
+
+    def announce(self) -> None:
+        """Have readers look at the records that were written since."""
         os.pwrite(self._file.fileno(), struct.pack("<Q", self._latest), _LATEST_AT)
+
+    def _newest(self) -> int:
+        """The number of the newest record; one that is damaged may have any."""
+        latest, sequences = self.latest, self._sequences()
+        possible = sequences[(sequences > latest) & (sequences <= latest + 2 * self.slots)]
+        return int(possible.max()) if possible.numel() else latest
+
+    @staticmethod
+    def _at(slot: int) -> int:
+        return HEADER_BYTES + slot * RECORD_BYTES
+
+    def _sequences(self) -> torch.Tensor:
+        words = torch.frombuffer(self._map, dtype=torch.int64, offset=HEADER_BYTES)
+        return words.view(-1, _WORDS)[: self.slots, _SEQUENCE_WORD].clone()
 
     def records(self, since: int = 0) -> Iterator[tuple[int, SlotRecord | None]]:
         """Every slot that changed after `since`, oldest change first, and what it holds."""
-        words = torch.frombuffer(self._map, dtype=torch.int64, offset=HEADER_BYTES)
-        sequences = words.view(self.slots, _WORDS)[:, _SEQUENCE_WORD].clone()
+        sequences = self._sequences()
         changed = (sequences > since).nonzero().flatten()
         for slot in changed[sequences[changed].argsort()].tolist():
             yield slot, self.record(slot)
 
     def record(self, slot: int) -> SlotRecord | None:
         """What a slot holds; None for nothing, or a record that is damaged."""
-        at = HEADER_BYTES + slot * RECORD_BYTES
+        at = self._at(slot)
         found = self._map[at : at + _RECORD.size]
         digest, sequence, nbytes, crc, own = _RECORD.unpack(found)
         if not nbytes or own != crc32.of_bytes(found[:-4]):

@@ -1,68 +1,212 @@
-"""The transfers of one batch of blocks, all in flight together."""
+"""A batch of blocks between memory and slots: few operations, each of many blocks.
+
+One operation would do, but blocks are checked while others are on their way. Blocks that follow one
+another in the file and in memory go as one *run*, and a few slots in a row need no operation at all
+(`in_place`).
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from nvmeio._io.inflight import MOST_BYTES, MOST_OPERATIONS
+from nvmeio._blocks.in_place import InPlace
+from nvmeio._io.inflight import MOST_BYTES
+from nvmeio.errors import BatchError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
+GROUP_BYTES = 8 << 20
+_GROUP_RUNS = 1024
 
-class Transfers:
-    """A bounded number at once; unlike those of a load or save, one may fail by itself.
 
-    Leaving the ``with`` block waits for all.
+class Piece(NamedTuple):
+    """A block of a batch.
+
+    Attributes:
+        number: Its own, in the batch.
+        block: Its memory.
+        slot: Where it lies, or is to lie.
     """
 
-    def __init__(self, handle: AioHandle, file: File, slot_bytes: int) -> None:
+    number: int
+    block: torch.Tensor
+    slot: int
+
+
+class Transfers:
+    """Moves batches; a block may fail by itself, and all others are moved.
+
+    Args:
+        handle: Moves them.
+        file: The slots.
+        slot_bytes: Of a slot.
+        in_place: Moves single blocks, if anybody else than the handle may.
+    """
+
+    def __init__(
+        self, handle: AioHandle, file: File, slot_bytes: int, in_place: InPlace | None
+    ) -> None:
         self._handle = handle
         self._file = file
         self._slot_bytes = slot_bytes
-        self._flying: deque[tuple[Operation, Callable[[BaseException | None], object]]] = deque()
-        self._nbytes = 0
+        self._in_place = in_place
 
     def write(
-        self, block: torch.Tensor, slot: int, ended: Callable[[BaseException | None], object]
-    ) -> None:
-        """Begin to write a block into a slot, when there is room for it in flight."""
-        self._wait_for_room(block.nbytes)
-        begun = self._handle.async_pwrite(block, self._file, slot * self._slot_bytes)
-        self._flying.append((begun, ended))
+        self, pieces: Sequence[Piece], beside: Callable[[Piece], object]
+    ) -> dict[int, BaseException]:
+        """Write blocks; `beside` is called with each while they are being written.
+
+        Returns:
+            What failed, by number.
+        """
+        return self._move(pieces, True, beside, _nothing)
 
     def read(
-        self, block: torch.Tensor, slot: int, ended: Callable[[BaseException | None], object]
-    ) -> None:
-        """Begin to read a slot into a block, when there is room for it in flight."""
-        self._wait_for_room(block.nbytes)
-        begun = self._handle.async_pread(block, self._file, slot * self._slot_bytes)
-        self._flying.append((begun, ended))
+        self, pieces: Sequence[Piece], arrived: Callable[[Piece], object]
+    ) -> dict[int, BaseException]:
+        """Read blocks; `arrived` is called with each that did, while others are being read.
 
-    def _wait_for_room(self, nbytes: int) -> None:
-        while self._flying and (
-            self._nbytes + nbytes > MOST_BYTES or len(self._flying) >= MOST_OPERATIONS
-        ):
-            self._finish_first()
-        self._nbytes += nbytes
+        Returns:
+            What failed, by number.
+        """
+        return self._move(pieces, False, _nothing, arrived)
 
-    def _finish_first(self) -> None:
-        operation, ended = self._flying.popleft()
-        error: BaseException | None
+    def _move(
+        self,
+        pieces: Sequence[Piece],
+        writing: bool,
+        beside: Callable[[Piece], object],
+        arrived: Callable[[Piece], object],
+    ) -> dict[int, BaseException]:
+        if self._moved_in_place(pieces, writing):
+            for piece in pieces:
+                beside(piece)
+                arrived(piece)
+            return {}
+        runs = list(_runs(pieces, self._slot_bytes))
+        failed = self._move_runs(runs, writing, beside, arrived)
+        # Of a run that failed, which blocks?
+        again = [piece for run in runs if len(run) > 1 for piece in run if piece.number in failed]
+        for piece in again:
+            del failed[piece.number]
+        return failed | self._move_runs([[piece] for piece in again], writing, _nothing, arrived)
+
+    def _moved_in_place(self, pieces: Sequence[Piece], writing: bool) -> bool:
+        first = pieces[0].slot
+        if self._in_place is None or any(piece.slot != first + n for n, piece in enumerate(pieces)):
+            return False
+        return self._in_place.move([piece.block for piece in pieces], first, writing)
+
+    def _move_runs(
+        self,
+        runs: Iterable[list[Piece]],
+        writing: bool,
+        beside: Callable[[Piece], object],
+        arrived: Callable[[Piece], object],
+    ) -> dict[int, BaseException]:
+        begin = self._handle.async_pwrite_batch if writing else self._handle.async_pread_batch
+        failed: dict[int, BaseException] = {}
+        flying: deque[tuple[Operation, list[list[Piece]]]] = deque()
+        nbytes = 0
+
+        def finish_first() -> int:
+            operation, group = flying[0]
+            errors = _errors(operation, len(group))
+            flying.popleft()
+            for item, run in enumerate(group):
+                for piece in run:
+                    if item in errors:
+                        failed[piece.number] = errors[item]
+                    else:
+                        arrived(piece)
+            return operation.nbytes
+
         try:
-            error = operation.exception()
-        except concurrent.futures.CancelledError as cancelled:
-            error = cancelled
-        self._nbytes -= operation.nbytes
-        ended(error)
+            for group in _groups(runs):
+                memory = [_memory_of(run) for run in group]
+                wanted = sum(each.nbytes for each in memory)
+                while flying and nbytes + wanted > MOST_BYTES:
+                    nbytes -= finish_first()
+                offsets = [run[0].slot * self._slot_bytes for run in group]
+                flying.append((begin(memory, self._file, offsets), group))
+                nbytes += wanted
+                for run in group:
+                    for piece in run:
+                        beside(piece)
+            while flying:
+                finish_first()
+        finally:
+            for operation, _ in flying:  # after an error: nobody's memory is touched any more
+                with contextlib.suppress(concurrent.futures.CancelledError):
+                    operation.exception()
+        return failed
 
-    def __enter__(self) -> Transfers:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        while self._flying:
-            self._finish_first()
+def _runs(pieces: Iterable[Piece], slot_bytes: int) -> Iterator[list[Piece]]:
+    """Pieces that are one: each begins where the one before ends, in the file and in memory."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and not _follows(run[-1], piece, slot_bytes, len(run)):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _follows(one: Piece, other: Piece, slot_bytes: int, pieces: int) -> bool:
+    return (
+        other.slot == one.slot + 1
+        and one.block.nbytes == slot_bytes
+        and other.block.data_ptr() == one.block.data_ptr() + slot_bytes
+        and (pieces + 1) * slot_bytes <= GROUP_BYTES
+        and one.block.untyped_storage().data_ptr() == other.block.untyped_storage().data_ptr()
+        and not (one.block.is_inference() or other.block.is_inference())
+    )
+
+
+def _memory_of(run: list[Piece]) -> torch.Tensor:
+    """The memory of a run's blocks as one tensor, of the same storage."""
+    first = run[0].block
+    if len(run) == 1:
+        return first
+    storage = first.untyped_storage()
+    nbytes = sum(piece.block.nbytes for piece in run)
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return whole.set_(storage, first.data_ptr() - storage.data_ptr(), (nbytes,), (1,))
+
+
+def _groups(runs: Iterable[list[Piece]]) -> Iterator[list[list[Piece]]]:
+    group: list[list[Piece]] = []
+    nbytes = 0
+    for run in runs:
+        wanted = sum(piece.block.nbytes for piece in run)
+        if group and (nbytes + wanted > GROUP_BYTES or len(group) == _GROUP_RUNS):
+            yield group
+            group, nbytes = [], 0
+        group.append(run)
+        nbytes += wanted
+    if group:
+        yield group
+
+
+def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
+    """What went wrong, by item, once it is over."""
+    try:
+        error = operation.exception()
+    except concurrent.futures.CancelledError as cancelled:
+        error = cancelled
+    if isinstance(error, BatchError):
+        return dict(error.failures)
+    return {} if error is None else dict.fromkeys(range(items), error)
+
+
+def _nothing(_: Piece) -> None:
+    pass

@@ -268,37 +268,44 @@ class HiCache:
         return found + [False] * (len(keys) - len(found))
 
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        """One part is read while the one before is copied into the pool."""
         store, pool = self._store(name), self._pool(name)
         starts = _starts(pool, keys, indices)
         if store is None or starts is None:
             return [False] * len(keys)
-        nbytes = store.block_bytes
+        found: list[bool] = []
+        with contextlib.suppress(ClosedError):
+            if _gives_views(pool):
+                pages = [_bytes_of(pool.get_data_page(start, flat=True)) for start in starts]
+                found += store.load(keys, pages)
+            else:
+                for part in self._read_and_copied(name, store, keys, starts):
+                    found += part
+        return found + [False] * (len(keys) - len(found))
+
+    def _read_and_copied(
+        self, name: str, store: BlockStore, keys: Sequence[str], starts: list[int]
+    ) -> Iterator[list[bool]]:
+        """One part is read while the one before is copied into the pool."""
+        pool, nbytes = self._pool(name), store.block_bytes
         parts = list(_parts(len(keys), nbytes))
         stagings = self._staging(name, nbytes, parts)
         answers: SimpleQueue[list[bool]] = SimpleQueue()
 
-        def begin(number: int) -> None:
+        def blocks_of(number: int) -> tuple[Sequence[str], list[torch.Tensor]]:
             first, last = parts[number]
             rows = stagings[number % len(stagings)]
-            blocks = [rows[n - first, :nbytes] for n in range(first, last)]
-            store.begin_load(keys[first:last], blocks, answers.put)
+            return keys[first:last], [rows[n - first, :nbytes] for n in range(first, last)]
 
-        found: list[bool] = []
-        with contextlib.suppress(ClosedError):
-            for number in range(min(1, len(parts))):
-                begin(number)
-            for number, (first, last) in enumerate(parts):
-                there = answers.get()
-                if number + 1 < len(parts):
-                    begin(number + 1)
-                rows = stagings[number % len(stagings)]
-                for n in range(first, last):
-                    if there[n - first]:
-                        page = rows[n - first, :nbytes].view(pool.dtype)
-                        pool.set_from_flat_data_page(starts[n], page)
-                found += there
-        return found + [False] * (len(keys) - len(found))
+        for number, (first, last) in enumerate(parts):
+            there = answers.get() if number else store.load(*blocks_of(0))
+            if number + 1 < len(parts):
+                store.begin_load(*blocks_of(number + 1), answers.put)
+            rows = stagings[number % len(stagings)]
+            for n in range(first, last):
+                if there[n - first]:
+                    page = rows[n - first, :nbytes].view(pool.dtype)
+                    pool.set_from_flat_data_page(starts[n], page)
+            yield there
 
     def _staging(self, name: str, nbytes: int, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
         """Memory for two parts, of this thread and pool, kept."""
@@ -337,6 +344,17 @@ def _page_bytes(pool: Any) -> int:
     # Not of its dummy page, which would be page-locked to be counted.
     nbytes: int = pool.get_data_page(0, flat=True).nbytes
     return nbytes
+
+
+def _gives_views(pool: Any) -> bool:
+    """Whether what it gives as a page is its own memory: two at once lie at the same place."""
+    one, other = pool.get_data_page(0, flat=True), pool.get_data_page(0, flat=True)
+    return bool(
+        one.nbytes
+        and one.data_ptr() == other.data_ptr()
+        and one.is_contiguous()
+        and not one.is_inference()
+    )
 
 
 def _bytes_of(page: torch.Tensor) -> torch.Tensor:

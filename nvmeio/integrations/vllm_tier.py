@@ -116,6 +116,10 @@ class Tier:
             parallel_agnostic=True,
         )
         name = f"vllm-{os.path.basename(mapper.base_path)}-r{mapper.rank}"
+        # Its scheduler has the tier, for all ranks that compute together; each replica has one.
+        parallel = offloading_spec.config.parallel
+        if getattr(parallel, "data_parallel_size", 1) > 1:
+            name += f"-dp{parallel.data_parallel_index}"
         self._store = BlockStore(directory, name, self._nbytes, parse_size(capacity_bytes))
         self._view = primary_kv_view.cast("B")
         self._rows: torch.Tensor | None = torch.frombuffer(self._view, dtype=torch.uint8).view(

@@ -316,19 +316,21 @@ def test_a_write_that_fails_leaves_what_was_there(
     """Whichever it is; of the last, the head, nothing is left but no wrong thing either."""
     ids, other = prompt(length=30), prompt(length=30, seed=1)
     before, after = computed(model, ids), computed(model, other)
-    count = 0
+    written: list[int] = []  # slots, in this order
+    bad = 0  # which of them the drive cannot write; 0 for none
 
     def fail(kind: str, offset: int, nbytes: int) -> int:
-        nonlocal count
-        count -= kind == "pwrite"
-        return errno.EIO if kind == "pwrite" and count == 0 else 0
+        slots = range(offset // BLOCK, -(-(offset + nbytes) // BLOCK)) if kind == "pwrite" else ()
+        written.extend(slot for slot in slots if slot not in written)
+        return errno.EIO if any(slot in slots for slot in written[bad - 1 : bad]) else 0
 
     with nvmeio.AioHandle(engine=FakeEngine(fail=fail)) as failing:
         kept = PrefixCache(model, tmp_path, SIZE, handle=failing)
         for number in range(1, 100):
-            count = 0
+            bad = 0
             kept.save("one", ids, before)
-            count = number
+            bad = number
+            written.clear()
             try:
                 kept.save("one", other, after)
             except TransferError as failed:
@@ -359,7 +361,7 @@ CHILD = """
 
     def die(kind, offset, nbytes):
         global writes
-        writes += kind == "pwrite"
+        writes += -(-nbytes // t.BLOCK) if kind == "pwrite" else 0
         if writes > 20:
             os.kill(os.getpid(), signal.SIGKILL)
         return 0

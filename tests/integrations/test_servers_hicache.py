@@ -157,6 +157,36 @@ def test_pages_come_back_after_a_restart(
     assert not other.get_data_page(2 * PAGE).any()
 
 
+class PageFirst(Pool):
+    """With the layout page_first: a page is memory of the pool, whole."""
+
+    layout = "page_first"
+
+    def __init__(self) -> None:
+        self.kv_buffer = torch.zeros(256, 2, 3, 16, dtype=self.dtype)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        page = self.kv_buffer[index : index + PAGE]
+        return page.flatten() if flat else page
+
+    def set_from_flat_data_page(self, index: int, page: torch.Tensor) -> None:
+        raise AssertionError("it was read into the pool already")
+
+
+def test_pages_that_lie_whole_in_the_pool_are_read_into_it(opened: Callable[..., Any]) -> None:
+    pool, other = PageFirst(), PageFirst()
+    pool.kv_buffer.normal_()
+    backend = opened(pool)
+    assert backend.batch_set_v1(list("abc"), indices(3, 1, 7)) == [True] * 3
+    backend.close()
+    backend = opened(other)
+    assert backend.batch_get_v1(list("cxba"), indices(0, 1, 2, 4)) == [True, False, True, True]
+    for page, source in ((0, 7), (2, 1), (4, 3)):
+        assert other.get_data_page(page * PAGE).equal(pool.get_data_page(source * PAGE))
+    assert not other.get_data_page(PAGE).any()
+    assert not backend._stagings
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("interrupts", [at_places, at_random_times])

@@ -115,9 +115,11 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     vllm_tier.__dict__.pop("NvmeTier", None)
 
 
-def spec(model: str = "m") -> Any:
-    """What `FileMapper` asks a specification for."""
+def spec(model: str = "m", replica: int | None = None) -> Any:
+    """What `FileMapper` asks a specification for; of one of two replicas, which."""
     parallel = dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
+    parallel["data_parallel_size"] = 1 if replica is None else 2
+    parallel["data_parallel_index"] = replica or 0
     return SimpleNamespace(
         blocks_per_chunk=1,
         config=SimpleNamespace(
@@ -155,12 +157,14 @@ class Primary:
 def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     made: list[tuple[Any, Primary]] = []
 
-    def open_(primary: Primary, model: str = "m", **options: Any) -> Any:
+    def open_(
+        primary: Primary, model: str = "m", replica: int | None = None, **options: Any
+    ) -> Any:
         standard = {"directory": str(tmp_path), "capacity_bytes": 1 << 20}
         kind = vllm_tier.NvmeTier
         assert issubclass(kind, interface.base)
         tier = kind(
-            offloading_spec=spec(model),
+            offloading_spec=spec(model, replica),
             primary_kv_view=primary.view,
             tier_type="NvmeTier",
             backpressure_detector=None,
@@ -363,6 +367,14 @@ def test_another_model_finds_nothing(opened: Callable[..., Any], interface: Any)
     tier.submit_store(job(1, [b"a"], [0]))
     ended(tier)
     assert opened(Primary(), "other").lookup(b"a", None) is interface.MISS
+
+
+def test_replicas_of_one_server_share_a_directory(opened: Callable[..., Any]) -> None:
+    """The second one did not start: the first had the store of that name."""
+    tiers = [opened(Primary(replica), replica=replica) for replica in (0, 1)]
+    for number, tier in enumerate(tiers):
+        tier.submit_store(job(number, [b"a"], [3]))
+        assert ended(tier) == [(number, True, None)]
 
 
 def test_what_makes_no_sense_is_refused(opened: Callable[..., Any]) -> None:
