@@ -368,6 +368,66 @@ def latency(step: Step, gds: bool) -> dict[str, Any]:
     return told
 
 
+def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
+    """A save every iteration: is each file the state at its save, and what does it cost?"""
+    side = max(int((step.size / 12 / 8) ** 0.5), 64)  # with Adam's moments: as large as the file
+    layers = [torch.nn.Linear(side, side, device=step.device) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = torch.randn(max(4 * side, 1024), side, device=step.device)
+
+    def iterate(forwards: int = 4) -> None:
+        for _ in range(forwards):  # gradients are accumulated
+            model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def timed(saves: bool) -> float:
+        seconds = []
+        for number in range(TURNS + 1):
+            synchronize(step)
+            began = time.perf_counter()
+            iterate()
+            if saves:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                reports.append(saver.save_sync(state, 100 + number))
+            synchronize(step)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[1:])
+
+    reports: list[nvmeio.SaveReport] = []
+    directory = step.scratch.with_suffix(".checkpoints")
+    with nvmeio.Checkpointer(directory, keep=2) as saver:
+        if guarded:
+            saver.guard(optimizer)
+        iterate()
+        ends = []
+        for number in range(3):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            synchronize(step)
+            wanted = torch.cat([each.detach().flatten().cpu() for each in model.parameters()])
+            iterate(1)  # queued, and not waited for: the save comes after it
+            reports.append(saver.save_sync(state, number))
+            before = [each.detach().clone() for each in model.parameters()]
+            iterate(1)  # its step comes while the copies are made
+            ends.append(saver.wait_sync())
+            there = saver.restore(number)["model"]
+            for found, each in zip(there.values(), before, strict=True):
+                if not torch.equal(found.cpu(), each.cpu()):
+                    raise RuntimeError(f"step {number}: a tensor is not what it was when saved")
+            if torch.equal(torch.cat([each.flatten() for each in there.values()]).cpu(), wanted):
+                raise RuntimeError(f"step {number}: the iteration before the save is not in it")
+        alone, beside = timed(False), timed(True)
+        saver.wait_sync()
+    return {
+        "checked": len(ends),
+        "held_ms": [round(1e3 * report.held_s, 1) for report in reports],
+        "step_held_ms": [round(1e3 * end.step_held_s, 1) for end in ends if end is not None],
+        "written_s": [round(end.written_s, 3) for end in ends if end is not None],
+        "speed_with_a_save_every_iteration": round(alone / beside, 3),
+    }
+
+
 def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], float]]:
     """By name: what to do, and its time limit in seconds."""
     found: dict[str, tuple[Callable[[Step], dict[str, Any]], float]] = {
@@ -400,6 +460,8 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
             "safetensors": (safetensors_load, 300),
             "torch GdsFile": (torch_gds, 300),
             "latency aio": (lambda step: latency(step, False), 300),
+            "checkpoint": (lambda step: checkpoint(step, False), 300),
+            "checkpoint, guarded": (lambda step: checkpoint(step, True), 300),
         }
     return found
 

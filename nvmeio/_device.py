@@ -65,6 +65,26 @@ class Copier(Protocol):
         """Make the device the calling thread's own; libraries look at its current context."""
 
 
+class Beside(Protocol):
+    """Copies out of one device's memory, beside the caller's work on it.
+
+    Neither the caller nor his stream is waited for: `follow` and `precede` let streams wait for
+    each other.
+    """
+
+    def follow(self) -> None:
+        """What is begun from now on comes after what the calling thread's stream was asked."""
+
+    def precede(self) -> None:
+        """What the calling thread's stream is asked from now on comes after what was begun."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy to host memory, best page-locked; both of the same shape and dtype."""
+
+    def mark(self) -> Mark:
+        """What was begun so far."""
+
+
 class CudaCopier:
     """CUDA through torch: copies on one private stream a device.
 
@@ -126,6 +146,64 @@ class CudaCopier:
             return self._streams[device]
 
 
+class _SideStream:
+    """`Beside` on a CUDA stream of its own; made and used by threads of any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = cuda.Stream(device)
+
+    def follow(self) -> None:
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def precede(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.device(self._device), torch.no_grad(), torch.cuda.stream(self._stream):
+            _begin_copy(target, source)
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+
+class _InOrder:
+    """`Beside` for devices that are not CUDA's: a copy is done when it has begun."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def follow(self) -> None:
+        torch.get_device_module(self._device).synchronize(self._device)
+
+    def precede(self) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+    def mark(self) -> Mark:
+        return _Reached()
+
+
+class _Reached:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def beside(device: torch.device) -> Beside:
+    """What copies out of a device's memory beside the caller's work."""
+    return _SideStream(device) if device.type == "cuda" else _InOrder(device)
+
+
 class _CudaMark:
     def __init__(self, stream: Any) -> None:
         cuda: Any = torch.cuda
@@ -147,6 +225,15 @@ class _CudaMark:
 def is_device(tensor: object) -> bool:
     """Whether it is a tensor in a device's memory that engines reach through a `Copier`."""
     return getattr(tensor, "is_cuda", False) is True
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor's memory is."""
+    return tensor.device
+
+
+def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def new_copier() -> Copier:

@@ -4,26 +4,74 @@ It knows what is easily got wrong: which device each thread is on (0 at first), 
 a context on that device at the thread's first call, whatever the call is about. `contexts` is what
 came of it. Modelled after torch 2.6 to 2.13 on CUDA 12: `device` puts a thread back without a
 call, `stream` does so with cudaSetDevice.
+
+`asynchronous()` makes its streams streams: each does what it was asked in order, in a thread of its
+own, while the host goes on. `tensor` gives real tensors in memory that the CPU must not touch:
+whoever does dies of it (SIGSEGV). Only what a stream does reaches it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
+import os
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from nvmeio import _device
+
+_PATIENCE_S = 30.0
+
 
 class Stream:
+    """What it is asked, one after the other.
+
+    Attributes:
+        gate: While it is not set, an asynchronous one does nothing.
+    """
+
     def __init__(self, cuda: FakeCuda, device: torch.device | int) -> None:
         self.device = torch.device("cuda", cuda.index_of(device))
+        self.gate = threading.Event()
+        self.gate.set()
         self._cuda = cuda
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, work: Callable[[], None]) -> None:
+        """A kernel: the host does not wait for it."""
+        if not self._cuda.is_asynchronous:
+            work()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fake-stream", daemon=True)
+            self._thread.start()
+        self._asked.put(work)
+
+    def _run(self) -> None:
+        while (work := self._asked.get()) is not None:
+            assert self.gate.wait(_PATIENCE_S)
+            work()
+
+    def stop(self) -> None:
+        self.gate.set()
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join()
+            self._thread = None
 
     def wait_stream(self, stream: Stream) -> None:
         self._cuda.call("wait_stream")
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        self.ask(lambda: event.wait_here())
 
     def record_event(self) -> Event:
         event = Event(self._cuda)
@@ -32,21 +80,31 @@ class Stream:
 
     def synchronize(self) -> None:
         self._cuda.call("stream.synchronize")
+        self.record_event().wait_here()
 
 
 class Event:
     def __init__(self, cuda: FakeCuda, blocking: bool = False) -> None:
         self._cuda = cuda
+        self._reached = threading.Event()
 
     def record(self, stream: Stream) -> None:
         self._cuda.call("record")
+        self._reached = reached = threading.Event()
+        stream.ask(reached.set)
 
     def query(self) -> bool:
         self._cuda.call("query")
-        return True
+        return self._reached.is_set()
 
     def synchronize(self) -> None:
         self._cuda.call("synchronize")
+        self.wait_here()
+        if self._cuda.failure is not None:
+            raise self._cuda.failure
+
+    def wait_here(self) -> None:
+        assert self._reached.wait(_PATIENCE_S)
 
 
 class Tensor:
@@ -69,9 +127,19 @@ class FakeCuda:
         contexts: Devices on which a context was made.
         calls: What was called, with the device that the thread was on.
         copies: The stream of each copy.
+        streams: All that were made.
+        before_copy: Called by the stream before each copy, with its number.
+        is_held: Whether new streams wait for their gates.
+        is_asynchronous: Whether streams work while the host goes on.
+        failure: What every wait for an event raises, and every copy from now on.
     """
 
     def __init__(self) -> None:
+        self.before_copy: Callable[[int], None] = lambda number: None
+        self.is_held = self.is_asynchronous = False
+        self.failure: Exception | None = None
+        self.streams: list[Stream] = []
+        self._memory: list[tuple[torch.Tensor, torch.Tensor, mmap.mmap]] = []
         self.contexts: set[int] = set()
         self.calls: list[tuple[str, int]] = []
         self.copies: list[Stream] = []
@@ -88,6 +156,80 @@ class FakeCuda:
         """Any call of the runtime's."""
         self.contexts.add(self.current_device())
         self.calls.append((name, self.current_device()))
+
+    # --- memory
+
+    def tensor(self, data: torch.Tensor) -> torch.Tensor:
+        """A tensor on the device with these contents: the CPU must not touch it."""
+        nbytes = -(-data.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.memfd_create("device")
+        try:
+            os.ftruncate(fd, nbytes)
+            hidden, inside = mmap.mmap(fd, nbytes), mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        seen = torch.frombuffer(hidden, dtype=data.dtype, count=data.numel())
+        behind = torch.frombuffer(inside, dtype=torch.uint8)
+        behind[: data.nbytes] = data.contiguous().flatten().view(torch.uint8)
+        assert _libc.mprotect(ctypes.c_void_p(seen.data_ptr()), nbytes, 0) == 0, "mprotect"
+        self._memory.append((seen, behind, hidden))
+        return seen.view(data.shape)
+
+    def has(self, tensor: object) -> bool:
+        """Whether it lies in memory that `tensor` has made."""
+        return isinstance(tensor, torch.Tensor) and self._behind(tensor) is not None
+
+    def inside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, for what a stream does."""
+        found = self._behind(tensor)
+        assert found is not None
+        behind, at = found
+        flat = behind[at:].view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+
+    def _behind(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+        for seen, behind, _ in self._memory:
+            at = tensor.data_ptr() - seen.data_ptr()
+            if 0 <= at < behind.nbytes:
+                return behind, at
+        return None
+
+    def kernel(
+        self,
+        tensor: torch.Tensor,
+        change: Callable[[torch.Tensor], object],
+        is_counted: bool = True,
+    ) -> None:
+        """Change a tensor by work of the current stream's; torch counts most of that."""
+        if is_counted:
+            torch.autograd.graph.increment_version(tensor)
+        inside = self.inside(tensor)
+        self.current_stream().ask(lambda: change(inside))
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`copy_` from the device, on the current stream."""
+        self.call("copy")
+        if self.failure is not None:
+            raise self.failure
+        stream, number = self.current_stream(), len(self.copies)
+        self.copies.append(stream)
+
+        def copy() -> None:
+            self.before_copy(number)
+            target.copy_(self.inside(source))
+
+        stream.ask(copy)
+
+    def stop(self) -> None:
+        """End the streams' threads, and let the CPU at the memory again."""
+        for stream in [*self._default.values(), *self.streams]:
+            stream.gate.set()
+        for stream in [*self._default.values(), *self.streams]:
+            stream.stop()
+        for seen, behind, _ in self._memory:
+            _libc.mprotect(ctypes.c_void_p(seen.data_ptr()), behind.nbytes, 3)
+        self._memory.clear()
+        self.before_copy = lambda number: None
 
     # --- torch.cuda's names
 
@@ -136,7 +278,11 @@ class FakeCuda:
             self.set_stream(before)
 
     def Stream(self, device: torch.device) -> Stream:
-        return Stream(self, device)
+        made = Stream(self, device)
+        if self.is_held:
+            made.gate.clear()
+        self.streams.append(made)
+        return made
 
     def Event(self, blocking: bool = False) -> Event:
         return Event(self, blocking)
@@ -157,6 +303,9 @@ class FakeCuda:
         self.call("cudaHostUnregister")
         return 0
 
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 NAMES = [
     "Event",
@@ -181,3 +330,18 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> FakeCuda:
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)
     return cuda
+
+
+@contextlib.contextmanager
+def asynchronous(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """The model, with streams that work beside the host, and tensors in their memory."""
+    cuda = fake_cuda(patch)
+    cuda.is_asynchronous = True
+    there = torch.device("cuda", 0)
+    patch.setattr(_device, "is_device", cuda.has)
+    patch.setattr(_device, "device_of", lambda t: there if cuda.has(t) else torch.device("cpu"))
+    patch.setattr(_device, "_begin_copy", cuda.begin_copy)
+    try:
+        yield cuda
+    finally:
+        cuda.stop()

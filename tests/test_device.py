@@ -82,6 +82,37 @@ def test_copies_are_on_one_private_stream_of_each_device(cuda: FakeCuda) -> None
     assert cuda.current_device() == 2
 
 
+def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -> None:
+    """From a thread on another device, which stays there; the host waits for nothing."""
+    host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
+
+    def save() -> None:
+        beside = _device.beside(GPU)
+        beside.follow()
+        beside.copy(host, device)  # type: ignore[arg-type]
+        beside.precede()
+        assert cuda.current_device() == 0
+        assert not {name for name, _ in cuda.calls} & {"synchronize", "stream.synchronize"}
+        beside.mark().wait()
+
+    in_new_thread(save)
+    (stream,) = cuda.copies
+    assert stream is not cuda.current_stream(GPU) and stream.device.index == 2
+    assert [name for name, _ in cuda.calls].count("wait_stream") == 2
+    assert cuda.contexts == {2}
+
+
+def test_what_is_no_cuda_device_is_copied_in_order() -> None:
+    beside = _device.beside(torch.device("cpu"))
+    target = torch.zeros(3)
+    beside.copy(target, torch.arange(3.0))
+    mark = beside.mark()
+    assert mark.done()
+    mark.wait()
+    beside.precede()
+    assert target.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_context_is_current_for_libraries_in_any_thread(cuda: FakeCuda) -> None:
     seen: list[tuple[int, tuple[str, int]]] = []
 

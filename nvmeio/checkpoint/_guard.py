@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _device
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._plan import PAGE_BYTES
+from nvmeio.checkpoint._device_live import DeviceLive
 from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
 from nvmeio.checkpoint._live import Live
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
 from nvmeio.checkpoint._watched import Told, Watched, local_of, state_of
 
-# Smaller storages are copied: to watch one costs more.
+# Smaller storages in host memory are copied: to watch one costs more. Those of a device never are,
+# for a copy first waits for all that the device was asked before.
 _LEAST_BYTES = PAGE_BYTES
 
 
@@ -44,8 +47,9 @@ class Guard:
 
     def __init__(self, memory_bytes: int | None) -> None:
         self.refuge = SnapshotMemory(memory_bytes)
+        self._staging = SnapshotMemory(memory_bytes)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
-        self._lives: tuple[Live, ...] = ()
+        self._lives: tuple[Live | DeviceLive, ...] = ()
         self._pid = os.getpid()
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -69,26 +73,34 @@ class Guard:
         """What is to be saved, as it is now; see `Snapshot`."""
         live = self.watched(source) if self._optimizers else {}
         if not live:
-            self.refuge.release()  # within one budget
+            self.release()  # within one budget
             return Snapshot(memory, source, start, end, also)
-        return GuardedSnapshot(memory, self.refuge, source, start, end, also, live, told)
+        return GuardedSnapshot(
+            memory, self.refuge, self._staging, source, start, end, also, live, told
+        )
 
-    def hold(self, live: Live | None) -> None:
-        """Steps wait for this from now on."""
+    def hold(self, *lives: Live | DeviceLive) -> None:
+        """Steps wait for these from now on."""
         held = [each for each in self._lives if not each.free]
-        self._lives = tuple(held if live is None else [*held, live])
+        self._lives = (*held, *lives)
 
     @property
-    def held(self) -> tuple[Live, ...]:
+    def held(self) -> tuple[Live | DeviceLive, ...]:
         """What a step waits for; nothing in a forked child."""
         return self._lives if self._pid == os.getpid() else ()
 
     def release(self) -> None:
         """Give the memory back."""
         self.refuge.release()
+        self._staging.release()
 
-    def watched(self, source: FileLayout) -> dict[int, list[Watched]]:
-        """What watches each record that is all a guarded optimizer's, by the record's index."""
+    def watched(self, source: FileLayout, devices: bool = True) -> dict[int, list[Watched]]:
+        """What watches each record that is all a guarded optimizer's, by the record's index.
+
+        Args:
+            source: What is to be saved.
+            devices: Also of those in a device's memory.
+        """
         by_storage: dict[int, list[_Owned]] = {}
         for known in self._optimizers:
             optimizer = known()
@@ -98,11 +110,13 @@ class Guard:
         for index, record in enumerate(source.records):
             data = record.data
             assert isinstance(data, torch.Tensor)  # a layout that was just planned
-            if record.nbytes < _LEAST_BYTES or not data.is_cpu:
+            there = _device.is_device(data)
+            if not devices if there else record.nbytes < _LEAST_BYTES or not data.is_cpu:
                 continue
             owners = by_storage.get(data.data_ptr(), [])
             if owners and _cover([owned.local for owned in owners], record.nbytes):
-                found[index] = [Watched(*owned[:4], data) for owned in owners]
+                memory = None if there else data  # a device's is compared by its own stream
+                found[index] = [Watched(*owned[:4], memory) for owned in owners]
         return found
 
 
@@ -182,10 +196,10 @@ def _owned(optimizer: torch.optim.Optimizer) -> Iterator[_Owned]:
 
 
 def _can_be_left(tensor: torch.Tensor) -> bool:
-    """Whether it is plain memory here, whose changes are counted."""
+    """Whether it is plain memory, here or on a device, whose changes are counted."""
     local = local_of(tensor)
     return (
-        local.is_cpu
+        (local.is_cpu or _device.is_device(local))
         and local.layout == torch.strided
         and type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and not local.is_inference()

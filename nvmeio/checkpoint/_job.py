@@ -196,7 +196,7 @@ class SaveJob(ABC):
                 path=self.path,
                 nbytes=source.nbytes,
                 copied_bytes=snapshot.copied_bytes,
-                guarded_bytes=0 if snapshot.live is None else snapshot.live.nbytes,
+                guarded_bytes=snapshot.guarded_bytes,
                 snapshot_bytes=self.setup.memory.nbytes,
                 held_s=self._taken_at - began,
                 waited_s=times[0] - began,
@@ -243,7 +243,7 @@ class SaveJob(ABC):
         beside = self.pages_beside(source)
         snapshot = setup.guard.snapshot(setup.memory, source, start, end, beside, self.told)
         self.snapshot = snapshot
-        setup.guard.hold(snapshot.live)
+        setup.guard.hold(*snapshot.lives)
         self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
@@ -382,8 +382,8 @@ class SaveJob(ABC):
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
             snapshot.over()
-            if snapshot.live is not None:
-                self._moved = snapshot.live.moved
+            if isinstance(snapshot, GuardedSnapshot):
+                self._moved = snapshot.moved
         self.flight = InFlight()
 
     # What became of it

@@ -298,7 +298,7 @@ class Live:
                     return False
                 for record, _, _ in records:
                     self._check_there(record)
-            copy_all(list(self._tasks(arena, records, low, high)), lambda: self._released)
+            copy_all(list(self._tasks(arena, records, low, high)), lambda: self._released, {})
             with self._lock:
                 if self._released:
                     return False
@@ -316,7 +316,7 @@ class Live:
                 memory.release()
         if nbytes < PAGE_BYTES:
             return
-        arena = memory.arena(nbytes + PAGE_BYTES if budget is None else nbytes, False)
+        arena = memory.arena(nbytes + PAGE_BYTES if budget is None else nbytes)
         end = _memory.round_up(self.spans.end, PAGE_BYTES)
         self._base = max(end - arena.nbytes // PAGE_BYTES * PAGE_BYTES, 0)
         self._arena = arena

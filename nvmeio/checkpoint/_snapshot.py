@@ -12,33 +12,38 @@ Where the arena holds the whole part nothing is ever waited for. Where it does n
 as writes finish: slower, and never with more memory.
 
 The arena is nvmeio's own memory: on huge pages, touched once, and reused by every later snapshot.
-Copies are memmoves of some MiB each, without the GIL, by a few threads.
+Copies are memmoves of some MiB each, without the GIL, by a few threads; a device's are made by a
+stream of their own (`_device.beside`), behind what the caller's stream was asked before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from nvmeio import _memory
+from nvmeio import _device, _memory, buffers
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
-from nvmeio._io.staging import new_staging
 from nvmeio._io.threads import SLICE_S, Thread
 from nvmeio._plan import PAGE_BYTES
+
+logger = logging.getLogger("nvmeio")
+
+_CPU = torch.device("cpu")
 
 # Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
 LEAST_BYTES = 64 << 20
 
 # Wait for this much free memory before copying on: a smaller step costs more than it brings.
-_STEP_BYTES = 8 << 20
+STEP_BYTES = 8 << 20
 
 # One memmove. Smaller ones leave the GIL and take it again too often, larger ones let a thread
 # wait for the other at the end.
@@ -61,20 +66,21 @@ class SnapshotMemory:
         self._arena: torch.Tensor | None = None
         self._pinned = False
 
-    def arena(self, nbytes: int, pinned: bool) -> torch.Tensor:
+    def arena(self, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Memory for `nbytes` bytes, or as much as the budget allows, in whole pages.
 
         That of the snapshot before, where it is large enough.
 
         Args:
             nbytes: How much would be best.
-            pinned: Page-locked, for copies from a GPU, where the process may lock that much.
+            device: What is copied to it; from a GPU page-locked, where that is allowed.
 
         Raises:
             MemoryError: There is not even the least.
         """
         nbytes = _memory.round_up(max(nbytes, 1), PAGE_BYTES)
         wanted = self._allowed(nbytes)
+        pinned = device.type == "cuda"
         old = self._arena
         if (
             old is not None
@@ -85,7 +91,7 @@ class SnapshotMemory:
             return old
         self._arena = None
         del old  # the old one first, so that there are never two
-        self._arena = _new_arena(wanted, pinned)
+        self._arena = _new_arena(wanted, device)
         self._pinned = pinned
         return self._arena
 
@@ -130,7 +136,8 @@ class Snapshot:
 
     Attributes:
         layout: The same layout on the snapshot's memory.
-        live: What is not copied: nothing.
+        lives: What is not copied, and steps wait for: nothing.
+        guarded_bytes: What of it is not copied: 0.
         copied_bytes: Bytes that `take` has copied.
         stalled_s: How long `take` waited for memory, in seconds.
 
@@ -138,7 +145,8 @@ class Snapshot:
         MemoryError: There is no room for it.
     """
 
-    live = None
+    lives = ()
+    guarded_bytes = 0
 
     def __init__(
         self,
@@ -150,9 +158,9 @@ class Snapshot:
     ) -> None:
         self._records = [record for record in source.records if overlap(record, start, end)]
         self._start, self._end = start, end
-        self._devices = {_device_of(record) for record in source.records}
+        self._streams = streams_of(self._records)
         self._aside = bytes_in_pages(source.records, also)
-        self._arena = memory.arena(end - start, any(d.type == "cuda" for d in self._devices))
+        self._arena = memory.arena(end - start, locked_for(self._streams))
         self._copied = self._written = start
         self._stopped = False
         self._changed = threading.Condition()
@@ -181,12 +189,12 @@ class Snapshot:
         Raises:
             Cancelled: `stop` was called.
         """
-        for device in self._devices:
-            _wait_for(device)
+        for stream in self._streams.values():
+            stream.follow()
         while self._copied < self._end:
             window = self._wait_for_room()
             tasks = list(self._tasks(self._copied, window))
-            copy_all(tasks, lambda: self._stopped)
+            copy_all(tasks, lambda: self._stopped, self._streams)
             progress()
             with self._changed:
                 self._copied = window
@@ -197,7 +205,7 @@ class Snapshot:
 
     def _wait_for_room(self) -> int:
         """Up to where the file's bytes can be copied now."""
-        wanted = min(self._end - self._copied, _STEP_BYTES)
+        wanted = min(self._end - self._copied, STEP_BYTES)
         with self._changed:
             began = time.perf_counter()
             while not self._stopped:
@@ -292,30 +300,29 @@ class Copy(NamedTuple):
     offset: int
     nbytes: int
 
-    def run(self) -> None:
+    def run(self, streams: Streams) -> None:
         """Copy it; a device's only begins to."""
-        data = self.record.data
-        assert isinstance(data, torch.Tensor)  # a layout that was just planned
-        if data.is_cpu:
+        data = tensor_of(self.record)
+        stream = streams.get(_device.device_of(data)) if streams else None
+        if stream is None:
             source = data.data_ptr() + self.offset
             ctypes.memmove(self.arena.data_ptr() + self.at, source, self.nbytes)
             return
         to = self.arena[self.at : self.at + self.nbytes]
-        to.copy_(data[self.offset : self.offset + self.nbytes], non_blocking=True)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether it is memory to memory."""
-        return _device_of(self.record).type == "cpu"
+        stream.copy(to, data[self.offset : self.offset + self.nbytes])
 
 
-def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
-    """Run copies in a few threads; device copies are queued by this one, and waited for."""
-    devices = {_device_of(task.record) for task in tasks if not task.on_cpu}
-    for task in tasks:
-        if not task.on_cpu:
-            task.run()
-    queue = iter([task for task in tasks if task.on_cpu])
+Streams = Mapping[torch.device, _device.Beside]
+"""What copies from each device that is not the CPU."""
+
+
+def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool], streams: Streams) -> None:
+    """Run copies in a few threads; those of devices are begun by this one, and waited for."""
+    here, there = tasks, list[Copy]()
+    if streams:
+        here = [task for task in tasks if device_of(task.record) not in streams]
+        there = [task for task in tasks if device_of(task.record) in streams]
+    queue = iter(here)
     taking = threading.Lock()
 
     def work() -> None:
@@ -324,12 +331,14 @@ def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
                 task = next(queue, None)
             if task is None:
                 return
-            task.run()
+            task.run(streams)
 
-    large = sum(task.nbytes for task in tasks if task.on_cpu) // COPY_BYTES
+    large = sum(task.nbytes for task in here) // COPY_BYTES
     others = min(torch.get_num_threads(), _MOST_THREADS, large) - 1
     started: list[Thread] = []
     try:
+        for task in there:
+            task.run(streams)
         # No more threads in this process: fewer will do.
         with contextlib.suppress(RuntimeError, MemoryError):
             for _ in range(others):
@@ -340,18 +349,30 @@ def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
     finally:
         for thread in started:
             thread.join()
-        for device in devices:
-            _wait_for(device)
+        for stream in streams.values():
+            stream.mark().wait()
 
 
-def _device_of(record: StorageRecord) -> torch.device:
-    return record.data.device if isinstance(record.data, torch.Tensor) else torch.device("cpu")
+def tensor_of(record: StorageRecord) -> torch.Tensor:
+    """A record's bytes, of a layout that was just planned."""
+    assert isinstance(record.data, torch.Tensor)
+    return record.data
 
 
-def _wait_for(device: torch.device) -> None:
-    """Until the device has done all that was asked of it."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+def device_of(record: StorageRecord) -> torch.device:
+    """Where its bytes are; of a layout that was just planned."""
+    return _device.device_of(tensor_of(record))
+
+
+def streams_of(records: Sequence[StorageRecord]) -> Streams:
+    """What copies from each device that has any of these."""
+    devices = {device_of(record) for record in records}
+    return {device: _device.beside(device) for device in devices - {_CPU}}
+
+
+def locked_for(streams: Streams) -> torch.device:
+    """The device for whose copies memory is to be page-locked; the CPU where for none."""
+    return next((device for device in streams if device.type == "cuda"), _CPU)
 
 
 def overlap(record: StorageRecord, start: int, end: int) -> bool:
@@ -378,5 +399,10 @@ def bytes_in_pages(
     return found
 
 
-def _new_arena(nbytes: int, pinned: bool) -> torch.Tensor:
-    return new_staging(nbytes, torch.device("cuda" if pinned else "cpu"))
+def _new_arena(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        try:
+            return _device.new_copier().page_locked(nbytes, device)
+        except OSError as refused:
+            logger.info("copying through memory that is not page-locked: %s", refused)
+    return buffers.empty_aligned(nbytes, dtype=torch.uint8)

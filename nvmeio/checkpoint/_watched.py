@@ -39,7 +39,8 @@ class Watched:
         optimizer: Whose it is.
         parameter: The parameter, as the optimizer has it.
         key: Of the parameter's state; None for the parameter itself.
-        memory: Its storage's bytes.
+        memory: Its storage's bytes, where this may look at them; else somebody else compares
+            (`changed`).
     """
 
     __slots__ = ("_before", "_key", "_memory", "_name", "_optimizer", "_parameter", "_samples")
@@ -50,7 +51,7 @@ class Watched:
         optimizer: torch.optim.Optimizer,
         parameter: torch.Tensor,
         key: str | None,
-        memory: torch.Tensor,
+        memory: torch.Tensor | None,
     ) -> None:
         self._name = name
         self._optimizer = optimizer
@@ -58,17 +59,23 @@ class Watched:
         self._key = key
         self._memory = memory
         self._before = self._facts()
-        self._samples = samples(memory)
+        self._samples = None if memory is None else samples(memory)
 
     def check(self, told: Told) -> None:
         """Raise `IntegrityError` if it was changed since."""
-        found = self._facts()
-        if found == self._before and torch.equal(samples(self._memory), self._samples):
+        found, memory = self._facts(), self._memory
+        if found == self._before and (
+            memory is None or torch.equal(samples(memory), self._samples)  # type: ignore[arg-type]
+        ):
             return
         what = "changed"
         if found is None or self._before is None or found[0] != self._before[0]:
             what = "given other memory"
-        raise IntegrityError(
+        raise self.changed(told, what)
+
+    def changed(self, told: Told, what: str = "changed") -> IntegrityError:
+        """The error of a save that read this while somebody changed it."""
+        return IntegrityError(
             f"{told.what} was not saved: {self._name} was {what} while it was written from where "
             f"it lies, and not by the step of its guarded optimizer. {told.remedy}",
             expected="what it was when save returned",
@@ -100,7 +107,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def samples(memory: torch.Tensor) -> torch.Tensor:
     """A copy of some words of a storage, the first and the last."""
+    return torch.cat(sampled(memory))
+
+
+def sampled(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some words of a storage, and its last one; views."""
     whole = memory.numel() // _WORD
     words = memory[: whole * _WORD].view(torch.int64)
-    few = words[:: _SAMPLE_BYTES // _WORD]
-    return torch.cat((few, words[-1:]))
+    return words[:: _SAMPLE_BYTES // _WORD], words[-1:]
+
+
+def sampled_words(nbytes: int) -> int:
+    """How many words `sampled` gives of so many bytes."""
+    whole = nbytes // _WORD * _WORD
+    return -(-whole // _SAMPLE_BYTES) + 1 if whole else 0

@@ -205,12 +205,13 @@ class Checkpointer(ClosingWork):
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Save what these optimizers own from where it lies, without a copy, from now on.
 
-        Their parameters and their state (`torch.Tensor` in CPU memory, of 4 KiB and more; of
-        DTensors the shards) change in ``optimizer.step()`` only, so `save` returns as soon as all
-        the rest is copied, and training goes on while they are written. A step that comes before
-        all of them are waits: the remainder is copied meanwhile, from its end, within
+        Their parameters and their state (`torch.Tensor` in CPU memory, of 4 KiB and more, and on
+        CUDA devices; of DTensors the shards) change in ``optimizer.step()`` only, so `save` returns
+        as soon as all the rest is copied, and training goes on while they are written. A step that
+        comes before all of them are waits: the remainder is copied meanwhile, from its end, within
         `memory_bytes`, and the step goes on when the copying and the writing have met. Several
-        optimizers wait for all that is guarded. Files and promises are the same.
+        optimizers wait for all that is guarded. Of CUDA tensors copies are begun by `save`, on a
+        stream of their own, and the step's stream waits for those. Files and promises are the same.
 
         Where something else changes one of these tensors while it is written (an operation on it, a
         `load_state_dict`, other memory given to it), that save fails with an error that names it:

@@ -205,7 +205,7 @@ class TensorGuard:
 
     def _hold(self, tensors: Sequence[torch.Tensor], told: Told) -> tuple[Held, OwnedLease]:
         layout = _layout(tensors)
-        watched = self._guard.watched(layout)
+        watched = self._guard.watched(layout, devices=False)
         records = [layout.records[index] for index in watched]
         left = [(record, record.offset, record.end) for record in records]
         memory = self._guard.refuge
@@ -221,7 +221,7 @@ class TensorGuard:
         ]
         held = Held(self._guard, live, storages)
         lease = self._owner.lease(held.end)
-        self._guard.hold(live)
+        self._guard.hold(*(() if live is None else (live,)))
         self._last = held
         return held, OwnedLease(self._owner, lease)
 

@@ -505,7 +505,7 @@ def fail(me: Rank) -> None:
         assert not left, left
 
 
-def no_memory(nbytes: int, pinned: bool) -> torch.Tensor:
+def no_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     raise MemoryError("there is no memory")
 
 
