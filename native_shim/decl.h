@@ -57,6 +57,7 @@ nv_cq *nv_cq_new(nv_engine *);
 int nv_cq_fd(nv_cq *);
 int nv_cq_reap(nv_cq *, uint64_t *tokens, int max);
 int nv_cq_peek(nv_cq *, uint64_t *tokens, int max); /* leaves them there */
+int nv_cq_peek_ends(nv_cq *, int64_t *ends, int max); /* of each its token, and what nv_moved says */
 void nv_cq_acknowledge(nv_cq *, const uint64_t *tokens, int n);
 void nv_cq_wake(nv_cq *);
 void nv_cq_close(nv_cq *); /* nothing arrives any more; still safe to reap and wake */
@@ -84,6 +85,26 @@ typedef struct {
 nv_request *nv_prepare_batch(nv_engine *, nv_cq *, uint64_t token, const nv_transfer *,
                              uint64_t count);
 const nv_result *nv_batch_result(nv_request *, uint64_t member); /* of one of them, once all are done */
+/* Where short pieces go: of a file, what is the same for all of them. */
+typedef struct {
+  nv_engine *engine;
+  int direct_fd, buffered_fd; /* one of them is -1 */
+  uint32_t offset_alignment, memory_alignment;
+  int opcode;
+} nv_place;
+/* A transfer of one block at most, which begins with the hold of its memory (nv_can_hold): that ends when the
+ * kernel is done with it, but where it refused (EINVAL). What Python owns is filled, so that no
+ * interrupt finds a request that is nobody's. */
+typedef struct {
+  nv_request *request;
+} nv_short;
+int nv_short_prepare(nv_short *, const nv_place *, nv_cq *, uint64_t token,
+                     uint64_t flag); /* 1: held, 0: not; or -ENOMEM */
+void nv_short_start(nv_short *, const nv_place *, uint64_t address, uint64_t nbytes,
+                    uint64_t file_offset, int foreign);
+int64_t nv_short_moved(nv_short *);
+void nv_short_let_go(nv_short *); /* of the memory: after a refusal, or where it was not started */
+void nv_short_end(nv_short *);
 void nv_start(nv_request *);
 int nv_is_started(nv_request *);
 void nv_cancel(nv_request *);

@@ -86,13 +86,10 @@ static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) 
   return (uint32_t)parts;
 }
 
-/* A transfer as a request, which is nobody's yet. */
-nv_request *nv_lay_out(nv_engine *engine, const nv_transfer *transfer) {
-  uint64_t step = 0, start = transfer->span_start, end = transfer->span_end;
+/* With all its parts, of `step` bytes each. */
+static void lay_out(nv_request *request, const nv_transfer *transfer, uint64_t step) {
+  uint64_t start = transfer->span_start, end = transfer->span_end;
   int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
-  uint32_t nparts = sync ? 1 : share(&engine->options, end - start, &step);
-  nv_request *request = nv_request_alloc(&engine->common, nparts);
-  if (!request) return NULL;
   request->opcode = transfer->opcode;
   request->direct_fd = transfer->direct_fd;
   request->buffered_fd = transfer->buffered_fd;
@@ -107,13 +104,23 @@ nv_request *nv_lay_out(nv_engine *engine, const nv_transfer *transfer) {
   request->span_end = end;
   request->offset_alignment = transfer->offset_alignment;
   request->memory_alignment = transfer->memory_alignment;
-  for (uint32_t i = 0; i < nparts; i++) {
+  for (uint32_t i = 0; i < request->nparts; i++) {
     nv_part *part = &request->parts[i];
     part->next = start;
     part->end = (sync || end - start <= step) ? end : start + step;
     start = part->end;
   }
   if (sync) request->parts[0].end = end + 1; /* one block of no bytes */
+}
+
+/* A transfer as a request, which is nobody's yet. */
+nv_request *nv_lay_out(nv_engine *engine, const nv_transfer *transfer) {
+  uint64_t step = 0;
+  int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
+  uint64_t span = transfer->span_end - transfer->span_start;
+  uint32_t nparts = sync ? 1 : share(&engine->options, span, &step);
+  nv_request *request = nv_request_alloc(&engine->common, nparts);
+  if (request) lay_out(request, transfer, step);
   return request;
 }
 
@@ -154,4 +161,53 @@ void nv_start(nv_request *request) {
   uint32_t index = atomic_fetch_add(&engine->next_lane, 1) % engine->options.lanes;
   nv_lane *lane = &engine->lanes[index];
   if (!request->rows || !nv_rows_plan_aside(request, lane)) nv_lane_push(lane, &request->parts[0]);
+}
+
+/* --- short pieces ------------------------------------------------------------------------ */
+
+int nv_short_prepare(nv_short *piece, const nv_place *place, nv_cq *cq, uint64_t token,
+                     uint64_t flag) {
+  nv_common *common = &place->engine->common;
+  if (nv_forked(common)) return -ENOMEM;
+  nv_request *request = nv_request_new(common, cq, token, 1);
+  if (!request) return -ENOMEM;
+  piece->request = request;
+  request->holds = 1;
+  nv_hold_flag(&request->hold, flag);
+  return request->hold.held != NULL;
+}
+
+/* As `plan` in _transfer.py, for what is given to it: one block at most, and no edges. */
+void nv_short_start(nv_short *piece, const nv_place *place, uint64_t address, uint64_t nbytes,
+                    uint64_t file_offset, int foreign) {
+  uint64_t unit = place->offset_alignment, end = file_offset + nbytes;
+  nv_transfer transfer = {
+      .opcode = place->opcode,
+      .direct_fd = place->direct_fd,
+      .buffered_fd = place->buffered_fd,
+      .address = address,
+      .nbytes = nbytes,
+      .file_offset = file_offset,
+      .span_start = file_offset / unit * unit,
+      .span_end = (end + unit - 1) / unit * unit,
+      .offset_alignment = place->offset_alignment,
+      .memory_alignment = place->memory_alignment,
+      .preallocate = place->opcode == NV_WRITE && place->direct_fd >= 0,
+      .foreign = foreign,
+  };
+  if (nv_forked(piece->request->common)) return;
+  lay_out(piece->request, &transfer, transfer.span_end - transfer.span_start);
+  nv_start(piece->request);
+}
+
+int64_t nv_short_moved(nv_short *piece) { return nv_moved(piece->request); }
+
+void nv_short_let_go(nv_short *piece) {
+  if (piece->request) nv_unhold(&piece->request->hold);
+}
+
+void nv_short_end(nv_short *piece) {
+  nv_request *request = piece->request;
+  piece->request = NULL;
+  if (request) nv_request_free(request);
 }

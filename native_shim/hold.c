@@ -97,10 +97,14 @@ void nv_unhold_all(nv_holds *holds) {
 }
 
 void nv_unhold(nv_hold *hold) {
-  nv_held *held = hold->held;
-  if (!held) return;
-  hold->held = NULL;
+  /* By its owner and by a lane at the same time: whoever returns knows that it is over. */
   pthread_mutex_lock(&mutex);
+  nv_held *held = hold->held;
+  hold->held = NULL;
+  if (!held) {
+    pthread_mutex_unlock(&mutex);
+    return;
+  }
   /* After a fork the parent's count is left as it was, so its last hold here frees it too. */
   int last = --held->count == 0;
   if (last && held->generation == generation) {

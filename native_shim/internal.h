@@ -75,6 +75,8 @@ struct nv_request {
   uint64_t grow_from, grow_end; /* what is allocated for the file to grow */
   nv_batch *batch;              /* its members; NULL: it is no batch */
   nv_request *whole;            /* the batch that it is a member of, or NULL */
+  nv_hold hold;  /* of the memory */
+  int holds;     /* there may be one */
   nv_rows *rows; /* NULL: one span */
   int planned;   /* the rows are sorted, or it is known why not */
 

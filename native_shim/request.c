@@ -156,7 +156,24 @@ int nv_cq_reap(nv_cq *cq, uint64_t *tokens, int max) {
   return n;
 }
 
-/* Some of what a reap would take. With nothing there, a late signal is used up. */
+/* Some of what a reap would take, with how it ended. With nothing there, a late signal is used up. */
+int nv_cq_peek_ends(nv_cq *cq, int64_t *ends, int max) {
+  nv_common *common = cq->common;
+  if (nv_forked(common)) return 0;
+  int n = 0;
+  pthread_mutex_lock(&common->mutex);
+  if (!cq->closed) {
+    for (nv_request *request = cq->head; request && n < max; request = request->done_next) {
+      ends[2 * n] = (int64_t)request->token;
+      ends[2 * n++ + 1] = nv_moved(request);
+    }
+    if (!n) hush(cq);
+  }
+  pthread_mutex_unlock(&common->mutex);
+  return n;
+}
+
+/* The tokens alone. */
 int nv_cq_peek(nv_cq *cq, uint64_t *tokens, int max) {
   nv_common *common = cq->common;
   if (nv_forked(common)) return 0;
@@ -280,6 +297,8 @@ int nv_count(nv_request *request) {
 /* Tells whoever waits for it. */
 void nv_report(nv_request *request) {
   nv_common *common = request->common;
+  /* Its owner keeps the storage until it is done. What was refused is done again. */
+  if (request->holds && request->result.error != EINVAL) nv_unhold(&request->hold);
   pthread_mutex_lock(&common->mutex);
   int orphan = request->orphan;
   nv_cq *cq = request->cq, *signal = NULL;
@@ -367,6 +386,7 @@ const nv_result *nv_request_result(nv_request *request) { return &request->resul
 void nv_request_free(nv_request *request) {
   if (!request) return;
   nv_common *common = request->common;
+  if (request->holds) nv_unhold(&request->hold); /* the storage may be gone before an orphan is */
   if (nv_forked(common)) return;
   pthread_mutex_lock(&common->mutex);
   int done = request->done || !request->started;

@@ -12,6 +12,7 @@ import typing
 
 from nvmeio import _interpreter  # noqa: F401 - first: refuses Pythons in which torch would hang
 from nvmeio._tensor import cast_to_byte_tensor as cast_to_byte_tensor
+from nvmeio.bound import BoundFile as BoundFile
 from nvmeio.buffers import empty_aligned as empty_aligned
 from nvmeio.buffers import empty_pinned as empty_pinned
 from nvmeio.engines.base import Counters as Counters
@@ -75,6 +76,7 @@ __all__ = [
     "AlignmentError",
     "BackendUnavailableError",
     "BatchError",
+    "BoundFile",
     "Checkpointer",
     "ClosedError",
     "Counters",

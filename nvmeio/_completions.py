@@ -38,16 +38,16 @@ class CompletionQueues:
         self._orphaned = orphaned
         self._lock = threading.RLock()  # the collector may drop the handle while it is held
         self._loops: dict[asyncio.AbstractEventLoop, _LoopQueue] = {}
-        self._latest: tuple[asyncio.AbstractEventLoop | None, CompletionQueue]
+        self.latest: tuple[asyncio.AbstractEventLoop | None, CompletionQueue]
         self._dispatcher: threading.Thread | None = None
         self._released = False
         self.default = engine.open_completion_queue()
-        self._latest = (None, self.default)
+        self.latest = (None, self.default)
 
     def here(self) -> CompletionQueue:
         """The completion queue for an operation that is started now, in this thread."""
         loop = asyncio._get_running_loop()
-        latest, cq = self._latest
+        latest, cq = self.latest
         if latest is loop:
             return cq
         return self.default if loop is None else self.of(loop)
@@ -57,7 +57,7 @@ class CompletionQueues:
 
         After `release` that is the default one, at which nothing arrives any more.
         """
-        latest, cq = self._latest
+        latest, cq = self.latest
         if latest is loop:
             return cq
         if loop not in self._loops:
@@ -72,7 +72,7 @@ class CompletionQueues:
                 cq = run_interruptible(self._engine.open_completion_queue)
                 known = self._loops[loop] = _LoopQueue(cq, loop, self._reap)
             known.attach()
-            self._latest = (loop, known.cq)
+            self.latest = (loop, known.cq)
         return known.cq
 
     def forget_closed_loops(self) -> None:
@@ -111,7 +111,7 @@ class CompletionQueues:
         # An interrupt may come after each of these: each may be done again.
         with self._lock:
             self._released = True
-            self._latest = (None, self.default)
+            self.latest = (None, self.default)
         for loop, cq in list(self._loops.items()):
             cq.detach_from_anywhere()
             self._loops.pop(loop, None)

@@ -37,6 +37,7 @@ from nvmeio._loops import Beside, in_a_thread, wake
 from nvmeio._record import Record, let_go_plain
 from nvmeio._row_places import RowPlaces
 from nvmeio._tensor import Memory
+from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Counters, Engine, Opcode, Request, Transfer
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import Descriptors, File
@@ -46,7 +47,7 @@ logger = logging.getLogger("nvmeio")
 # A blocked thread looks up this often, so that Ctrl-C is served.
 _SLICE_S = 0.1
 # Without a loop nobody reaps; a submission in so many does it in passing.
-_REAP_EVERY = 64
+REAP_EVERY = 64
 _HANDED_ON = -1  # claimed by no thread in particular
 _FORKED = "this process was forked from the handle's owner: open a new handle here"
 _CLOSED = "the handle is closed: open a new one"
@@ -66,7 +67,7 @@ class Core:
     ) -> None:
         self.engine = engine
         self.below = below
-        self._planner = planner
+        self.planner = planner
         self._lock = threading.RLock()  # the collector may run `__del__` while it is held
         self._refusal = ""  # why no record is accepted any more
         self._shut = False
@@ -97,7 +98,7 @@ class Core:
         `places` it is a gather or scatter.
         """
         opened: Descriptors | None = None
-        planner = self._planner if places is None else _transfer.plan_rows
+        planner = self.planner if places is None else _transfer.plan_rows
         try:
             opened = files.acquire(file, opcode is Opcode.WRITE)
             planned, transfer = planner(opcode, memory, opened, file_offset)
@@ -118,7 +119,7 @@ class Core:
 
     def start_batch(self, opcode: Opcode, batch: Batch) -> Record:
         """Start reads or writes of many; failures of theirs are the record's, not the call's."""
-        record = BatchRecord(next(self._tokens), opcode, batch, self._planner)
+        record = BatchRecord(next(self._tokens), opcode, batch, self.planner)
         try:
             transfers, miscounted = record.go_on()
         except BaseException:
@@ -150,7 +151,7 @@ class Core:
         except BaseException:
             self._withdraw(record)
             raise
-        if cq is self._completions.default and not token % _REAP_EVERY:
+        if cq is self._completions.default and not token % REAP_EVERY:
             self.reap(cq, True)
         return record
 
@@ -191,27 +192,29 @@ class Core:
 
     def reap(self, cq: CompletionQueue, may_block: bool) -> None:
         """Conclude what has arrived at a queue; without `may_block`, long work is handed on."""
-        tokens = cq.peek()
+        tokens, moved = base.peek_ends(cq)
         if not tokens:
             return
-        mine: list[Record] = []
+        mine, mine_moved = list[Record](), list[int | None]()
         here = threading.get_ident()
         try:
             with self._lock:
-                for token in tokens:
+                for token, bytes_moved in zip(tokens, moved, strict=False):
                     record = self._live.get(token)
                     if record is not None and not record.claimed:
                         mine.append(record)
+                        mine_moved.append(bytes_moved)
                         record.claimed = here
-            plain, others = let_go_plain(mine)
+            plain, others = let_go_plain(mine, mine_moved)
             with self._lock:
                 for record in plain:
                     self._end(record, "finished" if record.error is None else "failed")
             for record in plain:
-                try:
-                    self._tell(record)
-                except Exception as failed:
-                    self._settle(record, "failed", failed)
+                if record.waiters is not None or record.callbacks is not None or record.gates:
+                    try:
+                        self._tell(record)
+                    except Exception as failed:
+                        self._settle(record, "failed", failed)
             for record in others:
                 if record.claimed == here:  # a callback before it may have waited for it
                     self._finish(record, may_block)

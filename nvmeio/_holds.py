@@ -64,6 +64,7 @@ try:
     _OFFSET = _flag_offset()
 except (AttributeError, RuntimeError, TypeError):  # another torch than those we know
     _OFFSET = None
+FLAG_OFFSET = _OFFSET
 
 
 def hold(storage: torch.UntypedStorage) -> Any:

@@ -27,7 +27,7 @@ from nvmeio._device import Copier, Mark
 from nvmeio._shim import copy_foreign, ffi
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
+    from typing import TypeAlias, TypeGuard
 
     from typing_extensions import Buffer
 
@@ -36,7 +36,15 @@ Data: TypeAlias = "torch.Tensor | Buffer"
 
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
-_LOOKED_UP_BYTES = 64 << 10
+LOOKED_UP_BYTES = 64 << 10
+
+
+# Of these, a tensor's `nbytes` are what lies there. Parts of complex numbers have the types of the
+# second kind, and may be still to be negated.
+_PLAIN_DTYPES = frozenset(
+    {torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+)
+_FLOATS = frozenset({torch.float16, torch.float32, torch.float64})
 
 
 class Memory(NamedTuple):
@@ -223,7 +231,7 @@ def _is_foreign(storage: torch.UntypedStorage, address: int, nbytes: int) -> boo
     if storage.resizable():  # by torch's allocator, in a torch whose storages cannot be held
         return False
     # Short memory of nvmeio's is not looked up: the kernel copies that as fast.
-    return nbytes < _LOOKED_UP_BYTES or not buffers.owns(address, nbytes)
+    return nbytes < LOOKED_UP_BYTES or not buffers.owns(address, nbytes)
 
 
 def device_source(tensor: torch.Tensor, copier: Copier) -> Memory:
@@ -407,6 +415,19 @@ _new = tuple.__new__
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.is_cpu and _is_dense(tensor)
+
+
+def is_simple(tensor: Any, reading: bool) -> TypeGuard[torch.Tensor]:
+    """Whether nothing at all is to be asked of torch before its memory is moved as it lies."""
+    # The same as above with fewer calls, each of which takes 0.1 us; for the most common ones.
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and ((dtype := tensor.dtype) in _PLAIN_DTYPES or (dtype in _FLOATS and not tensor.is_neg()))
+        and not (reading and (tensor.requires_grad or tensor.is_inference()))
+    )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

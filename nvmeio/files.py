@@ -168,12 +168,14 @@ class Descriptors:
             raise
         return opened
 
-    def retain(self) -> Descriptors:
-        """Count one more user."""
+    def retain(self, user: User | None = None) -> Descriptors:
+        """Count one more user, who remembers that it has not released them."""
         with self._lock:
             if not self._users:
                 raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
             self._users += 1
+            if user is not None:
+                user.released = False  # no call since the line above: both, or none
         return self
 
     def release(self, user: User | None = None) -> None:

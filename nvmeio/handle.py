@@ -10,17 +10,18 @@ from typing import NoReturn
 
 import torch
 
-from nvmeio import _batch, _checks, _device, _tensor, _transfer, _validate, buffers, files
+from nvmeio import _batch, _checks, _device, _tensor, _transfer, _validate, files
 from nvmeio import tuned as _tuned
 from nvmeio._batch import BatchOffsets, FileLike, Files
 from nvmeio._closing import ClosingWork
 from nvmeio._core import Core
 from nvmeio._cores import Cores, ring_core
+from nvmeio._handle_settings import HandleSettings
 from nvmeio._io.threads import run_interruptible
-from nvmeio._plan import PAGE_BYTES
 from nvmeio._record import NAMES, ROWS_NAMES
 from nvmeio._row_places import FileOffsets, row_places
 from nvmeio._tensor import Data
+from nvmeio.bound import BoundFile
 from nvmeio.engines import ring, select
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
 from nvmeio.operation import Operation
@@ -28,7 +29,7 @@ from nvmeio.operation import Operation
 MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)
 
 
-class AioHandle(ClosingWork):
+class AioHandle(HandleSettings, ClosingWork):
     """Moves tensors between memory and files, through Linux AIO and O_DIRECT.
 
     Every transfer is an `Operation` that begins when it is called; await it beside compute, or use
@@ -125,6 +126,24 @@ class AioHandle(ClosingWork):
     def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
         """Makes the core of device memory from the host's."""
         return functools.partial(ring_core, self._copier, ring_bytes, self._options)
+
+    def open(self, path: str | os.PathLike[str], mode: str = "r") -> BoundFile:
+        """Open a file to be read and written through this handle.
+
+        Args:
+            path: Path of a file or block device.
+            mode: As for `nvmeio.open`.
+
+        Returns:
+            A file for ``await file.pread(tensor, offset)`` and ``pwrite``, and for all that takes a
+            `nvmeio.File`. It keeps the handle; close it, or use it in a with statement.
+
+        Raises:
+            ClosedError: The handle is closed.
+            TransferError: The open failed.
+        """
+        self._cores.check_open()
+        return BoundFile(self, self._usual_core, path, mode)
 
     # --- transfers ------------------------------------------------------------------------
 
@@ -481,37 +500,6 @@ class AioHandle(ClosingWork):
         self._cores.check_open()
         return files.acquire(file, None)
 
-    # --- memory -----------------------------------------------------------------------------
-
-    def new_cpu_locked_tensor(
-        self, num_elem: int, example_tensor_or_dtype: torch.Tensor | torch.dtype
-    ) -> torch.Tensor:
-        """A 1-D page-locked tensor on huge pages, aligned for direct I/O.
-
-        Args:
-            num_elem: Number of elements, >= 0.
-            example_tensor_or_dtype: A tensor whose dtype is taken, or the dtype.
-
-        Raises:
-            OSError: The limit for locked memory is reached; says which, and how to raise it.
-
-        Page-locking matters for copies to and from a GPU. Transfers of this handle are as fast
-        with `nvmeio.empty_aligned`.
-        """
-        return buffers.new_locked(num_elem, example_tensor_or_dtype)
-
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        """Unlock a tensor of `new_cpu_locked_tensor` now; its memory goes with its last view.
-
-        Raises:
-            ValueError: It was not made by `new_cpu_locked_tensor`, or is freed already.
-        """
-        buffers.free_pinned(tensor)
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in page-locked memory, of this handle, another, or CUDA."""
-        return buffers.is_pinned(tensor)
-
     # --- life -------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -558,30 +546,6 @@ class AioHandle(ClosingWork):
     def closed(self) -> bool:
         """Whether operations are refused."""
         return self._cores.closed
-
-    def get_block_size(self) -> int:
-        """Bytes per kernel request."""
-        return self._options.block_size
-
-    def get_queue_depth(self) -> int:
-        """Blocks a lane keeps in the kernel at most."""
-        return self._options.queue_depth
-
-    def get_single_submit(self) -> bool:
-        """Whether blocks are submitted one at a time."""
-        return self._options.single_submit
-
-    def get_overlap_events(self) -> bool:
-        """Whether the queue is refilled as blocks complete."""
-        return self._options.overlap_events
-
-    def get_intra_op_parallelism(self) -> int:
-        """Number of lanes."""
-        return self._options.intra_op_parallelism
-
-    def get_alignment(self) -> int:
-        """Bytes: addresses, sizes and offsets that are multiples of it need no bounce or edge."""
-        return PAGE_BYTES
 
     def __reduce__(self) -> NoReturn:
         _checks.refuse_pickling(

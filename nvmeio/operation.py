@@ -30,19 +30,13 @@ class Operation(Coroutine[Any, Any, int]):
     not yet taken and waits for those that it has. Only then is `CancelledError` raised: after it
     nobody touches the tensor's memory any more. What part of a cancelled read or write has
     happened is unknown.
-
-    Attributes:
-        file_offset: Where in the file it begins, in bytes.
-        nbytes: How many bytes it moves.
     """
 
-    __slots__ = ("__weakref__", "_core", "_driven", "_record", "file_offset", "nbytes")
+    __slots__ = ("__weakref__", "_core", "_driven", "_record")
 
     def __init__(self, core: Core, record: Record) -> None:
         self._core = core
         self._record = record
-        self.file_offset = record.file_offset
-        self.nbytes = record.nbytes
         self._driven: dict[asyncio.Task[Any] | None, Generator[Any, Any, int]] | None = None
 
     # --- awaiting -------------------------------------------------------------------------
@@ -68,7 +62,7 @@ class Operation(Coroutine[Any, Any, int]):
             raise thrown
         if record.state == "cancelled":
             raise asyncio.CancelledError(f"{self!r} was cancelled")
-        return self.nbytes if record.error is None else self._value()
+        return record.nbytes if record.error is None else self._value()
 
     # An awaitable is enough for `await`; create_task and TaskGroup want a coroutine. Several tasks
     # may be made of one operation, and each of them drives an await of its own.
@@ -174,6 +168,16 @@ class Operation(Coroutine[Any, Any, int]):
     def path(self) -> str:
         """The file, as the caller named it."""
         return self._record.path
+
+    @property
+    def file_offset(self) -> int:
+        """Where in the file it begins, in bytes."""
+        return self._record.file_offset
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it moves."""
+        return self._record.nbytes
 
     @property
     def transferred(self) -> int:

@@ -96,10 +96,10 @@ class NvmeioPeer(TensorPeer):
         handle = self.handle
 
         async def main() -> Sample:
-            with nvmeio.open(path, "r") as file:
+            with handle.open(path, "r") as file:
 
                 def read(number: int, offset: int) -> Awaitable[int]:
-                    operation: Awaitable[int] = handle.async_pread(buffers[number], file, offset)
+                    operation: Awaitable[int] = file.pread(buffers[number], offset)
                     return operation
 
                 return await read_blocks(read, offsets, block, depth)

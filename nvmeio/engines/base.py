@@ -8,7 +8,7 @@ out the tokens of finished transfers behind a pollable descriptor.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -187,6 +187,27 @@ class Request(Protocol):
         """How it ended, in full; only once it is done."""
 
 
+class ShortRequest(Request, Protocol):
+    """A short transfer: one block at most, whose memory it holds."""
+
+    held: bool
+    """Whether torch refuses to resize the storage until then: nobody else's memory."""
+
+    def start_at(self, address: int, nbytes: int, file_offset: int) -> None:
+        """`start`, with what is to be moved. Memory that is not held is taken for foreign."""
+
+    def let_go(self) -> None:
+        """End the hold, where the engine has not: it was not started, or refused (EINVAL)."""
+
+
+class ShortPlace(Protocol):
+    """What is the same for all short transfers of a file in one direction."""
+
+    @property
+    def prepare(self) -> Callable[[CompletionQueue, int, int], ShortRequest]:
+        """A request for a queue and a token that holds a storage, given its flag (`_holds`)."""
+
+
 class BatchRequest(Request, Protocol):
     """Many transfers as one request; its outcome is their sum, and the first error of theirs."""
 
@@ -214,6 +235,13 @@ class CompletionQueue(Protocol):
 
     def close(self) -> None:
         """Transfers still in flight for this completion queue will report nowhere."""
+
+
+class TellingQueue(CompletionQueue, Protocol):
+    """A completion queue that also tells how transfers ended: one call for many of them."""
+
+    def peek_ends(self) -> tuple[list[int], list[int]]:
+        """`peek`, and what `Request.moved` says of each."""
 
 
 class Engine(Protocol):
@@ -256,6 +284,13 @@ class RowsEngine(Engine, Protocol):
         """As `prepare`, for rows: `transfer` tells of memory and file, its span says nothing."""
 
 
+class ShortEngine(Engine, Protocol):
+    """An engine with a shorter way for short transfers of one file."""
+
+    def short_place(self, opcode: int, fd: int, direct: bool, unit: int, memory: int) -> ShortPlace:
+        """A descriptor, with its alignments; the caller's to keep open."""
+
+
 class BatchEngine(Engine, Protocol):
     """An engine that moves many transfers as one request as well."""
 
@@ -263,6 +298,16 @@ class BatchEngine(Engine, Protocol):
         self, cq: CompletionQueue, token: int, transfers: Sequence[Transfer]
     ) -> BatchRequest:
         """As `prepare`; the token is reported once all of them are done."""
+
+
+def peek_ends(cq: CompletionQueue) -> tuple[list[int], Sequence[int | None]]:
+    """Tokens at a queue, and how the transfers ended where it tells."""
+    telling: Any = getattr(cq, "peek_ends", None)
+    if telling is not None:
+        found: tuple[list[int], list[int]] = telling()
+        return found
+    tokens = cq.peek()
+    return tokens, [None] * len(tokens)
 
 
 def prepare_batch(

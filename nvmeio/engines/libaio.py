@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from nvmeio.engines.base import (
     Outcome,
     Request,
     Rows,
+    ShortPlace,
+    ShortRequest,
     Transfer,
 )
 from nvmeio.errors import BackendUnavailableError
@@ -89,6 +92,10 @@ class LibaioEngine:
         if not request:
             raise MemoryError("the native shim could not allocate a request")
         return _Request(request)
+
+    def short_place(self, opcode: int, fd: int, direct: bool, unit: int, memory: int) -> ShortPlace:
+        """A file's short transfers take less of everything."""
+        return _Place(self._engine, opcode, fd, direct, unit, memory)
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
@@ -166,6 +173,56 @@ class _Request:
         return _outcome(lib.nv_request_result(self._raw))
 
 
+_SHORT = ffi.typeof("nv_short *")
+_ENDS = ffi.typeof(f"int64_t[{2 * _REAP_MAX}]")
+_gc, _new, _unpack = ffi.gc, ffi.new, ffi.unpack
+_short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
+_short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
+
+
+class _Place:
+    __slots__ = ("_engine", "prepare")
+
+    prepare: Callable[[CompletionQueue, int, int], ShortRequest]
+
+    def __init__(
+        self, engine: Any, opcode: int, fd: int, direct: bool, unit: int, memory: int
+    ) -> None:
+        self._engine = engine  # it is kept for as long as the place is
+        raw = ffi.new("nv_place *")
+        self.prepare = functools.partial(_ShortRequest, raw)  # no call of Python's in between
+        raw.engine, raw.opcode = engine, opcode
+        raw.direct_fd, raw.buffered_fd = (fd, -1) if direct else (-1, fd)
+        raw.offset_alignment, raw.memory_alignment = unit, memory
+
+
+class _ShortRequest(_Request):
+    __slots__ = ("_owned", "_place", "held")
+
+    def __init__(self, place: Any, cq: Any, token: int, flag: int) -> None:
+        # Owned before there is anything: an interrupt may come between two steps.
+        self._owned = owned = _gc(_new(_SHORT), _short_end)
+        held = _short_prepare(owned, place, cq.raw, token, flag)
+        if held < 0:
+            raise MemoryError("the native shim could not allocate a request")
+        self._place = place
+        self.held = held > 0
+
+    @property
+    def _raw(self) -> Any:
+        return self._owned.request
+
+    def start_at(self, address: int, nbytes: int, file_offset: int) -> None:
+        _short_start(self._owned, self._place, address, nbytes, file_offset, not self.held)
+
+    def moved(self) -> int:
+        moved: int = _short_moved(self._owned)
+        return moved
+
+    def let_go(self) -> None:
+        lib.nv_short_let_go(self._owned)
+
+
 class _RowsRequest(_Request):
     __slots__ = ("_rows",)
 
@@ -217,6 +274,11 @@ class _CompletionQueue:
         tokens = ffi.new("uint64_t[]", _REAP_MAX)  # one a call: several threads may peek at once
         found: list[int] = ffi.unpack(tokens, lib.nv_cq_peek(self.raw, tokens, _REAP_MAX))
         return found
+
+    def peek_ends(self) -> tuple[list[int], list[int]]:
+        ends = _new(_ENDS)  # one a call, as above
+        found = _unpack(ends, 2 * lib.nv_cq_peek_ends(self.raw, ends, _REAP_MAX))
+        return found[::2], found[1::2]
 
     def acknowledge(self, tokens: list[int]) -> None:
         lib.nv_cq_acknowledge(self.raw, tokens, len(tokens))

@@ -85,6 +85,27 @@ def test_a_read_in_a_thread(handle: nvmeio.AioHandle, file: Path, everywhere: Ev
         assert tensor.untyped_storage().resizable(), where
 
 
+def test_short_transfers_of_a_bound_file(
+    handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere
+) -> None:
+    page = torch.zeros(4096, dtype=torch.uint8)
+    page[:] = bytes_tensor(DATA[:4096])
+    tensor = torch.zeros(512, dtype=torch.uint8)
+
+    def work() -> None:
+        with handle.open(file, "r+") as bound:
+            written = bound.pwrite(page)
+            bound.pread(tensor, 4096).result(PATIENCE_S)
+            written.result(PATIENCE_S)
+
+    before = open_descriptors()
+    for where in everywhere(work):
+        check(handle, file, where, before)
+        assert tensor.untyped_storage().resizable(), where
+        assert page.untyped_storage().resizable(), where
+    assert raw(tensor) == DATA[4096 : 4096 + 512]
+
+
 def test_a_write_in_a_thread(handle: nvmeio.AioHandle, file: Path, everywhere: Everywhere) -> None:
     tensor = bytes_tensor(DATA)
     before = open_descriptors()

@@ -94,6 +94,21 @@ class AsyncOperations(SyncOperations):
         return found
 
 
+class BoundFiles(AsyncOperations):
+    """Short pieces through files of the handle's."""
+
+    async def awork(self) -> Any:
+        found = torch.zeros_like(self.written)
+        whole = self.written.split(4096)
+        with self.handle.open(self.path, "rw") as file:
+            await asyncio.gather(
+                *(file.pwrite(part, 4096 * number) for number, part in enumerate(whole))
+            )
+            for number, part in enumerate(found.split(8192)):
+                await file.pread(part, 8192 * number)
+        return found
+
+
 class Rows(SyncOperations):
     """A scatter, and a gather of what it wrote, more rows than are sorted in passing."""
 
@@ -231,6 +246,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "rows-async": AsyncRows,
     "batches": Batches,
     "batches-async": AsyncBatches,
+    "bound-files": BoundFiles,
     "handles": Handles,
     "pool": Pool,
 }
