@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio import _page_cache
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.threads import Thread
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
@@ -90,7 +91,7 @@ class Reader:
         handle: Moves the bytes; stays open.
     """
 
-    def __init__(self, handle: AioHandle) -> None:
+    def __init__(self, handle: AioHandle | DriveHandles) -> None:
         self._handle = handle
         self._condition = threading.Condition()
         self._queue: deque[Fill] = deque()

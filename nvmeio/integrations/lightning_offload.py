@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class _SwapOptimizers:
     """A callback that puts the Trainer's optimizers on the drive when fitting begins.
 
     Args:
-        swap_dir: As for `SwappedOptimizer`; a subdirectory for each optimizer is made in it.
+        swap_dir: As for `SwappedOptimizer`; a subdirectory for each optimizer is made in it, or in
+            each of them.
         options: Further arguments of `SwappedOptimizer`.
 
     Raises:
@@ -63,9 +64,14 @@ class _SwapOptimizers:
         optimizers: Those it has made.
     """
 
-    def __init__(self, swap_dir: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self,
+        swap_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self._swap_dir = os.fspath(swap_dir)
+        directories = [swap_dir] if isinstance(swap_dir, (str, os.PathLike)) else swap_dir
+        self._swap_dirs = [os.fspath(each) for each in directories]
         self._options = options
         self.optimizers: list[LightningSwappedOptimizer] = []
 
@@ -80,10 +86,11 @@ class _SwapOptimizers:
             if isinstance(optimizer, SwappedOptimizer):
                 made.append(optimizer)
                 continue
-            folder = os.path.join(self._swap_dir, f"optimizer-{number}")
-            os.makedirs(folder, exist_ok=True)
+            folders = [os.path.join(each, f"optimizer-{number}") for each in self._swap_dirs]
+            for folder in folders:
+                os.makedirs(folder, exist_ok=True)
             swapped = swapped_like(
-                optimizer, folder, as_class=LightningSwappedOptimizer, **self._options
+                optimizer, folders, as_class=LightningSwappedOptimizer, **self._options
             )
             for config in trainer.lr_scheduler_configs:
                 if config.scheduler.optimizer is optimizer:
@@ -95,9 +102,9 @@ class _SwapOptimizers:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
-            folder = os.path.dirname(optimizer.swap_dir)
-            if os.path.isdir(folder) and not os.listdir(folder):
-                os.rmdir(folder)
+            for folder in map(os.path.dirname, optimizer.swap_dirs):
+                if os.path.isdir(folder) and not os.listdir(folder):
+                    os.rmdir(folder)
         self.optimizers = []
 
 

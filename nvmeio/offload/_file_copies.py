@@ -13,7 +13,8 @@ from nvmeio._storage import durable, private
 from nvmeio.errors import TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
-from nvmeio.offload._swap_dir import LOCK, OURS, directory_path
+from nvmeio.offload._swap_dir import LOCK, OURS
+from nvmeio.offload._swap_dirs import Paths, SwapDirs, directory_paths
 from nvmeio.offload._transactions import Transaction
 
 _FICLONE = 0x40049409  # linux/fs.h
@@ -23,29 +24,65 @@ _NOT_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 
 
 def copy(
-    source: str,
+    source: SwapDirs,
     names: tuple[str, ...],
     manifest: Manifest,
-    directory: str | os.PathLike[str],
+    directories: Paths,
     transaction: Transaction,
 ) -> None:
     """Copy swap files that nobody writes to just now, durably; the manifest comes last.
 
     Args:
-        source: The swap directory; the copy has its name, in `directory`.
+        source: The swap directories; each copy has its name, in one of `directories`.
         names: Of the files of state.
         manifest: Of the generation that they hold. In the copy it is durable, so it counts on
             another machine too.
-        directory: Made where it is missing.
+        directories: As many; made where they are missing.
         transaction: Whose copy it is: none is left if nobody wants it any more.
 
     Raises:
         TransferError: The copy exists (EEXIST), or cannot be written; nothing is left of it then.
+        ValueError: There are not as many directories.
 
     Source: man 2 ioctl_ficlone, man 2 copy_file_range, man 2 sendfile.
     """
-    above = directory_path("directory", directory)
-    target = os.path.join(above, os.path.basename(source))
+    above = directory_paths("directory", directories)
+    if len(above) != len(source.paths):
+        raise ValueError(
+            f"the state lies in {len(source.paths)} directories, {source.paths}: name as many for "
+            f"its copy, not {len(above)}"
+        )
+    targets = [
+        os.path.join(each, os.path.basename(path))
+        for each, path in zip(above, source.paths, strict=True)
+    ]
+    made: list[str] = []
+    try:
+        for each, target in zip(above, targets, strict=True):
+            _make(each, target)
+            made.append(target)
+        for drive, target in enumerate(targets):
+            try:
+                for name in names:
+                    path = os.path.join(target, name)
+                    copy_file(source.file(name, drive), path, transaction.check)
+            except OSError as failed:
+                raise _wrapped(failed, target) from failed
+            if len(targets) > 1:
+                source.write_record(drive, target, targets)
+        # What the manifest speaks of must be durable before it, on all drives.
+        for each, target in list(zip(above, targets, strict=True))[1:]:
+            _sync(each, target)
+        _manifest.store(targets[0], manifest)
+        _manifest.mark_durable(targets[0], manifest)
+        _sync(above[0], targets[0])
+    except BaseException:
+        _remove(made)
+        raise
+    transaction.on_rollback(lambda: _remove(made))
+
+
+def _make(above: str, target: str) -> None:
     try:
         os.makedirs(above, private.DIRECTORY_MODE, exist_ok=True)
         private.make_private_directory(target)
@@ -53,27 +90,19 @@ def copy(
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     except OSError as failed:
         raise _wrapped(failed, target) from failed
-    try:
-        try:
-            for each in names:
-                copy_file(os.path.join(source, each), os.path.join(target, each), transaction.check)
-        except OSError as failed:
-            raise _wrapped(failed, target) from failed
-        _manifest.store(target, manifest)
-        _manifest.mark_durable(target, manifest)
-        for path in (target, above, os.path.dirname(os.path.abspath(above))):
-            durable.sync_directory(path)
-    except BaseException:
-        _remove(target)
-        raise
-    transaction.on_rollback(lambda: _remove(target))
 
 
-def _remove(target: str) -> None:
-    with contextlib.suppress(OSError):
-        for each in set(os.listdir(target)).intersection(OURS):
-            os.unlink(os.path.join(target, each))
-        os.rmdir(target)
+def _sync(above: str, target: str) -> None:
+    for path in (target, above, os.path.dirname(os.path.abspath(above))):
+        durable.sync_directory(path)
+
+
+def _remove(targets: list[str]) -> None:
+    for target in targets:
+        with contextlib.suppress(OSError):
+            for each in set(os.listdir(target)).intersection(OURS):
+                os.unlink(os.path.join(target, each))
+            os.rmdir(target)
 
 
 def _wrapped(failed: OSError, target: str) -> OSError:

@@ -19,23 +19,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, leave
-from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
+from nvmeio._io.striping import FileSpan, StripedFile
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.order import ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError
-from nvmeio.files import File
 from nvmeio.handle import AioHandle
-from nvmeio.offload._file_tensors import FilePart, file_tensor
+from nvmeio.offload._extents import Extent, extents_of, moves_of, parts_of
+from nvmeio.offload._file_tensors import file_tensor
 from nvmeio.offload._pipeline import Move, move_all
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
 from nvmeio.offload._subgroups import SlotSpan
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._swap_dirs import Paths, SwapDirs
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
@@ -48,22 +49,6 @@ _AHEAD_BYTES = 64 << 20
 
 Slot = LentSlot[Unit]
 _ATTRIBUTE = "_nvmeio_param_store"
-
-
-class Extent(NamedTuple):
-    """A run of a parameter's elements in a file.
-
-    Attributes:
-        file: The file.
-        file_offset: Of the first of them, in bytes.
-        start: The first element.
-        stop: Behind the last.
-    """
-
-    file: File
-    file_offset: int
-    start: int
-    stop: int
 
 
 class Gathered(NamedTuple):
@@ -102,7 +87,7 @@ class ParamStore(Keeper[Unit, Slot]):
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
-    def open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
+    def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         """Make the file and the window; returns what closes them.
 
         An interrupted one has ended when that is raised (a second interrupt is raised at once): who
@@ -116,20 +101,19 @@ class ParamStore(Keeper[Unit, Slot]):
                 self._owner.call(bool)
             raise
 
-    def _open(self, swap_dir: str | os.PathLike[str], handle: AioHandle | None) -> Ending:
+    def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)
-        directory = SwapDir(swap_dir, directory_name("parameters"))
+        name = directory_name("parameters")
+        directory = SwapDirs(swap_dir, name, writes=0.0)
         self._resources.callback(directory.release, remove=True)
-        directory.clean()
-        self._file: File = directory.allocate(NAME, sum(unit.nbytes for unit in self.units))
+        self._file: StripedFile = directory.allocate(NAME, [unit.nbytes for unit in self.units])
         self._resources.callback(self._file.close)
-        if handle is None:
-            handle = self._resources.enter_context(new_handle(directory.path))
-        self._handle = handle
+        self._handles = DriveHandles(handle, directory.paths)
+        self._resources.callback(self._handles.close)
         self._pool = LentPool(self.resident_bytes)
         self._resources.callback(self._pool.close)
         self.resident_bytes, self.locked = self._pool.budget_bytes, self._pool.locked
-        reader = Reader(handle)
+        reader = Reader(self._handles)
         self._resources.callback(reader.stop)
         order: ThereAndBack[Unit] = ThereAndBack(lambda unit: len(unit.stages) == 1)
         self._window: Window[Unit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
@@ -229,7 +213,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def _write(self, slots: Sequence[Slot], written: list[bool]) -> None:
         for slot in slots:
-            move_all(self._handle, slot.host, self._moves(slot.unit), writing=True)
+            move_all(self._handles, slot.host, self._moves(slot.unit), writing=True)
         written.append(True)
 
     def _scatter(self, slots: Sequence[Slot], written: list[bool]) -> None:
@@ -241,7 +225,7 @@ class ParamStore(Keeper[Unit, Slot]):
         for slot in slots:
             if slot.holds and self._window.slot(slot.unit) is slot:
                 try:
-                    move_all(self._handle, slot.host, self._moves(slot.unit), writing=False)
+                    move_all(self._handles, slot.host, self._moves(slot.unit), writing=False)
                     continue
                 except Exception:
                     slot.holds = 0  # whoever has it computes NaN
@@ -325,7 +309,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def _moves(self, unit: Unit) -> list[Move]:
         if not any(id(p) in self._elsewhere for p in unit.parameters):
-            return [Move(self._file, unit.file_offset, 0, unit.nbytes)]
+            return moves_of(self._file, unit.file_offset, 0, unit.nbytes)
         found: list[Move] = []
         for parameter, span in zip(unit.parameters, unit.spans, strict=True):
             size = span.dtype.itemsize
@@ -354,7 +338,8 @@ class ParamStore(Keeper[Unit, Slot]):
         unit = self._unit_of[id(parameter)]
         for each, span in zip(unit.parameters, unit.spans, strict=True):
             if each is parameter:
-                return [Extent(self._file, unit.file_offset + span.offset, 0, each.numel())]
+                offset = unit.file_offset + span.offset
+                return extents_of(self._file, offset, 0, each.numel(), span.dtype.itemsize)
         raise KeyError(parameter)
 
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
@@ -364,11 +349,12 @@ class ParamStore(Keeper[Unit, Slot]):
     def _relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
         self._elsewhere[id(parameter)] = locate
         if all(id(p) in self._elsewhere for unit in self.units for p in unit.parameters):
-            opened = self._file.acquire(True)
-            try:
-                os.ftruncate(opened.any_fd(), 0)  # nobody reads it any more
-            finally:
-                opened.release()
+            for file in self._file.files:
+                opened = file.acquire(True)
+                try:
+                    os.ftruncate(opened.any_fd(), 0)  # nobody reads it any more
+                finally:
+                    opened.release()
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of these."""
@@ -376,13 +362,12 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter over the file, unread."""
-        parts = []
-        for extent in self.where(parameter):
-            opened = extent.file.acquire(False)
-            nbytes = (extent.stop - extent.start) * parameter.dtype.itemsize
-            parts.append(FilePart(opened.any_fd(), extent.file_offset, nbytes))
-            opened.release()
-        return file_tensor(parts, parameter.dtype, tuple(parameter.shape))
+        size = parameter.dtype.itemsize
+        spans = [
+            FileSpan(file, offset, start * size, (stop - start) * size)
+            for file, offset, start, stop in self.where(parameter)
+        ]
+        return file_tensor(parts_of(spans), parameter.dtype, tuple(parameter.shape))
 
     # The end
 

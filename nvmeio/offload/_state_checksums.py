@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._io.striping import StripedFile
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.offload._subgroups import WEIGHTS, Piece, SlotSpan
@@ -16,14 +17,14 @@ class ExpectedSpan(NamedTuple):
     """What a span of a slot should hold after a read.
 
     Attributes:
-        path: The file it is read from.
+        file: It is read from.
         file_offset: Where it lies there.
         piece: Whose it is.
         name: `WEIGHTS`, or a kind of state.
         sum: The CRC-32.
     """
 
-    path: str
+    file: StripedFile
     file_offset: int
     piece: Piece
     name: str
@@ -50,11 +51,10 @@ def verify(slot: torch.Tensor, expected: Sequence[ExpectedSpan]) -> None:
         found = _of_span(slot, span)
         if found != each.sum:
             raise IntegrityError(
-                f"{each.path}: {each.name} of parameter {each.piece.param}, elements "
-                f"{each.piece.start} to {each.piece.stop}, bytes [{each.file_offset}, "
-                f"{each.file_offset + span.nbytes}), are not what was written there: look at "
-                "`dmesg` and `smartctl -a`, and go on from a checkpoint or a snapshot "
-                "(checksum=False takes them as they are)",
+                f"{each.name} of parameter {each.piece.param}, elements {each.piece.start} to "
+                f"{each.piece.stop}, in {each.file.describe(each.file_offset, span.nbytes)}, are "
+                "not what was written there: look at `dmesg` and `smartctl -a`, and go on from a "
+                "checkpoint or a snapshot (checksum=False takes them as they are)",
                 expected=f"CRC-32 {each.sum:08x}",
                 found=f"{found:08x}",
             )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nvmeio._io.handles import new_handle
+from nvmeio._io.drives import DriveHandles
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _weights
+from nvmeio.offload._extents import Extent
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._memory_plan import MemoryPlan, plan_of
-from nvmeio.offload._param_store import Extent
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, SlotTurn, Times
 from nvmeio.offload._rank_steps import DurableSteps
@@ -24,7 +23,7 @@ from nvmeio.offload._step import Step
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._swap_dirs import Paths, SwapDirs
 from nvmeio.offload._swapped import Buffers, Swapped
 from nvmeio.offload._tensors import view
 from nvmeio.offload._transactions import Transaction, Transactions
@@ -40,7 +39,7 @@ class StateSwapper:
 
     Args:
         directory: Locked by this process.
-        handle: Moves the bytes and stays open; None makes one.
+        handle: Moves the bytes and stays open; None makes one for each drive.
         transactions: Whose thread this is used in.
         stepper: Does the arithmetic.
         on_disk: Gradients are on the drive too.
@@ -57,7 +56,7 @@ class StateSwapper:
 
     def __init__(
         self,
-        directory: SwapDir,
+        directory: SwapDirs,
         handle: AioHandle | None,
         transactions: Transactions,
         stepper: Stepper,
@@ -69,16 +68,15 @@ class StateSwapper:
         write_behind: bool,
     ) -> None:
         self.directory = directory
-        self._own_handle = handle is None
-        self.handle = new_handle(directory.path) if handle is None else handle
+        self.handles = DriveHandles(handle, directory.paths)
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
-        self.store = StateStore(directory, self.handle, durable, checksum, ranks)
-        self.gradients = GradientSwapper(directory, self.handle, transactions) if on_disk else None
+        self.store = StateStore(directory, self.handles, durable, checksum, ranks)
+        self.gradients = GradientSwapper(directory, self.handles, transactions) if on_disk else None
         self.broken = ""
         self.closed = False
         self._stepper = stepper
-        self._buffers = Buffers(self.handle, read_ahead, write_behind)
-        self._swapped = Swapped(self.handle, self.store, self._buffers, self.gradients)
+        self._buffers = Buffers(self.handles, read_ahead, write_behind)
+        self._swapped = Swapped(self.handles, self.store, self._buffers, self.gradients)
 
     # Making
 
@@ -338,7 +336,7 @@ class StateSwapper:
 
     # Looking
 
-    def snapshot(self, directory: str | os.PathLike[str], transaction: Transaction) -> None:
+    def snapshot(self, directory: Paths, transaction: Transaction) -> None:
         """See `SwappedOptimizer.snapshot`."""
         if self._swapped.resident:
             raise ValueError(
@@ -392,8 +390,7 @@ class StateSwapper:
         ends: list[Callable[[], None]] = [self.store.close, self._free]
         if self.gradients is not None:
             ends.insert(0, self.gradients.close)
-        if self._own_handle:
-            ends.append(self.handle.close)
+        ends.append(self.handles.close)
         ends.append(functools.partial(self.directory.release, remove))
         failure: BaseException | None = None
         for end in ends:
@@ -424,4 +421,4 @@ def _why_no_undo(step: Step) -> str:
 
 
 def _extents(store: StateStore, pieces: Sequence[Piece]) -> list[Extent]:
-    return [store.extent(piece) for piece in pieces]
+    return [extent for piece in pieces for extent in store.extents(piece)]

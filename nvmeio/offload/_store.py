@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
+from nvmeio._io.drives import DriveHandles
+from nvmeio._io.striping import StripedFile
 from nvmeio._io.threads import Thread
 from nvmeio._storage.durable import sync_data
 from nvmeio.errors import ClosedError, IntegrityError, TransferError
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
 from nvmeio.offload import _file_copies, _manifest, _state_checksums
+from nvmeio.offload._extents import Extent, extents_of, moves_of, parts_of
 from nvmeio.offload._file_tensors import FilePart
 from nvmeio.offload._manifest import Manifest
-from nvmeio.offload._param_store import Extent
 from nvmeio.offload._pipeline import Move
 from nvmeio.offload._rank_steps import DurableSteps, agreed
-from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup, runs
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup, runs, sections
+from nvmeio.offload._swap_dirs import Paths, SwapDirs
 from nvmeio.offload._transactions import Transaction
 
 NAMES = ("state.0", "state.1")
@@ -35,7 +36,7 @@ class StateStore:
 
     Args:
         directory: Locked by this process.
-        handle: For fsync.
+        handles: For fsync.
         durable: Make each generation survive a power cut, beside what comes next.
         checksum: Sum what is written, and compare what is read.
         ranks: What several ranks tell each other of that.
@@ -48,19 +49,20 @@ class StateStore:
 
     def __init__(
         self,
-        directory: SwapDir,
-        handle: AioHandle,
+        directory: SwapDirs,
+        handles: DriveHandles,
         durable: bool,
         checksum: bool,
         ranks: DurableSteps | None = None,
     ) -> None:
         self._directory = directory
         self._ranks = ranks if durable else None
-        self._handle = handle
+        self._handles = handles
         self._durable = durable
         self._checksum = checksum
-        self._files: list[File] = []
+        self._files: list[StripedFile] = []
         self._nbytes = 0
+        self._bands: list[int] = []  # of the files, for their striping
         self.pieces: list[Piece] = []
         self.small: list[dict[str, Any]] = []
         self.generation = 0
@@ -79,6 +81,7 @@ class StateStore:
             if not subgroup.resident:
                 subgroup.offset = self._nbytes
                 self._nbytes += subgroup.nbytes
+                self._bands += sections(subgroup)
             for piece in subgroup.pieces:
                 piece.number = len(self.pieces)
                 self.pieces.append(piece)
@@ -87,12 +90,13 @@ class StateStore:
 
     def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
         """Take back what `place` did last; the files stay as long as they are."""
+        while self._nbytes > nbytes:
+            self._nbytes -= self._bands.pop()
         for subgroup in subgroups:
             for piece in subgroup.pieces:
                 if self._subgroup_of.pop(piece.number, None) is not None:
                     self.pieces.pop()
                     self.small.pop()
-        self._nbytes = nbytes
 
     def open(self) -> None:
         """Open the files, and reserve their space.
@@ -101,10 +105,10 @@ class StateStore:
             TransferError: There is no space; the files that were open still are.
         """
         self._join()
-        opened: list[File] = []
+        opened: list[StripedFile] = []
         try:
             for name in NAMES:
-                opened.append(self._directory.allocate(name, self._nbytes))
+                opened.append(self._directory.allocate(name, self._bands))
         except BaseException:
             for file in opened:
                 file.close()
@@ -190,7 +194,7 @@ class StateStore:
         ]
         expected = [
             _state_checksums.ExpectedSpan(
-                self._directory.file(NAMES[piece.current]),
+                self._files[piece.current],
                 self._subgroup_of[piece.number].offset + piece.spans[name].offset,
                 piece,
                 name,
@@ -212,28 +216,29 @@ class StateStore:
         self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool
     ) -> list[Move]:
         return [
-            Move(self._files[which], subgroup.offset + run.offset, run.offset, run.nbytes)
+            move
             for run in runs(spans, subgroup.nbytes, whole)
+            for move in moves_of(
+                self._files[which], subgroup.offset + run.offset, run.offset, run.nbytes
+            )
         ]
 
-    def extent(self, piece: Piece) -> Extent:
+    def extents(self, piece: Piece) -> list[Extent]:
         """Where the current weights of a piece are."""
         offset = self._subgroup_of[piece.number].offset + piece.spans[WEIGHTS].offset
-        return Extent(self._files[piece.current], offset, piece.start, piece.stop)
+        return extents_of(
+            self._files[piece.current], offset, piece.start, piece.stop, piece.step_dtype.itemsize
+        )
 
     def subgroup_of(self, piece: Piece) -> Subgroup:
         """The subgroup that a piece belongs to."""
         return self._subgroup_of[piece.number]
 
-    def file_part(self, piece: Piece, name: str) -> FilePart:
-        """A piece's current state as a span of an open file."""
+    def file_parts(self, piece: Piece, name: str) -> list[FilePart]:
+        """A piece's current state as spans of open files."""
         span = piece.spans[name]
-        opened = self._files[piece.current].acquire(False)
-        try:
-            fd = opened.any_fd()
-        finally:
-            opened.release()
-        return FilePart(fd, self._subgroup_of[piece.number].offset + span.offset, span.nbytes)
+        offset = self._subgroup_of[piece.number].offset + span.offset
+        return parts_of(self._files[piece.current].spans(offset, span.nbytes))
 
     # Generations
 
@@ -334,7 +339,7 @@ class StateStore:
     def _sync(self, manifest: Manifest) -> None:
         """Data first, then the manifest: it must not promise what a power cut could take."""
         try:
-            for file in self._files:
+            for file in self._drives_files():
                 self._sync_file(file)
             if self._names_to_sync:
                 self._directory.sync_names()
@@ -357,9 +362,12 @@ class StateStore:
         if self._ranks is not None:
             self._ranks.tell(manifest.generation)
 
+    def _drives_files(self) -> list[File]:
+        return [file for striped in self._files for file in striped.files]
+
     def _sync_file(self, file: File) -> None:
         try:
-            self._handle.sync_fsync(file, data_only=True)
+            self._handles.sync_fsync(file, data_only=True)
         except ClosedError:  # the handle's owner closed it first: what was written is there
             sync_data(file)
 
@@ -388,7 +396,7 @@ class StateStore:
             self._tell(self._unmarked)
             self._unmarked = None
 
-    def snapshot(self, directory: str | os.PathLike[str], transaction: Transaction) -> None:
+    def snapshot(self, directory: Paths, transaction: Transaction) -> None:
         """Copy the last generation; see `_file_copies.copy`."""
         self.settle()
         path = self._directory.path
@@ -400,7 +408,7 @@ class StateStore:
                 expected=self.generation,
                 found=manifest and manifest.generation,
             )
-        _file_copies.copy(path, NAMES, manifest, directory, transaction)
+        _file_copies.copy(self._directory, NAMES, manifest, directory, transaction)
 
     def resume(self) -> Manifest | None:
         """Take up what is in the directory; None where there is nothing. Before `open`.
@@ -446,19 +454,20 @@ class StateStore:
                 expected=len(self.pieces),
                 found=len(manifest.current),
             )
-        for name in NAMES:
-            path = self._directory.file(name)
-            if not os.path.isfile(path) or os.path.getsize(path) < self._nbytes:
-                raise TransferError(
-                    errno.ENODATA,
-                    operation="open",
-                    path=path,
-                    detail="the manifest is there, but this file is missing or too short",
-                )
+        for drive, length in enumerate(self._directory.striping(self._bands).lengths):
+            for name in NAMES:
+                path = self._directory.file(name, drive)
+                if not os.path.isfile(path) or os.path.getsize(path) < length:
+                    raise TransferError(
+                        errno.ENODATA,
+                        operation="open",
+                        path=path,
+                        detail="the manifest is there, but this file is missing or too short",
+                    )
 
     def signature(self) -> str:
         """What the files are laid out for, as a digest."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(self._directory.layout.encode())
         for piece in self.pieces:
             subgroup = self._subgroup_of[piece.number]
             facts = (piece.param, piece.start, piece.stop, piece.shape, subgroup.offset)
@@ -469,11 +478,6 @@ class StateStore:
     def nbytes(self) -> int:
         """Length of each of the two files."""
         return self._nbytes
-
-    @property
-    def files(self) -> tuple[File, ...]:
-        """The two files."""
-        return tuple(self._files)
 
     def close(self) -> None:
         """Wait for what is being made durable, and close the files."""

@@ -7,6 +7,7 @@ state. A whole section, or several neighbours, is then one transfer.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,16 @@ def place(subgroup: Subgroup) -> None:
             scratch += wide
     subgroup.grad_nbytes = round_up(grads, PAGE_BYTES)
     subgroup.scratch_nbytes = round_up(scratch, PAGE_BYTES)
+
+
+def sections(subgroup: Subgroup) -> list[int]:
+    """The lengths of a subgroup's sections: its weights, and each kind of state."""
+    starts = {0}
+    for name in {name for piece in subgroup.pieces for name in piece.spans}:
+        first = min(p.spans[name].offset for p in subgroup.pieces if name in p.spans)
+        starts.add(first // PAGE_BYTES * PAGE_BYTES)
+    ordered = sorted({min(start, subgroup.nbytes) for start in starts} | {subgroup.nbytes})
+    return [end - start for start, end in itertools.pairwise(ordered)]
 
 
 def _put(piece: Piece, name: str, kind: Kind, at: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 
 from nvmeio import files
 from nvmeio._io import ending
@@ -15,7 +16,8 @@ from nvmeio.files import File
 
 LOCK = "lock"
 # All that is ever made here. Nothing else is removed: the directory may have been somebody's.
-OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights")
+RECORD = "drives"  # of one that is part of a set; see `_swap_dirs`
+OURS = ("state.0", "state.1", "manifest.0", "manifest.1", "gradients", "weights", RECORD)
 
 
 class SwapDir:
@@ -102,13 +104,13 @@ class SwapDir:
             if os.path.lexists(self.file(name)):
                 os.close(private.open_own(self.file(name)))
 
-    def clean(self) -> None:
+    def clean(self, names: Sequence[str] = OURS) -> None:
         """Remove what a dead process left. What is not ours by its name stays.
 
         Raises:
             TransferError: Something cannot be removed.
         """
-        for name in OURS:
+        for name in names:
             path = self.file(name)
             try:
                 os.unlink(path)
@@ -150,6 +152,12 @@ class SwapDir:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise
+
+    def clean_if_locked(self, names: Sequence[str]) -> None:
+        """Remove some files as far as that works, unless the lock was given up."""
+        if self._lock_fd >= 0:
+            with contextlib.suppress(OSError):
+                self.clean(names)
 
     def release(self, remove: bool = False) -> None:
         """Give up the lock, and with `remove` everything there; idempotent."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeio.handle import AioHandle
+from nvmeio._io.drives import DriveHandles
 from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, SlotTurn, Times, move_all
@@ -23,7 +23,7 @@ class Buffers:
     """The slots that subgroups pass through, and the pipeline over them.
 
     Args:
-        handle: Moves the bytes.
+        handles: Move the bytes.
         read_ahead: Read the next subgroup while one is computed.
         write_behind: Write the last subgroup while one is computed.
 
@@ -33,11 +33,11 @@ class Buffers:
         written_bytes: Since this was made.
     """
 
-    def __init__(self, handle: AioHandle, read_ahead: bool, write_behind: bool) -> None:
+    def __init__(self, handles: DriveHandles, read_ahead: bool, write_behind: bool) -> None:
         self.slots: list[torch.Tensor] = []
         self.read_bytes = 0
         self.written_bytes = 0
-        self._handle = handle
+        self._handles = handles
         self._read_ahead = read_ahead
         self._write_behind = write_behind
         self._pool: PinnedPool | None = None
@@ -70,7 +70,7 @@ class Buffers:
         """Take turns in a pipeline; see `Pipeline.run`."""
         if not turns:
             return Times()
-        pipeline = Pipeline(self._handle, self.slots, self._read_ahead, self._write_behind)
+        pipeline = Pipeline(self._handles, self.slots, self._read_ahead, self._write_behind)
         times = pipeline.run(turns, check)
         self.read_bytes += times.read_bytes
         self.written_bytes += times.written_bytes
@@ -87,7 +87,7 @@ class Swapped:
     """The state of one optimizer, where it is and what it passes through.
 
     Attributes:
-        handle: Moves the bytes.
+        handles: Move the bytes.
         store: The files.
         buffers: The slots.
         gradients: Has the gradients, where those are on the drive.
@@ -96,7 +96,7 @@ class Swapped:
         resident: By id of a subgroup: its memory, where it stays there (`ratio`).
     """
 
-    handle: AioHandle
+    handles: DriveHandles
     store: StateStore
     buffers: Buffers
     gradients: GradientSwapper | None = None
@@ -152,8 +152,8 @@ class Swapped:
 
     def read_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
         """Outside of the pipeline; awaited."""
-        move_all(self.handle, slot, moves, writing=False)
+        move_all(self.handles, slot, moves, writing=False)
 
     def write_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
         """Outside of the pipeline; awaited."""
-        move_all(self.handle, slot, moves, writing=True)
+        move_all(self.handles, slot, moves, writing=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
 from typing import Any
 
 import torch
 
+from nvmeio.offload._swap_dirs import Paths
 from nvmeio.offload.optimizer import SwappedOptimizer
 
 
 def swapped_like(
     optimizer: torch.optim.Optimizer,
-    swap_dir: str | os.PathLike[str],
+    swap_dir: Paths,
     *,
     as_class: type[SwappedOptimizer] = SwappedOptimizer,
     **options: Any,

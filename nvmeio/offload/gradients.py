@@ -8,6 +8,7 @@ and one that is wanted again (the next micro-batch) is read first and added to.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.rank_store import several
-from nvmeio.files import File
-from nvmeio.handle import AioHandle
+from nvmeio._io.striping import StripedFile
+from nvmeio.offload._extents import moves_of
 from nvmeio.offload._grad_sentinel import GradSentinel
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, failure_of, started
 from nvmeio.offload._subgroups import Piece, Subgroup, runs
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._tensors import is_sharded, local, part, view
 from nvmeio.offload._transactions import Transaction, Transactions
 from nvmeio.operation import Operation
@@ -48,7 +50,7 @@ class GradientSwapper:
 
     Args:
         directory: Locked by this process.
-        handle: Moves the bytes.
+        handles: Move the bytes.
         transactions: Whose thread calls all of this; hooks hand over to it from wherever they are.
 
     Attributes:
@@ -57,13 +59,15 @@ class GradientSwapper:
         written_bytes: Since it was made.
     """
 
-    def __init__(self, directory: SwapDir, handle: AioHandle, transactions: Transactions) -> None:
+    def __init__(
+        self, directory: SwapDirs, handles: DriveHandles, transactions: Transactions
+    ) -> None:
         self._distributed = several()
         self._directory = directory
-        self._handle = handle
+        self._handles = handles
         self._transactions = transactions
-        self._file: File | None = None
-        self._nbytes = 0
+        self._file: StripedFile | None = None
+        self._bands: list[int] = []  # of subgroups, in the file
         self._params: dict[int, SwappedParam] = {}
         self._group_of: dict[int, Subgroup] = {}  # by id of the piece
         self._present: set[int] = set()
@@ -98,11 +102,11 @@ class GradientSwapper:
                 'DistributedDataParallel reduces them in memory; use gradients="memory"'
             )
         self.flush()
-        nbytes = self._nbytes
-        for subgroup in subgroups:
-            subgroup.grad_offset = nbytes
-            nbytes += subgroup.grad_nbytes
-        opened = self._directory.allocate(NAME, nbytes)
+        bands = [*self._bands, *(subgroup.grad_nbytes for subgroup in subgroups)]
+        ends = itertools.accumulate(bands[len(self._bands) :], initial=sum(self._bands))
+        for subgroup, offset in zip(subgroups, ends, strict=False):
+            subgroup.grad_offset = offset
+        opened = self._directory.allocate(NAME, bands)
         before, self._file = self._file, opened
         if before is not None:
             before.close()
@@ -110,7 +114,7 @@ class GradientSwapper:
 
     def extend(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
         """Take over the gradients of parameters that `reserve` has made room for."""
-        self._nbytes += sum(subgroup.grad_nbytes for subgroup in subgroups)
+        self._bands += [subgroup.grad_nbytes for subgroup in subgroups]
         self._params.update({param.number: param for param in params})
         self._group_of.update({id(p): s for s in subgroups for p in s.pieces})
         wanting = [param for param in params if param.parameter.requires_grad]
@@ -214,7 +218,7 @@ class GradientSwapper:
             self._order.append(subgroup)
         there = [piece for piece in subgroup.pieces if piece.param in self._present]
         moves = self.reads(subgroup, there, 0)
-        sheet.reading = started(self._handle.async_pread, sheet.memory, moves)
+        sheet.reading = started(self._handles, sheet.memory, moves, writing=False)
         self.read_bytes += sum(move.nbytes for move in moves)
         return sheet
 
@@ -248,7 +252,7 @@ class GradientSwapper:
         reading, sheet.reading = sheet.reading, []
         self._check(reading)
         moves = self._moves(sheet.subgroup, sheet.changed, 0)
-        sheet.writing = started(self._handle.async_pwrite, sheet.memory, moves)
+        sheet.writing = started(self._handles, sheet.memory, moves, writing=True)
         self.written_bytes += sum(move.nbytes for move in moves)
         del self._sheets[id(sheet.subgroup)]
         self._leaving.append(sheet)
@@ -337,8 +341,11 @@ class GradientSwapper:
         spans = [piece.grad for piece in pieces if piece.grad is not None]
         whole = len(spans) == len(subgroup.pieces)
         return [
-            Move(self._file, subgroup.grad_offset + run.offset, base + run.offset, run.nbytes)
+            move
             for run in runs(spans, subgroup.grad_nbytes, whole)
+            for move in moves_of(
+                self._file, subgroup.grad_offset + run.offset, base + run.offset, run.nbytes
+            )
         ]
 
     def flush(self) -> None:
@@ -415,7 +422,7 @@ class GradientSwapper:
     @property
     def file_bytes(self) -> int:
         """Length of the file."""
-        return self._nbytes
+        return sum(self._bands)
 
     @property
     def memory_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from nvmeio.offload import _arguments
 from nvmeio.offload._param_store import ParamStore, is_absent, store_of
 from nvmeio.offload._saved import attach
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
+from nvmeio.offload._swap_dirs import Paths
 from nvmeio.offload._tensors import is_sharded
 
 
@@ -34,14 +34,14 @@ class SwappedModule(Closing, torch.nn.Module):
         module: With its parameters in memory on the CPU, or on the meta device: then they are
             made part by part, never all at once.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
-            subdirectory is made in it and locked.
+            subdirectory is made in it and locked. Or a list of them, as for `SwappedOptimizer`.
         resident_bytes: The window. At least the largest part of the module; two or three of them
             let reading and computing overlap.
         stage_bytes: How large a part may be that is brought in as one; None: a quarter of the
             window. A larger module comes child by child, if its forward calls its children.
         init: For parameters on the meta device: called with each module that has some, in the
             order of `modules()`, once they have memory. None: its `reset_parameters`.
-        handle: Moves the bytes and stays open; None makes one.
+        handle: Moves the bytes and stays open; None makes one for each drive.
 
     Raises:
         ValueError: The window cannot hold a part; a buffer is on the meta device; a parameter is on
@@ -58,7 +58,7 @@ class SwappedModule(Closing, torch.nn.Module):
         self,
         module: torch.nn.Module,
         *,
-        swap_dir: str | os.PathLike[str],
+        swap_dir: Paths,
         resident_bytes: int | str,
         stage_bytes: int | str | None = None,
         init: Callable[[torch.nn.Module], object] | None = None,

@@ -27,7 +27,7 @@ from nvmeio.offload._state import StateView
 from nvmeio.offload._state_swapper import StateSwapper
 from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._stepping import Stepper
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._swap_dirs import Paths, SwapDirs
 from nvmeio.offload._transactions import Transaction, Transactions
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
@@ -56,12 +56,14 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         params: Parameters, or groups, as for that class.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             subdirectory for this optimizer (and rank), which no other user may enter, is made in
-            it and locked. Takes twice the state; see `plan`.
+            it and locked. Takes twice the state; see `plan`. Or a list of them, one on each of
+            several drives, which then work at once: each gets a part of every subgroup, in
+            proportion to the rates that `nvmeio tune --save` found (equal ones else).
         subgroup_bytes: State that is read, stepped and written as one. More is better for the
             drive up to some 64 MiB; see docs/offload.md.
         buffer_bytes: All buffers together; None gives each stage the largest subgroup. Parameters
             are split to fit where the class works element by element in fp32 or fp64.
-        handle: Moves the bytes and stays open; None makes one.
+        handle: Moves the bytes and stays open; None makes one for each drive.
         master_dtype: Step in this dtype (or that of this name) on weights of their own, kept on the
             drive, and round the result into the parameters: `torch.float32` for bf16 parameters.
         gradients: "memory" leaves them in ``.grad``; "disk" takes each away as backward has made
@@ -84,11 +86,12 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
     Raises:
         TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure).
-        ValueError: A parameter is out of range; the buffers are too small for one parameter.
+        ValueError: A parameter is out of range; a directory is named twice; the buffers
+            are too small for one parameter.
         TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or
             not this user's (EPERM, ELOOP).
         IntegrityError: What is to be resumed belongs to something else, or is damaged: names the
-            file, and the parameter and span.
+            file, and the parameter and span. Or it lies in further directories: names those.
 
     Attributes:
         generation: How many times the state has changed: 1 when made, one more with each step.
@@ -111,7 +114,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         optimizer_class: Any,
         params: Any = None,
         *,
-        swap_dir: str | os.PathLike[str],
+        swap_dir: Paths,
         subgroup_bytes: int | str = DEFAULT_SUBGROUP_BYTES,
         buffer_bytes: int | str | None = None,
         handle: AioHandle | None = None,
@@ -196,18 +199,16 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
     def _open(
         self,
-        swap_dir: str | os.PathLike[str],
+        swap_dir: Paths,
         handle: AioHandle | None,
         resume: bool,
         transaction: Transaction,
         **how: bool,
     ) -> _Opened:
         """Open the files; see `StateSwapper`."""
-        directory = SwapDir(swap_dir, directory_name("optimizer"))
+        directory = SwapDirs(swap_dir, directory_name("optimizer"), resume)
         swapper: StateSwapper | None = None
         try:
-            if not resume:
-                directory.clean()
             swapper = StateSwapper(
                 directory,
                 handle,
@@ -463,16 +464,17 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             lambda transaction: swapper.store_weights(self.param_groups, transaction)
         )
 
-    def snapshot(self, directory: str | os.PathLike[str]) -> None:
+    def snapshot(self, directory: Paths) -> None:
         """Copy the swap files of the last step, from which ``resume=True`` goes on.
 
         Args:
-            directory: Made where it is missing; to resume, name it as `swap_dir`.
+            directory: Made where it is missing; to resume, name it as `swap_dir`. As many as those
+                have, where they are several.
 
         Raises:
             TransferError: It has such a copy already (EEXIST), is full, or on a failing drive;
                 nothing is left of the copy then.
-            ValueError: Some state is in memory (`ratio`).
+            ValueError: Some state is in memory (`ratio`); there are not as many directories.
 
         Cost: a link in the file system where it shares blocks (reflink on xfs, btrfs), else a copy
         within the kernel, to another file system too; none of it passes through this process.
@@ -502,8 +504,13 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def swap_dir(self) -> str:
-        """The directory of the swap files."""
+        """The directory of the swap files; of several the one with the manifests."""
         return self._opened().directory.path
+
+    @property
+    def swap_dirs(self) -> list[str]:
+        """The directories of the swap files, one on each drive."""
+        return self._opened().directory.paths
 
     @property
     def bytes_written(self) -> int:

@@ -1,6 +1,7 @@
 """Kills a training at every point of the protocol in turn, and resumes it.
 
-python _kill_points.py FOLDER   prints one line of JSON for each point; see test_kill_points.py
+python _kill_points.py FOLDER DRIVES   prints one line of JSON for each point; see
+test_kill_points.py
 
 One import of torch, and a forked process for each training: it dies as a real one does.
 """
@@ -64,7 +65,12 @@ class Killer:
             setattr(os, name, before(name))
 
 
-CALLS = ("fdatasync", "fsync", "ftruncate", "mkdir", "unlink")
+CALLS = ("fdatasync", "fsync", "ftruncate", "mkdir", "unlink", "write")
+
+
+def directories(folder: Path) -> list[Path]:
+    """Where it swaps: on one drive, or on several."""
+    return [folder / f"drive{number}" for number in range(int(sys.argv[2]))]
 
 
 def made_in(folder: Path, engine: FakeEngine | None = None) -> tuple[Any, Any, Any]:
@@ -73,7 +79,7 @@ def made_in(folder: Path, engine: FakeEngine | None = None) -> tuple[Any, Any, A
     optimizer = SwappedOptimizer(
         torch.optim.AdamW,
         module.parameters(),
-        swap_dir=folder,
+        swap_dir=directories(folder),
         resume=True,
         handle=handle,
         subgroup_bytes=128 << 10,

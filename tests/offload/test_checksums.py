@@ -22,7 +22,7 @@ def flip(optimizer: SwappedOptimizer, number: int, name: str) -> str:
     """One bit in the middle of what is current of a parameter; the file."""
     swapper: Any = optimizer._swapper
     piece = optimizer._params[number].pieces[0]
-    part = swapper.store.file_part(piece, name)
+    (part,) = swapper.store.file_parts(piece, name)
     path = Path(optimizer.swap_dir) / f"state.{piece.current}"
     with path.open("r+b") as file:
         file.seek(part.offset + part.nbytes // 2)

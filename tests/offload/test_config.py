@@ -214,8 +214,9 @@ def test_closing_closes_the_handle_that_was_made(tmp_path: Path) -> None:
     config = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     made = offload(gpt(), torch.optim.Adam, config)
     engine: Any = made.optimizer._swapper  # type: ignore[attr-defined]
+    its = engine.handles.of(engine.store._files[0].files[0])
     made.close()
-    assert engine.handle.closed
+    assert its.closed
     with nvmeio.AioHandle() as handle:
         offload(gpt(), torch.optim.Adam, config, handle=handle).close()
         assert not handle.closed

@@ -51,7 +51,7 @@ def test_data_that_was_lost_is_told_of_every_time(
         raise nvmeio.TransferError(errno.EIO, operation="fsync", path="state")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.handle, "sync_fsync", lose)
+        patch.setattr(engine.handles, "sync_fsync", lose)
         train(made, optimizer, 1, 1)
         engine.store._syncing.join()
     before = [p.detach().clone() for p in made.parameters()]

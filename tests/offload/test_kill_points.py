@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from _kill_points import BEFORE, digest
 from _offload_models import model, train
@@ -22,11 +23,12 @@ def in_memory(steps: int) -> str:
     return digest(made)
 
 
-def test_killed_at_every_point(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drives", [1, 2])
+def test_killed_at_every_point(drives: int, tmp_path: Path) -> None:
     here = Path(__file__).parent
     root = str(Path(nvmeio.__file__).parent.parent)
     done = run_program(
-        [sys.executable, str(here / "_kill_points.py"), str(tmp_path)],
+        [sys.executable, str(here / "_kill_points.py"), str(tmp_path), str(drives)],
         timeout=550,
         env={**os.environ, "PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"},
     )
@@ -46,6 +48,8 @@ def test_killed_at_every_point(tmp_path: Path) -> None:
     # Data, manifest and mark; each made durable before the next.
     assert step[0] == "ftruncate"
     assert step.count("pwrite") >= 6
-    assert step[-5:] == ["fdatasync", "fdatasync", "fdatasync", "pwrite", "fdatasync"]
-    assert start.count("fsync") == 2  # of the directory's names
+    data = ["fdatasync"] * (2 * drives)
+    assert step[-3 - len(data) :] == [*data, "fdatasync", "pwrite", "fdatasync"]
+    # Of the directories' names; and of the records of what belongs together.
+    assert start.count("fsync") == 2 * drives + (drives if drives > 1 else 0)
     assert {each["generation"] for each in told} == {1, BEFORE + 1, BEFORE + 2}

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from disk_log import DiskLog
 
 from nvmeio import AioHandle, TransferError
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import _manifest, _rank_steps
 from nvmeio.offload._rank_steps import DurableSteps
 from nvmeio.offload._store import NAMES, StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload._swap_dirs import SwapDirs
 
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
@@ -37,8 +38,9 @@ class Rank:
     def __init__(self, number: int, folder: Path, steps: DurableSteps | None) -> None:
         self.number = number
         self.handle = AioHandle(engine="threads")
-        self.directory = SwapDir(folder, f"rank{number}")
-        self.store = StateStore(self.directory, self.handle, True, False, steps)
+        self.directory = SwapDirs(folder, f"rank{number}", resume=True)
+        handles = DriveHandles(self.handle, self.directory.paths)
+        self.store = StateStore(self.directory, handles, True, False, steps)
         pieces = [
             Piece(n, 0, NUMEL, (NUMEL,), torch.float32, torch.float32, (), True, True)
             for n in range(3)

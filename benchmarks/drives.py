@@ -1,0 +1,198 @@
+"""Several drives at once: a swapped step, passes and plain reads over 1 and N rate-limited drives.
+
+    python benchmarks/drives.py --dir /mnt/nvme
+    python benchmarks/drives.py --drives 2 --rate 200 --parameters 40e6 --json
+
+Needs root: the drives are loop devices over files in `--dir`, with ext4, each of which a control
+group limits to `--rate` MB/s in either direction (blkio.throttle of version 1, io.max of version
+2). Everything is undone in the end. The drive below must be faster than all of them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvmeio import empty_aligned, open
+from nvmeio._io.drives import DriveHandles
+from nvmeio._io.striping import StripedFile, Striping
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+
+MB = 1_000_000
+WIDTH = 1024
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def drive(directory: Path, number: int, nbytes: int) -> Iterator[tuple[Path, str]]:
+    """A mounted loop device; its directory and its number."""
+    with contextlib.ExitStack() as undo:
+        image = directory / f"image{number}"
+        undo.callback(image.unlink, missing_ok=True)
+        run("fallocate", "-l", str(nbytes), str(image))
+        device = run("losetup", "--find", "--show", "--direct-io=on", str(image))
+        undo.callback(run, "losetup", "--detach", device)
+        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
+        place = directory / f"drive{number}"
+        place.mkdir()
+        undo.callback(place.rmdir)
+        run("mount", device, str(place))
+        undo.callback(run, "umount", str(place))
+        info = os.stat(device).st_rdev
+        yield place, f"{os.major(info)}:{os.minor(info)}"
+
+
+@contextlib.contextmanager
+def limited(devices: Sequence[str], rate: int) -> Iterator[None]:
+    """This process may move so many bytes a second to and from each device."""
+    name = f"nvmeio-bench-{os.getpid()}"
+    first = Path("/sys/fs/cgroup/blkio")
+    if (first / "blkio.throttle.read_bps_device").exists():
+        group = first / name
+        limits = [
+            (f"blkio.throttle.{kind}_bps_device", f"{device} {rate}")
+            for kind in ("read", "write")
+            for device in devices
+        ]
+        above = first
+    else:
+        above = Path("/sys/fs/cgroup")
+        if "io" not in (above / "cgroup.controllers").read_text().split():
+            sys.exit("no control group limits the rate of devices here (no io controller)")
+        (above / "cgroup.subtree_control").write_text("+io")
+        group = above / name
+        limits = [("io.max", f"{device} rbps={rate} wbps={rate}") for device in devices]
+    group.mkdir()
+    try:
+        for file, text in limits:
+            (group / file).write_text(text)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (above / "cgroup.procs").write_text(str(os.getpid()))
+        for _ in range(100):  # the last of its threads may still be on its way out
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def reads(places: Sequence[Path], nbytes: int, repeats: int) -> list[float]:
+    """Seconds of reading one striped file, again and again."""
+    striping = Striping([1] * len(places), [nbytes])
+    memory = empty_aligned(nbytes, dtype=torch.uint8)
+    with contextlib.ExitStack() as stack:
+        handles = DriveHandles(None, [str(place) for place in places])
+        stack.callback(handles.close)
+        file = StripedFile([open(place / "reads", "rw") for place in places], striping)
+        stack.callback(file.close)
+
+        def move(begin: Any) -> None:
+            spans = file.spans(0, nbytes)
+            under_way = [begin(memory[s.start :][: s.nbytes], s.file, s.file_offset) for s in spans]
+            for operation in under_way:
+                operation.result()
+
+        move(handles.async_pwrite)
+        return timed(lambda: move(handles.async_pread), repeats)
+
+
+def steps(places: Sequence[Path], parameters: int, repeats: int) -> list[float]:
+    """Seconds of a swapped step of AdamW."""
+    weights = [torch.nn.Parameter(torch.ones(1 << 20)) for _ in range(parameters >> 20)]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-3)
+    optimizer = SwappedOptimizer(
+        torch.optim.AdamW, weights, swap_dir=list(places), subgroup_bytes=16 << 20, fused=True
+    )
+    with optimizer:
+        optimizer.step()
+        settle: Callable[[], None] = optimizer._opened().store.settle
+        settle()
+        return timed(optimizer.step, repeats, settle)
+
+
+def passes(places: Sequence[Path], parameters: int, repeats: int) -> list[float]:
+    """Seconds of a forward pass of a module that is read from the drives each time."""
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4 * parameters // WIDTH**2)]
+    module = SwappedModule(
+        torch.nn.Sequential(*layers), swap_dir=list(places), resident_bytes=24 << 20
+    )
+    batch = torch.ones(1, WIDTH)
+    with module, torch.no_grad():
+        return timed(lambda: module(batch), repeats)
+
+
+def timed(
+    work: Callable[[], object], repeats: int, after: Callable[[], None] = lambda: None
+) -> list[float]:
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+        after()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dir", type=Path, default=Path("."), help="where the images lie")
+    parser.add_argument("--drives", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=60, help="MB/s of each, each way (60)")
+    parser.add_argument("--parameters", type=float, default=16e6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if os.geteuid():
+        sys.exit("loop devices and control groups need root")
+    parameters, repeats = int(options.parameters), options.repeats
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, float]] = {}
+    with contextlib.ExitStack() as stack:
+        directory = Path(tempfile.mkdtemp(prefix="nvmeio-drives-", dir=options.dir))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        room = parameters * 48 + (128 << 20)
+        made = [stack.enter_context(drive(directory, n, room)) for n in range(options.drives)]
+        places = [place for place, _ in made]
+        stack.enter_context(limited([number for _, number in made], int(options.rate * MB)))
+        singles = [64 / min(reads([place], 64 * MB >> 12 << 12, 2)) for place in places]
+        together = 64 * len(places) / min(reads(places, 64 * len(places) * MB >> 12 << 12, 2))
+        found["reads, MB/s"] = {"sum of single": sum(singles), "together": together}
+        for what, measure in (("step, s", steps), ("forward pass, s", passes)):
+            one = statistics.median(measure(places[:1], parameters, repeats))
+            several = statistics.median(measure(places, parameters, repeats))
+            found[what] = {"one drive": one, f"{len(places)} drives": several}
+    ratios = [list(each.values()) for each in found.values()]
+    wanted = [("≥ 0.95", ratios[0][1] / ratios[0][0])]
+    wanted += [(f"≥ {2.8 / 3 * options.drives:.2f}", one / many) for one, many in ratios[1:]]
+    if options.json:
+        print(json.dumps({"rate_mb_per_s": options.rate, "found": found}, indent=2))
+        return
+    print(f"{options.drives} loop devices of {options.rate:g} MB/s each way, {parameters:,} fp32")
+    for (what, values), (least, ratio) in zip(found.items(), wanted, strict=True):
+        told = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+        print(f"{what:18} {told:44} ratio {ratio:.2f} (wanted {least})")
+
+
+if __name__ == "__main__":
+    main()

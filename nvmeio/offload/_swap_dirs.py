@@ -1,0 +1,294 @@
+"""Swap directories on several drives that count as one: what belongs together, and what is missing.
+
+Each of them has a record, a file that names the set and all of its directories, and says how bytes
+are dealt to them (`Striping`). The manifests lie in the first alone, so a step is complete at one
+moment; records are there, durably, before the first of them. Later the directories may be named in
+any order, and by other paths: what counts is the record.
+
+One directory has no record, and its files are those of any version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvmeio._io.drives import weights_of
+from nvmeio._io.striping import StripedFile, Striping
+from nvmeio._storage import durable, private
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.files import File
+from nvmeio.offload import _manifest
+from nvmeio.offload._swap_dir import RECORD, SwapDir, directory_path
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class _Record(NamedTuple):
+    set_id: str
+    number: int
+    directories: list[str]
+    weights: list[int]
+
+
+class SwapDirs:
+    """The directories that this process alone swaps into.
+
+    Args:
+        parents: The user's directories, one on each drive; as for `SwapDir`.
+        name: As for `SwapDir`.
+        resume: Keep what is there. Else what a dead process left is removed.
+        reads: As for `weights_of`, like `writes`.
+
+    Raises:
+        TransferError: As `SwapDir`.
+        ValueError: One is named twice, or none.
+        IntegrityError: What is there belongs to other directories; names those that are missing.
+
+    Attributes:
+        path: Where the manifests are.
+        paths: All of them, in the order of the striping.
+    """
+
+    def __init__(
+        self,
+        parents: Paths,
+        name: str,
+        resume: bool = False,
+        *,
+        reads: float = 1.0,
+        writes: float = 1.0,
+    ) -> None:
+        self._dirs: list[SwapDir] = []
+        self._set_id = ""
+        self._weights = [1]
+        above = directory_paths("swap_dir", parents)
+        try:
+            for each in above:
+                self._dirs.append(SwapDir(each, name))
+            if not (resume and self._found()):
+                self.clean()
+                if len(above) > 1:
+                    self._begin(weights_of(self.paths, reads, writes))
+        except BaseException:
+            self.release()
+            raise
+
+    # What belongs together
+
+    def _begin(self, weights: list[int]) -> None:
+        """Make the records of a new set."""
+        self._set_id, self._weights = uuid.uuid4().hex, weights
+        for index, each in enumerate(self._dirs):
+            self.write_record(index, each.path, self.paths)
+
+    def write_record(self, index: int, path: str, paths: Sequence[str]) -> None:
+        """Make a record, durably, in the directory of number `index` of those at `paths`."""
+        record = {
+            "set": self._set_id,
+            "index": index,
+            "directories": [os.path.abspath(each) for each in paths],
+            "weights": self._weights,
+        }
+        place = os.path.join(path, RECORD)
+        try:
+            fd = private.create(place)
+            try:
+                durable.write_all(fd, json.dumps(record).encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as failed:
+            if isinstance(failed, TransferError):
+                raise
+            raise TransferError(
+                failed.errno or errno.EIO, operation="write", path=place
+            ) from failed
+
+    def _found(self) -> bool:
+        """Take up what is there; False where nothing was completed."""
+        records = [_read(each) for each in self._dirs]
+        begun = [_has_manifest(each.path) for each in self._dirs]
+        known = [record for record in records if record is not None]
+        if not known:
+            if len(self._dirs) == 1:
+                return True
+            if any(begun):
+                alone = self._dirs[begun.index(True)].path
+                raise IntegrityError(
+                    f"the state in {alone} lies in that directory alone: name it alone as "
+                    "swap_dir, or begin anew with resume=False",
+                    expected=[os.path.dirname(alone)],
+                    found=[os.path.dirname(path) for path in self.paths],
+                )
+            return False
+        first = known[0]
+        for each, record in zip(self._dirs, records, strict=True):
+            if record is not None and record.set_id != first.set_id:
+                raise self._not_these(f"{each.path} belongs to another one", first)
+        by_index = {
+            record.number: each
+            for each, record in zip(self._dirs, records, strict=True)
+            if record is not None
+        }
+        if len(by_index) < len(known):
+            raise self._not_these("of one of them there are two copies", first)
+        if 0 in by_index and not _has_manifest(by_index[0].path):
+            return False  # killed before anything was complete
+        missing = [path for i, path in enumerate(first.directories) if i not in by_index]
+        strange = [e.path for e, record in zip(self._dirs, records, strict=True) if record is None]
+        if missing or strange:
+            told = [f"{', '.join(missing)} is missing"] if missing else []
+            if strange:
+                told.append(f"{', '.join(strange)} holds nothing of it (is its drive mounted?)")
+            raise self._not_these("; ".join(told), first)
+        self._dirs = [by_index[index] for index in range(len(by_index))]
+        self._set_id, self._weights = first.set_id, first.weights
+        return True
+
+    def _not_these(self, what: str, record: _Record) -> IntegrityError:
+        return IntegrityError(
+            f"the state lies in {len(record.directories)} directories that belong together, and "
+            f"{what}: name all of them as swap_dir, in any order, or begin anew with resume=False",
+            expected=[os.path.dirname(path) for path in record.directories],
+            found=[os.path.dirname(path) for path in self.paths],
+        )
+
+    @property
+    def layout(self) -> str:
+        """What the manifests of a set speak of; "" for one directory."""
+        return f"{self._set_id} {self._weights}" if self._set_id else ""
+
+    # As `SwapDir`
+
+    @property
+    def path(self) -> str:
+        """The directory of the manifests."""
+        return self._dirs[0].path
+
+    @property
+    def paths(self) -> list[str]:
+        """All directories."""
+        return [each.path for each in self._dirs]
+
+    def clean(self) -> None:
+        """Remove what a dead process left; manifests first, for they speak of all the rest.
+
+        Raises:
+            TransferError: Something cannot be removed.
+        """
+        for each in self._dirs:
+            each.clean(_manifest.NAMES)
+        for each in self._dirs:
+            each.clean()
+
+    def sync_names(self) -> None:
+        """Make the names of the files durable.
+
+        Raises:
+            TransferError: A drive failed.
+        """
+        for each in self._dirs:
+            each.sync_names()
+
+    def file(self, name: str, drive: int = 0) -> str:
+        """The path of a file on one of the drives."""
+        return self._dirs[drive].file(name)
+
+    def striping(self, bands: Sequence[int]) -> Striping:
+        """How bands of bytes are dealt to the drives; the same after a restart."""
+        return Striping(self._weights, bands)
+
+    def allocate(self, name: str, bands: Sequence[int]) -> StripedFile:
+        """Open a file of at least these bands; see `SwapDir.allocate`.
+
+        Raises:
+            TransferError: A drive has not as much space; nothing new is left then.
+        """
+        striping = self.striping(bands)
+        opened: list[File] = []
+        fresh: list[str] = []
+        try:
+            for each, length in zip(self._dirs, striping.lengths, strict=True):
+                path = each.file(name)
+                missing = not os.path.lexists(path)
+                opened.append(each.allocate(name, length))
+                fresh += [path] * missing
+        except BaseException:
+            for file in opened:
+                file.close()
+            for path in fresh:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
+        return StripedFile(opened, striping)
+
+    def release(self, remove: bool = False) -> None:
+        """Give up the locks, and with `remove` everything there; idempotent."""
+        try:
+            if remove:
+                for each in self._dirs:
+                    each.clean_if_locked(_manifest.NAMES)
+        finally:
+            for each in self._dirs:
+                each.release(remove)
+
+
+def directory_paths(what: str, value: Paths) -> list[str]:
+    """Directories that a user names: one, or several.
+
+    Raises:
+        TypeError: One is no path, or bytes.
+        ValueError: There are none, or one of them twice.
+    """
+    if not isinstance(value, (list, tuple)):
+        return [directory_path(what, value)]  # type: ignore[arg-type]
+    paths = [directory_path(f"{what}[{number}]", each) for number, each in enumerate(value)]
+    if not paths:
+        raise ValueError(f"{what} is empty: name a directory, or one on each drive")
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ValueError(f"{what} names a directory twice: {paths}")
+    return paths
+
+
+def _has_manifest(path: str) -> bool:
+    places = [os.path.join(path, name) for name in _manifest.NAMES]
+    return any(os.path.isfile(each) and os.path.getsize(each) for each in places)
+
+
+def _read(directory: SwapDir) -> _Record | None:
+    """The record of a directory; None where it has none, or a torn one before the first step.
+
+    Raises:
+        IntegrityError: It is damaged.
+    """
+    path = directory.file(RECORD)
+    try:
+        with open(path, "rb") as file:
+            told = json.loads(file.read())
+        weights = list(told["weights"])
+        record = _Record(str(told["set"]), told["index"], list(told["directories"]), weights)
+        whole = all(type(each) is int and each > 0 for each in weights)
+        if not whole or record.number not in range(len(weights)):
+            raise ValueError("numbers that cannot be")
+        if len(record.directories) != len(weights):
+            raise ValueError(f"{len(record.directories)} directories, {len(weights)} weights")
+    except FileNotFoundError:
+        return None
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+    except (ValueError, KeyError, TypeError) as wrong:
+        if not _has_manifest(directory.path) and not os.path.exists(directory.file("state.0")):
+            return None  # killed while it was made
+        raise IntegrityError(
+            f"{path} is damaged ({wrong}): it says which directories belong together; go on from "
+            "a checkpoint or a snapshot",
+            expected="the record of a swap directory on one of several drives",
+            found="something else",
+        ) from wrong
+    return record
