@@ -38,7 +38,7 @@ test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 # Those that `make test` skips by name where a library is absent.
 CLIENT_TESTS := tests/compat tests/gds tests/inference tests/integrations tests/test_examples.py
 
-test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, cuFile
+test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transformers, PEFT, cuFile
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(CLIENT_TESTS) $(PYTEST_ARGS)
 
 # A server brings its own versions of everything, so it has an environment of its own, kept between runs: 3 GB, minutes.
@@ -132,11 +132,11 @@ $(STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch]
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
-clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, cuFile
+clients: $(CLIENTS_STAMP) ## install DeepSpeed, Lightning, transformers, PEFT, cuFile
 
 $(CLIENTS_STAMP): $(STAMP)
 	@echo "== installing the libraries that nvmeio adapts to"
-	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers,cufile]'
+	@DS_BUILD_OPS=0 $(PIP) install --quiet --editable '.[deepspeed,lightning,transformers,peft,cufile]'
 	@echo "== compiling DeepSpeed's own ops, which the tests compare nvmeio with: minutes"
 	@PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import \
 	    AsyncIOBuilder, PinMemoryBuilder; AsyncIOBuilder().load(); PinMemoryBuilder().load()" >/dev/null 2>&1 || \

@@ -41,6 +41,43 @@ def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
     setattr(module, _CALL, wrapped)
 
 
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+class _Checkpoint:
+    """A checkpointing function whose region goes through `around`, both times."""
+
+    def __init__(self, function: Callable[..., Any], around: Callable[..., Any]) -> None:
+        self._function = function
+        self._around = around
+
+    def __call__(self, region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._function(functools.partial(self._around, region), *args, **kwargs)
+
+
+class Checkpointing:
+    """The modules within one that checkpoint their own forward, as transformers' layers do.
+
+    What backward runs again is then the bare forward, which no wrapper of the call is around.
+
+    Args:
+        module: It, and those within it, are looked at.
+        around: Called with the region that is checkpointed and its arguments.
+    """
+
+    def __init__(self, module: torch.nn.Module, around: Callable[..., Any]) -> None:
+        # It is set when checkpointing is switched on, which is later, as a rule.
+        self._found = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+        self._around = around
+
+    def prepare(self) -> None:
+        """Before each call: have their regions go through `around`."""
+        for module in self._found:
+            function = getattr(module, _CHECKPOINT, None)
+            if function is not None and not isinstance(function, _Checkpoint):
+                setattr(module, _CHECKPOINT, _Checkpoint(function, self._around))
+
+
 class Undone(list[Any]):
     """Something done whose end undoes it; made by the functions below."""
 

@@ -1,17 +1,22 @@
 """The order in which units are used: what comes next, and what may go. No I/O here.
 
-Two policies, since two things are known. Inference goes round: after the last unit comes the first
-again, a unit that was used is not needed until then, and what follows it is learned (experts,
+Three policies, since three things are known. Inference goes round: after the last unit comes the
+first again, a unit that was used is not needed until then, and what follows it is learned (experts,
 decoders that follow themselves). Training goes there and back: backward uses the units of forward
 in reverse, so what was used last is needed first, and stays for as long as there is room.
+Fine-tuning does both by turns, with evaluation in between and regions that are computed again
+within backward: what came next is remembered by what had come before, and of what is in memory that
+goes first which is needed last (Belady's rule, on what is expected).
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 Unit = TypeVar("Unit")
+_Used = tuple[Unit, "Phase"]
 
 
 class Order(Protocol[Unit]):
@@ -29,12 +34,12 @@ class Order(Protocol[Unit]):
     def upcoming(self) -> Iterator[Unit]:
         """What is expected, the next first; ends."""
 
-    def may_go(self, units: Iterable[Unit], needed: bool) -> Sequence[Unit]:
+    def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
         """Of these, those that may go to make room, the first first.
 
         Args:
             units: That nobody holds.
-            needed: For one that is needed now; else for one that is expected.
+            expected: For which one; None for one that is needed now.
         """
 
     def forget(self) -> None:
@@ -73,7 +78,7 @@ class Cyclic(Generic[Unit]):
             seen.add(unit)
             yield unit
 
-    def may_go(self, units: Iterable[Unit], needed: bool) -> Sequence[Unit]:
+    def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
         """Nothing: what was used went at once, and what is expected is kept for its turn."""
         return ()
 
@@ -121,13 +126,102 @@ class ThereAndBack(Generic[Unit]):
             yield self._order[at]
             at += self._step
 
-    def may_go(self, units: Iterable[Unit], needed: bool) -> Sequence[Unit]:
+    def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
         """What lies behind, the farthest first; where one is needed, then what lies far ahead."""
         far = {unit: self._step * (self._at.get(unit, -1) - self._here) for unit in units}
         behind = sorted((u for u in far if far[u] < 0), key=lambda u: far[u])
-        if not needed:
+        if expected is not None:
             return behind
         return behind + sorted((u for u in far if far[u] >= 0), key=lambda u: -far[u])
 
     def forget(self) -> None:
         """Nothing: a pass that ended early has begun at the front as any other."""
+
+
+class Phase(enum.Enum):
+    """What a unit is used in."""
+
+    PLAIN = enum.auto()  # forward without autograd
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+class Remembered(Generic[Unit]):
+    """What followed two uses the last time follows them again; what is needed last goes first.
+
+    A use is a unit and its phase, so that evaluation does not undo what training taught. Before
+    anything was seen: forward as given, backward in reverse, and round again.
+
+    Args:
+        units: In the order that is guessed before anything was seen.
+        may_go: Which of them may go at all.
+
+    Attributes:
+        recording: Whether autograd is on where the next use is noted.
+    """
+
+    stays = True
+
+    def __init__(self, units: Sequence[Unit], may_go: Callable[[Unit], bool]) -> None:
+        self._units = list(units)
+        self._place = {unit: number for number, unit in enumerate(self._units)}
+        self._may_go = may_go
+        self._after: dict[tuple[_Used[Unit] | None, _Used[Unit]], _Used[Unit]] = {}
+        self._last: tuple[_Used[Unit] | None, _Used[Unit] | None] = (None, None)
+        self._coming: dict[Unit, int] | None = None  # the first time that each comes
+        self.recording = False
+
+    def note(self, unit: Unit, backward: bool = False) -> None:
+        """A unit is used now."""
+        forward = Phase.FORWARD if self.recording else Phase.PLAIN
+        used = (unit, Phase.BACKWARD if backward else forward)
+        before, last = self._last
+        if used == last:
+            return
+        if last is not None:
+            self._after[before, last] = self._after[None, last] = used
+        self._last = (last, used)
+        self._coming = None
+
+    def upcoming(self) -> Iterator[Unit]:
+        """What followed, each once, until that says no more."""
+        return iter(self._next_uses())
+
+    def may_go(self, units: Iterable[Unit], expected: Unit | None) -> Sequence[Unit]:
+        """What is needed last, first; for one that is expected, only what is needed after it."""
+        coming = self._next_uses()
+        never = len(coming)
+        mine = [(coming.get(unit, never), unit) for unit in units if self._may_go(unit)]
+        least = -1 if expected is None else coming.get(expected, never)
+        later = [pair for pair in mine if pair[0] > least]
+        return [unit for _, unit in sorted(later, key=lambda pair: -pair[0])]
+
+    def forget(self) -> None:
+        """Nothing follows from the units that were used last."""
+        self._last = (None, None)
+        self._coming = None
+
+    def _next_uses(self) -> dict[Unit, int]:
+        if self._coming is None:
+            before, last = self._last
+            self._coming = {} if last is None else {last[0]: 0}  # backward uses it several times
+            seen: set[object] = set()
+            while last is not None and (before, last) not in seen:
+                seen.add((before, last))
+                if len(self._coming) == len(self._units):
+                    break
+                before, last = last, self._following(before, last)
+                self._coming.setdefault(last[0], len(self._coming))
+        return self._coming
+
+    def _following(self, before: _Used[Unit] | None, last: _Used[Unit]) -> _Used[Unit]:
+        known = self._after.get((before, last)) or self._after.get((None, last))
+        if known is not None:
+            return known
+        unit, phase = last
+        at, end = self._place[unit], len(self._units) - 1
+        if phase is Phase.BACKWARD:
+            return (self._units[at - 1], phase) if at else (unit, Phase.FORWARD)
+        if at < end:
+            return (self._units[at + 1], phase)
+        return (unit, Phase.BACKWARD) if phase is Phase.FORWARD else (self._units[0], phase)

@@ -283,7 +283,7 @@ class Window(Generic[Unit, SomeSlot]):
         if slot is not None:
             return slot
         idle = [each.unit for each in self._slots.values() if not each.holds]
-        for each in self._order.may_go(idle, needed):
+        for each in self._order.may_go(idle, None if needed else unit):
             self.drop(each)
             slot = self._keeper.take(unit)
             if slot is not None:

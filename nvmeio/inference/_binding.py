@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,14 +27,71 @@ class _Elsewhere(nn.Parameter):
         return self._where
 
 
+class _Frozen(_Elsewhere):
+    """A weight of a base that is not trained: adapters are, beside it.
+
+    They are made where it says that it is. `data` is what they are merged into.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach().as_subclass(_Unchanged)
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        _refuse_change()
+
+
+class _Unchanged(torch.Tensor):
+    """What can be looked at only; operations give plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iadd__(self, *_: object) -> torch.Tensor:
+        _refuse_change()
+
+    __isub__ = __imul__ = __itruediv__ = copy_ = clone = __iadd__  # type: ignore[assignment]
+
+
+def _refuse_change() -> NoReturn:
+    raise RuntimeError(
+        "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
+        "is read from its checkpoint. Save the adapters, and merge them into a model that is loaded"
+    )
+
+
+def freeze(unit: Unit, device: torch.device) -> None:
+    """Let all parameters of a unit need no gradient, and say that they are where it computes."""
+    _replace(unit, device, _Frozen)
+    for target in unit.targets:
+        if not target.is_buffer:
+            target.empty.requires_grad_(False)
+
+
+def check_frozen(targets: Sequence[Target]) -> None:
+    """Raise where somebody wants gradients of weights that are on disk."""
+    for target in targets:
+        if target.empty.requires_grad:
+            raise RuntimeError(
+                f"{target.attribute!r} of a {type(target.module).__name__} requires gradients, and "
+                "is read from its checkpoint each time: nobody would have them. Train adapters, or "
+                "put a module of your own in its place; requires_grad_(False) takes it back"
+            )
+
+
 def stand_in(unit: Unit, device: torch.device) -> None:
     """Let the embeddings of a unit, which may never be in memory, name the device of the model."""
+    if unit.row_modules:
+        _replace(unit, device, _Elsewhere)
+
+
+def _replace(unit: Unit, device: torch.device, kind: type[_Elsewhere]) -> None:
     made: dict[int, _Elsewhere] = {}
     for index, target in enumerate(unit.targets):
-        if target.is_buffer or not unit.row_modules:
+        if target.is_buffer:
             continue
         if target.weight not in made:
-            empty = _Elsewhere(target.empty.detach(), target.empty.requires_grad)
+            empty = kind(target.empty.detach(), target.empty.requires_grad)
             empty._where = device
             made[target.weight] = empty
         target.module._parameters[target.attribute] = made[target.weight]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
+from nvmeio.inference import _training
 from nvmeio.inference._binding import check_absent, count_changes
+from nvmeio.inference._outputs import own, tensors_in
 from nvmeio.inference._units import Unit
 from nvmeio.inference.stream import WeightStream
 
@@ -25,16 +26,20 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     """
     for unit in stream.units:
         for module in unit.modules:
-            calls.wrap(module, functools.partial(_with_weights, stream, unit))
+            if stream.trainable:
+                _training.attach(stream, unit, module)
+            else:
+                calls.wrap(module, functools.partial(_with_weights, stream, unit))
         for embedding in unit.row_modules:
             _attach_rows(embedding, unit, stream)
         if unit.experts is not None:
             _attach_experts(unit.experts.module, unit, stream)
     for module in {target.module: None for target in stream.fixed.targets}:
-        if module is not model:
+        if module is not model and not stream.trainable:
             calls.wrap(module, _quietly)
     model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
-    calls.wrap(model, functools.partial(_whole_pass, stream))
+    whole = _training.whole_pass if stream.trainable else _whole_pass
+    calls.wrap(model, functools.partial(whole, stream))
     dtypes = {p.dtype for p in model.parameters()}
     for module in model.modules():
         module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
@@ -47,6 +52,8 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     for module, names in owned.items():
         hook = functools.partial(_refuse_state, names)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        if stream.trainable:
+            _training.leave_out(module, names)
 
 
 def _with_weights(
@@ -57,7 +64,7 @@ def _with_weights(
     try:
         without = calls.without_grad()
         try:
-            return _own(call(*args, **kwargs), unit)
+            return own(call(*args, **kwargs), unit)
         finally:
             del without
     finally:
@@ -95,7 +102,7 @@ def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kw
 
 
 def _check_grad(name: str, args: Any, kwargs: Any) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
         raise RuntimeError(
             f"{name} is streamed for inference and has no gradients: its weights are gone when a "
             "backward pass would need them. Call the model under torch.no_grad()"
@@ -144,7 +151,8 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
     def forward(input: torch.Tensor) -> torch.Tensor:
         if unit.resident:
             call = functools.partial(nn.Embedding.forward, module)
-            found: torch.Tensor = _with_weights(stream, unit, call, input)
+            around = _training.with_weights if stream.trainable else _with_weights
+            found: torch.Tensor = around(stream, unit, call, input)
             return found
         check_absent(unit.targets)
         rows, places = stream.rows(unit, input)
@@ -160,44 +168,3 @@ def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None
         return call(*args, **kwargs)
 
     calls.wrap(module, around)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _own(output: Any, unit: Unit) -> Any:
-    """The output, with a copy in the place of what is a view of a weight that is about to go."""
-    if unit.resident:
-        return output
-    shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
-    # Weights of one unit lie in one mapping; converted ones in the room for conversions.
-    storages = {t.untyped_storage().data_ptr() for t in shown if t is not None and not t.is_meta}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            same = not value.is_meta and value.untyped_storage().data_ptr() in storages
-            return value.clone() if same else value
-        if isinstance(value, tuple):
-            parts = [copied(part) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(value, list):
-            return [copied(part) for part in value]
-        if isinstance(value, dict):  # transformers' outputs are dicts with attributes
-            found = copy.copy(value)
-            for key, part in value.items():
-                found[key] = copied(part)
-            return found
-        return value
-
-    if not any(
-        t.untyped_storage().data_ptr() in storages for t in _tensors(output) if not t.is_meta
-    ):
-        return output
-    return copied(output)

@@ -7,6 +7,7 @@ arrive, and the lease is only the way in.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._residency import window
-from nvmeio._residency.lent import laid_over, lease_now
+from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.reader import Fill, WantedBytes
 from nvmeio.files import File
 from nvmeio.inference._budget import Shares
@@ -39,9 +40,12 @@ class Slot(window.Slot[Unit]):
         experts: For each expert, 1 where its bytes are there.
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
+        work: Where converted weights are, if that is memory of its own.
     """
 
-    def __init__(self, unit: Unit, lease: Lease, host: torch.Tensor, memory: torch.Tensor) -> None:
+    def __init__(
+        self, unit: Unit, lease: Lease | None, host: torch.Tensor, memory: torch.Tensor
+    ) -> None:
         super().__init__(unit, host)
         self.lease = lease
         self.memory = memory
@@ -50,6 +54,7 @@ class Slot(window.Slot[Unit]):
         self.event: Any = None  # on a GPU: all copies have been started
         self.tensors: list[torch.Tensor] = []
         self.shown: list[torch.Tensor] = []
+        self.work: torch.Tensor | None = None
 
     def has(self, sum_: ExpectedBytes) -> bool:
         """Whether all bytes of a checksum are there, or asked for."""
@@ -62,15 +67,20 @@ class SlotPools:
     Args:
         shares: How large they are.
         device: Where weights are used.
+        lent: What is streamed or converted keeps its memory until the last tensor over it is gone:
+            backward may have one. The CPU only.
 
     Raises:
         MemoryError: There is not that much; says how much there is.
     """
 
-    def __init__(self, shares: Shares, device: torch.device) -> None:
+    def __init__(self, shares: Shares, device: torch.device, lent: bool = False) -> None:
         self.device = device
         self._resident: PinnedPool | None = None
         self._window: PinnedPool | None = None
+        self._lent: LentPool | None = None  # in place of the window
+        self._lent_work: LentPool | None = None
+        self._largest = shares.window // max(shares.layers, 1)  # unit of the window
         self._work: torch.Tensor | None = None
         # Of what stays and was given up by a failure: its place is kept for it. The pool has just
         # enough for all, and another order might cut it into pieces that are too small. By name:
@@ -84,9 +94,13 @@ class SlotPools:
         try:
             if shares.resident:
                 self._resident = PinnedPool(shares.resident)
-            if shares.window:
+            if shares.window and lent:
+                self._lent = LentPool(shares.window)
+            elif shares.window:
                 self._window = PinnedPool(shares.window)
-            if shares.work:
+            if shares.work and lent:
+                self._lent_work = LentPool(shares.work)
+            elif shares.work:
                 self._work = self._room(shares.work)
         except BaseException:
             self.close()
@@ -98,12 +112,20 @@ class SlotPools:
     @property
     def locked(self) -> bool:
         """Whether all of it is page-locked."""
-        return all(pool.locked for pool in (self._resident, self._window) if pool is not None)
+        pools = (self._resident, self._window, self._lent)
+        return all(pool.locked for pool in pools if pool is not None)
 
     # Slots
 
     def take(self, unit: Unit, stays: bool) -> Slot | None:
         """A slot for a unit, or None where none is free now."""
+        if self._lent is not None and not stays:
+            nbytes = unit.layout.nbytes
+            # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.
+            lent = self._lent.take(unit, self._largest // (self._largest // nbytes))
+            if lent is None or lent.memory is None:
+                return None
+            return Slot(unit, None, lent.host[:nbytes], lent.memory[:nbytes])
         pool = self._resident if stays else self._window
         if pool is None:
             raise RuntimeError(f"no memory was set aside for {unit!r}")
@@ -127,7 +149,9 @@ class SlotPools:
             else:  # given up halfway
                 self._copies.synchronize()
             self._free.append((slot.memory, current.record_event()))
-        if slot.unit.resident:
+        if slot.lease is None:
+            slot.memory = slot.memory.new_empty(0)
+        elif slot.unit.resident:
             self._places[slot.unit.name] = (slot.lease, slot.host)
         else:
             del self._out[id(slot.lease)]
@@ -226,6 +250,9 @@ class SlotPools:
         unit = slot.unit
         found: list[torch.Tensor] = []
         at = 0
+        room = self._work
+        if self._lent_work is not None and unit.converted_bytes and not keep:
+            room = slot.work = self._work_of(unit, self._lent_work)
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if not weight.converted_bytes:
                 found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
@@ -233,9 +260,9 @@ class SlotPools:
             if keep:
                 out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
             else:
-                if self._work is None:
+                if room is None:
                     raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
-                (out,) = laid_over(self._work, [(at, weight.dtype, weight.shape)])
+                (out,) = laid_over(room, [(at, weight.dtype, weight.shape)])
                 at += -(-weight.converted_bytes // _ALIGNMENT) * _ALIGNMENT
             if unit.experts is None or index not in unit.experts.weights:
                 _convert(weight, parts, out)
@@ -254,6 +281,19 @@ class SlotPools:
                 out = tensors[index][expert]
                 _convert(weight, [p[expert : expert + 1] for p in parts], out)
 
+    def _work_of(self, unit: Unit, pool: LentPool) -> torch.Tensor:
+        lent = pool.take(unit, unit.converted_bytes)
+        if lent is None:
+            gc.collect()  # what is held by a tensor in a cycle
+            lent = pool.take(unit, unit.converted_bytes)
+        if lent is None or lent.memory is None:
+            raise MemoryError(
+                f"there is no room to convert the weights of {unit.name}: tensors over those of "
+                "another layer, which somebody keeps, have it. Let go of them, or pack the model "
+                "in the dtype in which it computes"
+            )
+        return lent.memory
+
     def _room(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
             return buffers.empty_aligned(nbytes, dtype=torch.uint8)
@@ -266,7 +306,7 @@ class SlotPools:
         for lease, _ in self._places.values():
             lease.__exit__(None, None, None)
         self._places.clear()
-        for pool in (self._resident, self._window):
+        for pool in (self._resident, self._window, self._lent, self._lent_work):
             if pool is not None:
                 pool.close()
         self._out.clear()

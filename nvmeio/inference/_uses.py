@@ -23,11 +23,11 @@ import torch
 
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.threads import SLICE_S
-from nvmeio._residency.order import Cyclic
-from nvmeio._residency.reader import Fill
-from nvmeio._residency.window import Keeper, Window
+from nvmeio._residency.order import Cyclic, Remembered
+from nvmeio._residency.window import Window
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.inference._binding import check, install, names_in, shows, uninstall
+from nvmeio.inference._keeper import Weights
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources
 from nvmeio.inference._slots import Slot
@@ -46,6 +46,18 @@ class Use(NamedTuple):
     """
 
     lease: Lease
+
+
+class Doing(NamedTuple):
+    """What the autograd of a caller does.
+
+    Attributes:
+        recording: Backward will come.
+        backward: It is there.
+    """
+
+    recording: bool
+    backward: bool
 
 
 class Waiting(NamedTuple):
@@ -105,72 +117,6 @@ class Stays:
             self.gates.remove(gate)
 
 
-class Weights(Keeper[Unit, Slot]):
-    """Memory and reads of a stream's units, for its window."""
-
-    def __init__(self, resources: Resources) -> None:
-        self._memory = resources.memory
-        self._checkpoint = resources.checkpoint
-        self.dense = False
-
-    def take(self, unit: Unit) -> Slot | None:
-        """A slot, of what stays or of the window."""
-        return self._memory.take(unit, unit.resident)
-
-    def fill(self, slot: Slot) -> Fill:
-        """Everything but experts; these too where the last token needed most of them."""
-        unit = slot.unit
-        reads = unit.layout.reads
-        if self.dense and unit.experts is not None:
-            reads += unit.layout.all_experts
-            slot.experts = bytearray(b"\1" * unit.experts.number)
-        return self._memory.fill(slot, reads, self._checkpoint.files)
-
-    def check(self, slot: Slot) -> None:
-        """Raise if a file was written to."""
-        for index in slot.files:
-            self._checkpoint.check(index, f"layer {slot.unit.name!r}")
-
-    def explain(self, slot: Slot, error: BaseException) -> BaseException:
-        """With the names of the tensors."""
-        unit, at = slot.unit, None if slot.fill is None else slot.fill.failed_at
-        if not isinstance(error, TransferError):
-            return error
-        names = unit.name if at is None else names_in(unit, at.at, at.memory.nbytes)
-        return with_context(error, f"weights {names} of {unit.name}")
-
-    def bind(self, slot: Slot) -> None:
-        """Show the weights, converted where that is needed."""
-        self._memory.ready(slot)
-        slot.tensors = self._memory.tensors(slot)
-        slot.shown = install(slot.unit.targets, slot.tensors)
-
-    def unbind(self, slot: Slot) -> None:
-        """Show nothing; the room for conversions is the next one's."""
-        uninstall(slot.unit.targets)
-        slot.tensors, slot.shown = [], []
-
-    def rest(self, slot: Slot) -> bool:
-        """What streams goes. What stays remains in place, unless it is in room that all share."""
-        if slot.bound and not self.settled(slot):
-            slot.bound = False
-            self.unbind(slot)
-        return not slot.unit.resident
-
-    def settled(self, slot: Slot) -> bool:
-        """Whether a unit stays in place between its uses."""
-        unit = slot.unit
-        return slot.bound and unit.resident and not unit.converted_bytes and unit.experts is None
-
-    def give_back(self, slot: Slot) -> None:
-        """To its pool."""
-        self._memory.give_back(slot)
-
-    def take_anyway(self, unit: Unit) -> Slot:
-        """Cannot be: the budget was shared out for this."""
-        raise RuntimeError(f"no slot for {unit!r}")
-
-
 class Uses:
     """What callers of a model ask of the thread that owns its weights.
 
@@ -178,6 +124,7 @@ class Uses:
         owner: That thread.
         resources: Open files, memory, reader.
         partition: The units.
+        trainable: Backward comes, and needs them again.
     """
 
     COUNTS = (
@@ -190,13 +137,22 @@ class Uses:
         "waited_s",
     )
 
-    def __init__(self, owner: OwnerThread, resources: Resources, partition: Partition) -> None:
+    def __init__(
+        self,
+        owner: OwnerThread,
+        resources: Resources,
+        partition: Partition,
+        trainable: bool = False,
+    ) -> None:
         self._owner = owner
         self.resources = resources
         self._fixed, self._units = partition
-        self._keeper = Weights(resources)
+        self._keeper = Weights(resources, trainable)
         streamed = [unit for unit in self._units if unit.modules or unit.resident]
-        self._order = Cyclic(streamed)
+        self._order: Cyclic[Unit] | Remembered[Unit] = (
+            Remembered(streamed, lambda unit: not unit.resident) if trainable else Cyclic(streamed)
+        )
+        self._lent: Unit | None = None  # to backward, the last
         self._window: Window[Unit, Slot] = Window(resources.reader, self._keeper, self._order)
         self._turn: Hashable = None  # who has it: a thread's number, or a lockstep
         self._queue: deque[Any] = deque()  # locks of those who wait for it
@@ -289,7 +245,12 @@ class Uses:
     # --- turns ----------------------------------------------------------------------------------
 
     def enter(
-        self, unit: Unit, caller: Hashable, waited: Waiting | None, cuda_stream: Any
+        self,
+        unit: Unit,
+        caller: Hashable,
+        waited: Waiting | None,
+        cuda_stream: Any,
+        doing: Doing | None = None,
     ) -> Use | Waiting:
         """Have a unit's weights in place.
 
@@ -298,13 +259,14 @@ class Uses:
             caller: Who asks: a thread's number, or its lockstep.
             waited: What an earlier call returned.
             cuda_stream: Current where the caller computes, if that is a GPU.
+            doing: What the caller's autograd does; None: it is off.
         """
         queued = self.await_turn(caller, waited)
         if queued is not None:
             return queued
         try:
             with _on(cuda_stream):
-                slot = self._bring(unit)
+                slot = self._bring(unit, doing or Doing(False, False))
         except BaseException:
             self._give_up()
             self._end_turn(caller)
@@ -367,16 +329,65 @@ class Uses:
 
     # --- units ----------------------------------------------------------------------------------
 
-    def _bring(self, unit: Unit) -> Slot:
+    def _bring(self, unit: Unit, doing: Doing) -> Slot:
         self._put_away(unit)
         found = self._window.slot(unit)
         if found is not None and found.bound:  # settled, or kept for micro-batches
             check(unit.targets, found.shown)
-        slot = found if found is not None and found.bound else self._window.need(unit)
+        if found is not None and found.bound and not self._order.stays:
+            slot = found
+        else:
+            slot = self._need(unit, doing)
         if slot is not self._kept:
             slot.holds += 1
         self._kept = None
         return slot
+
+    def _need(self, unit: Unit, doing: Doing) -> Slot:
+        if isinstance(self._order, Remembered):
+            self._order.recording = doing.recording
+        self._lent = unit if doing.backward else None
+        return self._window.need(unit, backward=doing.backward)
+
+    # --- what backward needs again --------------------------------------------------------------
+
+    def place_at(self, address: int) -> tuple[Unit, bool] | None:
+        """The unit that has a storage of this address now, and whether it is of conversions."""
+        return self._keeper.places.get(address)
+
+    def lent(self, unit: Unit, converted: bool) -> torch.Tensor | None:
+        """`lend` where it is there; from any thread."""
+        slot = self._window.slot(unit)
+        if slot is None or not slot.shown:
+            return None
+        memory = slot.work if converted else slot.memory
+        return memory if memory is not None and memory.nbytes else None  # it may go at any moment
+
+    def note_lent(self, unit: Unit) -> None:
+        """That it was, without asking."""
+        if self._lent is not unit and not self.closed:
+            self._lent = unit
+            self._window.note(unit, True)
+
+    def lend(
+        self, unit: Unit, converted: bool, caller: Hashable, waited: Waiting | None, doing: Doing
+    ) -> torch.Tensor | Waiting:
+        """The memory of a unit, which keeps its bytes for as long as its storage lives."""
+        had = self._turn == caller  # backward within a forward
+        queued = self.await_turn(caller, waited)
+        if queued is not None:
+            return queued
+        try:
+            slot = self._need(unit, doing)
+            memory = slot.work if converted else slot.memory
+            assert memory is not None
+            return memory
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            if not had:
+                self._end_turn(caller)
 
     def _leave(self, use: tuple[Slot, Any], caller: Hashable) -> None:
         if self._use is not use:

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._residency.reader import Reader
+from nvmeio._residency.saved import Origin, in_backward
 from nvmeio.errors import ClosedError, RowsError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _lockstep
@@ -44,12 +45,23 @@ from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources, StreamStats
 from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Partition, Unit
-from nvmeio.inference._uses import Use, Uses
+from nvmeio.inference._uses import Doing, Use, Uses
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
 
 _CLOSED = "the stream of weights is closed: model.weight_stream.reopen()"
+
+
+class _Origin(NamedTuple):
+    """A unit's memory, or that of its converted weights."""
+
+    stream: WeightStream
+    unit: Unit
+    converted: bool
+
+    def memory(self) -> torch.Tensor:
+        return self.stream.memory_of(self.unit, self.converted)
 
 
 class PassCancelled(Exception):
@@ -70,6 +82,7 @@ class WeightStream(Closing):
         handle: Moves the bytes and stays open; None makes one for as long as the stream is open.
         path: Of the checkpoint, for a handle with the setting stored for its file system.
         beside: Closed with the stream.
+        trainable: Backward needs the weights again.
     """
 
     def __init__(
@@ -81,6 +94,7 @@ class WeightStream(Closing):
         handle: AioHandle | None,
         path: str | os.PathLike[str],
         beside: Callable[[], None] | None = None,
+        trainable: bool = False,
     ) -> None:
         self._path = path
         self._pid = os.getpid()
@@ -90,6 +104,7 @@ class WeightStream(Closing):
         self._open_checkpoint = open_checkpoint
         self._handle = handle
         self._beside = beside
+        self._trainable = trainable
         self._here = threading.local()
         self._spoilt: weakref.WeakSet[Any] = weakref.WeakSet()
         self._owner: OwnerThread | None = None
@@ -134,10 +149,13 @@ class WeightStream(Closing):
             self._spoil()
             raise PassCancelled
         owner, uses = self._check()
+        doing = None
+        if self._trainable:
+            doing = Doing(torch.is_grad_enabled(), in_backward())
         stays = None if lockstep is not None else uses.settled_use(unit, threading.get_ident())
         try:
             if stays is None:
-                stays = self._ask(owner, uses, unit, lockstep)
+                stays = self._ask(owner, uses, unit, lockstep, doing)
             if self.progress is not None:
                 self._tell(self.progress, unit)
             return stays
@@ -155,7 +173,12 @@ class WeightStream(Closing):
             raise
 
     def _ask(
-        self, owner: OwnerThread, uses: Uses, unit: Unit, lockstep: Lockstep[Any] | None
+        self,
+        owner: OwnerThread,
+        uses: Uses,
+        unit: Unit,
+        lockstep: Lockstep[Any] | None,
+        doing: Doing | None,
     ) -> Lease:
         self._here.asked = True
         caller = threading.get_ident() if lockstep is None else lockstep
@@ -163,13 +186,50 @@ class WeightStream(Closing):
         try:
             with profiled("wait", unit.name):
                 while True:
-                    found = owner.call(uses.enter, unit, caller, found, self._cuda_stream())
+                    found = owner.call(uses.enter, unit, caller, found, self._cuda_stream(), doing)
                     if isinstance(found, Use):
                         return found.lease
                     found.wait()
         except BaseException:
             self._spoil()
             raise
+        finally:
+            del found
+
+    def origin_of(self, address: int, offset: int) -> Origin | None:
+        """Whose weights a tensor lies over that autograd wants to keep; see `_residency.saved`."""
+        uses = self._uses
+        found = None if uses is None else uses.place_at(address)
+        return None if found is None else _Origin(self, *found)
+
+    def memory_of(self, unit: Unit, converted: bool) -> torch.Tensor:
+        """The memory of a unit that backward needs again; blocks until its bytes are there.
+
+        Args:
+            unit: Which one.
+            converted: That of its converted weights.
+
+        Raises:
+            TransferError, IntegrityError: As for `use`.
+            MemoryError: There is no room for it: somebody keeps tensors over other weights.
+            ClosedError: The stream was closed since the forward pass.
+        """
+        owner, uses = self._check()
+        memory = uses.lent(unit, converted)
+        if memory is not None:
+            owner.post(uses.note_lent, unit)
+            return memory
+        lockstep = _lockstep.current()
+        caller: Any = threading.get_ident() if lockstep is None else lockstep
+        doing = Doing(torch.is_grad_enabled(), in_backward())
+        found: Any = None
+        try:
+            with profiled("wait", unit.name):
+                while True:
+                    found = owner.call(uses.lend, unit, converted, caller, found, doing)
+                    if isinstance(found, torch.Tensor):
+                        return found
+                    found.wait()
         finally:
             del found
 
@@ -365,12 +425,12 @@ class WeightStream(Closing):
                     handle = undo.enter_context(new_handle(self._path))
                 checkpoint = undo.enter_context(contextlib.closing(self._open_checkpoint(handle)))
                 memory = undo.enter_context(
-                    contextlib.closing(SlotPools(self._shares, self._device))
+                    contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
                 )
                 reader = Reader(handle)
                 undo.callback(reader.stop)
                 resources = Resources(handle, self._handle is None, checkpoint, memory, reader)
-                uses = Uses(owner, resources, self._partition)
+                uses = Uses(owner, resources, self._partition, self._trainable)
                 uses.open()
                 undo.pop_all()
         except BaseException:
@@ -442,6 +502,11 @@ class WeightStream(Closing):
     def device(self) -> torch.device:
         """Where it computes."""
         return self._device
+
+    @property
+    def trainable(self) -> bool:
+        """Whether gradients go through it."""
+        return self._trainable
 
     @property
     def fixed(self) -> Unit:

@@ -45,6 +45,7 @@ def stream_model(
     checksum: bool = True,
     revision: str | None = None,
     progress: Progress | None = None,
+    trainable: bool = False,
 ) -> Any:
     """A model whose weights are read from disk while it computes.
 
@@ -87,6 +88,10 @@ def stream_model(
             is about to be used: ``progress(name, done_bytes, total_bytes)``, of the weights of all
             layers; see `nvmeio.progress`. What it raises goes through the forward.
             ``model.weight_stream.progress`` is it, and may be changed.
+        trainable: Gradients go through the model, for adapters that are put into it afterwards
+            (``peft.get_peft_model``, or any module of your own) and stay in memory: backward reads
+            the weights once more, in reverse. They themselves get no gradients and are in no
+            `state_dict`. Experts are read whole. The CPU only.
 
     Returns:
         The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
@@ -119,6 +124,16 @@ def stream_model(
     resident_bytes = _checks.size("resident_bytes", resident_bytes)
     dtype = _checks.dtype("dtype", dtype)
     where = _checks.device("device", device)
+    if trainable and where.type != "cpu":
+        raise ValueError(
+            f"trainable=True computes on the CPU only, not on {where}: backward's copies to a "
+            "device are not built. Leave out device="
+        )
+    if trainable and kv_offload is not False:
+        raise ValueError(
+            "kv_offload is for generating, where backward does not come: leave it out, or "
+            "stream another model without trainable=True"
+        )
     named = model_or_config_or_path
     if isinstance(named, (str, os.PathLike)):
         named = hub.directory_of(named, revision)
@@ -141,14 +156,16 @@ def stream_model(
         parts = partition(model, matched.by_tensor, layers)
         sizes = [file.size() for file in opened.files]
         for unit in (parts.fixed, *parts.units):
+            if trainable:
+                unit.experts = None  # those that a token needs would have to be known to backward
             unit.plan(sizes, own_alignment=not is_transformers)
         budget = resident_bytes
         if budget is None:
             budget = _default_budget(parts.fixed, parts.units, window)
         shares = share_out(parts.fixed, parts.units, budget, window)
         stored = dict(opened.tensors)
-        for unit in parts.units:
-            _binding.stand_in(unit, where)
+        for unit in (parts.fixed, *parts.units):
+            (_binding.freeze if trainable else _binding.stand_in)(unit, where)
     call.wait()  # the stream's own is made next: two would take the memory of two
     _move_buffers(model, where)
 
@@ -169,7 +186,9 @@ def stream_model(
         if kv_offload is not False:
             close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
             undo.callback(close_caches)
-        stream = WeightStream(parts, shares, where, open_again, handle, source, close_caches)
+        stream = WeightStream(
+            parts, shares, where, open_again, handle, source, close_caches, trainable
+        )
         undo.callback(stream.close)
         _hooks.attach(model, stream)
         model.weight_stream = stream

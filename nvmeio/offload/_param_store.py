@@ -15,7 +15,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from nvmeio._io.striping import FileSpan, StripedFile
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.order import ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
+from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
@@ -129,7 +130,7 @@ class ParamStore(Keeper[Unit, Slot]):
             TransferError: They could not be read.
         """
         with profiled("wait", units[0].stages[0].name if units else ""):
-            return self._owner.call(self._hold, units, _in_backward())
+            return self._owner.call(self._hold, units, in_backward())
 
     def _hold(self, units: Sequence[Unit], backward: bool) -> Lease:
         held = self._window.hold(units, backward=backward)
@@ -140,7 +141,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
         Where they have arrived the owner is told, and not waited for.
         """
-        backward = _in_backward()
+        backward = in_backward()
         slot = self._window.arrived(unit)
         memory = None if slot is None else slot.memory
         if memory is None:
@@ -430,12 +431,6 @@ def absent(span: SlotSpan) -> torch.Tensor:
 def is_absent(parameter: torch.Tensor) -> bool:
     """Whether such a thing stands there."""
     return parameter.numel() > 1 and not any(parameter.stride()) and not parameter.is_meta
-
-
-def _in_backward() -> bool:
-    """Whether this thread is in the middle of a backward pass."""
-    ask: Any = getattr(torch._C, "_current_graph_task_id", None)
-    return ask is not None and bool(ask() != -1)
 
 
 def _follows(last: Move, move: Move) -> bool:

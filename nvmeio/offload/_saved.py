@@ -7,29 +7,28 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._residency import calls
+from nvmeio._residency.saved import saving
 from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._stages import Stage, Unit
 
 
 class _Saved(NamedTuple):
-    """Of a tensor over a parameter."""
+    """A unit's memory."""
 
+    store: ParamStore
     unit: Unit
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    parameter: torch.nn.Parameter | None  # that it is a view of; None where it is empty
+    parameter: torch.nn.Parameter | None  # that a tensor is a view of; None where it is empty
     version: int  # of the parameter, then
 
-
-class _Foreign:
-    """What the hooks around ours (of a checkpoint) keep of a tensor."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def memory(self) -> torch.Tensor:
+        """It, unless the parameter was changed."""
+        if self.parameter is not None and self.parameter._version != self.version:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameter.shape)} was changed (by a step, "
+                "within gather or by load_state_dict) after the forward pass that this "
+                "backward belongs to: run forward again. torch refuses the same in memory"
+            )
+        return self.store.memory_of(self.unit)
 
 
 def attach(store: ParamStore, stage: Stage) -> None:
@@ -37,64 +36,28 @@ def attach(store: ParamStore, stage: Stage) -> None:
     mine = {id(p) for p in stage.parameters}
     units = [unit for unit in store.units if mine & {id(p) for p in unit.parameters}]
 
+    def origin_of(address: int, offset: int) -> _Saved | None:
+        unit = store.unit_at(address)
+        if unit is None:
+            return None
+        parameter = _parameter_at(unit, offset)
+        return _Saved(store, unit, parameter, 0 if parameter is None else parameter._version)
+
     def around(call: Any, *args: Any, **kwargs: Any) -> Any:
         store.check_open()
+        checkpointing.prepare()
         held = store.hold(units)
         try:
-            saving = _saving(store)
+            kept = saving(origin_of)
             try:
                 return call(*args, **kwargs)
             finally:
-                del saving
+                del kept
         finally:
             del held
 
+    checkpointing = calls.Checkpointing(stage.module, around)
     calls.wrap(stage.module, around)
-
-
-def _saving(store: ParamStore) -> calls.Undone:
-    others = calls.saved_tensors_hooks_around()
-    return calls.saved_tensors_hooks(
-        lambda tensor: _pack(store, tensor, others), lambda saved: _unpack(store, saved, others)
-    )
-
-
-def _pack(store: ParamStore, tensor: torch.Tensor, others: Any) -> Any:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu:
-        unit = store.unit_at(tensor.untyped_storage().data_ptr())
-        if unit is not None:
-            offset = int(tensor.storage_offset())
-            parameter = _parameter_at(unit, offset * tensor.dtype.itemsize)
-            return _Saved(
-                unit,
-                tensor.dtype,
-                offset,
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                parameter,
-                0 if parameter is None else parameter._version,
-            )
-    return tensor if others is None else _Foreign(others[0](tensor))
-
-
-def _unpack(store: ParamStore, saved: Any, others: Any) -> torch.Tensor:
-    if isinstance(saved, _Saved):
-        if saved.parameter is not None and saved.parameter._version != saved.version:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(saved.parameter.shape)} was changed (by a step, "
-                "within gather or by load_state_dict) after the forward pass that this "
-                "backward belongs to: run forward again. torch refuses the same in memory"
-            )
-        memory = store.memory_of(saved.unit)
-        found = torch.empty(0, dtype=saved.dtype)
-        with torch.no_grad():
-            found.set_(memory.untyped_storage(), saved.offset, saved.size, saved.stride)
-        return found
-    if isinstance(saved, _Foreign):
-        theirs: torch.Tensor = others[1](saved.value)
-        return theirs
-    kept: torch.Tensor = saved
-    return kept
 
 
 def _parameter_at(unit: Unit, offset: int) -> torch.nn.Parameter | None:

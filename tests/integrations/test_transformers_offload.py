@@ -18,7 +18,7 @@ with warnings.catch_warnings():
         NvmeOffloadTrainer,
         NvmeOffloadTrainerMixin,
     )
-    from nvmeio.offload import SwappedOptimizer
+    from nvmeio.offload import SwappedModule, SwappedOptimizer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -129,3 +129,29 @@ def test_gradients_on_the_drive(max_grad_norm: float, tmp_path: Path) -> None:
 def test_it_wants_a_directory(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="swap_dir"):
         trained(NvmeOffloadTrainer, tmp_path)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_transformers_over_a_swapped_module(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    """It checkpoints the bare forward of a layer: gradients were computed from absent weights."""
+    tokens = torch.randint(0, 64, (2, 8))
+    grads = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        config = llama().config
+        config.num_hidden_layers = 10
+        model: Any = transformers.LlamaForCausalLM(config)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.train()
+        layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+        swapped = None
+        if folder is not None:
+            swapped = SwappedModule(model, swap_dir=folder, resident_bytes=6 * (layer + 4096))
+        (swapped or model)(input_ids=tokens, labels=tokens).loss.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+        if swapped is not None:
+            swapped.close()
+    assert all(a.equal(b) for a, b in zip(*grads, strict=True))

@@ -39,8 +39,8 @@ def test_there_and_back_turns() -> None:
     order.note("d", backward=True)
     assert list(islice(order.upcoming(), 2)) == ["c", "b"]
     order.note("b", backward=True)
-    assert list(order.may_go("abcd", needed=False)) == ["d", "c"]
-    assert list(order.may_go("abcd", needed=True)) == ["d", "c", "a", "b"]
+    assert list(order.may_go("abcd", "a")) == ["d", "c"]
+    assert list(order.may_go("abcd", None)) == ["d", "c", "a", "b"]
 
 
 def test_a_unit_of_several_places_tells_nothing() -> None:

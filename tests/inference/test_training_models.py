@@ -1,0 +1,158 @@
+"""PEFT's adapters over a streamed base of transformers: as over one in memory, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference._models import gpt2, llama, loaded, mixtral, prompt, saved
+
+from nvmeio.inference import pack
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+Make = Callable[..., Any]
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    torch.manual_seed(3)
+    layers = ["c_attn", "c_fc"] if model.config.model_type == "gpt2" else ["q_proj", "v_proj"]
+    options.setdefault("target_modules", layers)
+    found = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1, **options))
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.requires_grad:  # those that PEFT begins with zeros teach nothing
+                parameter.normal_(std=0.05)
+    return found
+
+
+def trained(model: Any, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    model.train()
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)  # of dropout
+        ids = prompt(seed=step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, peft.get_peft_model_state_dict(model)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert all(a.equal(b) for a, b in zip(one[0], other[0], strict=True))
+    assert one[1].keys() == other[1].keys()
+    assert all(one[1][name].equal(other[1][name]) for name in one[1])
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("make", [llama, gpt2, mixtral])
+def test_losses_and_adapters_are_those_of_the_model_in_memory(
+    make: Any, checkpointing: bool | None, tmp_path: Path, stream: Make
+) -> None:
+    """The base is four times the window, and its adapters lie in memory."""
+    saved(lambda: make(layers=5), tmp_path)
+    whole = loaded(tmp_path)
+    total = sum(p.nbytes for p in whole.parameters())
+    model = stream(tmp_path, resident_bytes=total * 2 // 3, window=1, trainable=True)
+    assert model.weight_stream.stats.streamed_bytes > total // 4
+    results = []
+    for each in (model, whole):
+        both = adapted(each)
+        if checkpointing is not None:
+            both.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            both.enable_input_require_grads()
+        results.append(trained(both))
+        assert all(not p.is_meta for p in both.parameters() if p.requires_grad)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("quant_bits", [4, 8])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_base_of_few_bits_trains_as_one_of_the_weights_they_stand_for(
+    quant_bits: int, checkpointing: bool, tmp_path: Path, stream: Make
+) -> None:
+    saved(lambda: llama(layers=4), tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "packed", quant_bits=quant_bits, quant_group_size=32)
+    model = stream(tmp_path / "packed", trainable=True, resident_bytes=250_000, window=1)
+    stats = model.weight_stream.stats
+    assert stats.work_bytes > 0
+    assert stats.streamed_bytes > 0
+    whole = loaded(tmp_path / "model").requires_grad_(False)
+    before = whole.model.layers[0].mlp.up_proj.weight.clone()
+
+    def take(theirs: Any, mine: Any) -> Any:
+        def hook(*_: Any) -> None:
+            for name, parameter in mine.named_parameters():
+                if not parameter.is_meta:
+                    theirs.get_parameter(name).copy_(parameter)
+
+        return mine.register_forward_pre_hook(hook)
+
+    hooks = [
+        take(theirs, mine)
+        for theirs, mine in zip(whole.modules(), model.modules(), strict=True)
+        if isinstance(mine, (torch.nn.Linear, torch.nn.Embedding)) or "Norm" in type(mine).__name__
+    ]
+    with torch.no_grad():
+        model(input_ids=prompt())
+    for hook in hooks:
+        hook.remove()
+    assert not before.equal(whole.model.layers[0].mlp.up_proj.weight)
+    results = []
+    for each in (model, whole):
+        both = adapted(each)
+        if checkpointing:
+            both.gradient_checkpointing_enable({"use_reentrant": False})
+        results.append(trained(both))
+    assert_same(*results)
+
+
+def test_adapters_are_saved_and_loaded_without_the_base(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path / "model")
+    model = adapted(stream(tmp_path / "model", resident_bytes=200_000, trainable=True))
+    model.eval()
+    ids = prompt()
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "adapters")
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 100_000
+    assert all("lora_" in name for name in model.state_dict())
+    again = stream(tmp_path / "model", resident_bytes=200_000, trainable=True)
+    found = peft.PeftModel.from_pretrained(again, tmp_path / "adapters")
+    with torch.no_grad():
+        assert found(input_ids=ids).logits.equal(wanted)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("budget", [200_000, 2_000_000])
+def test_adapters_cannot_be_merged(budget: int, safe: bool, tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    model = adapted(stream(tmp_path, resident_bytes=budget, trainable=True))
+    model.eval()
+    with torch.no_grad():
+        wanted = model(input_ids=prompt()).logits
+        with pytest.raises(RuntimeError, match="cannot be merged"):
+            model.merge_adapter(safe_merge=safe)
+        assert model(input_ids=prompt()).logits.equal(wanted)
+
+
+def test_tokens_are_generated_between_steps(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    found = []
+    for base in (stream(tmp_path, resident_bytes=200_000, trainable=True), loaded(tmp_path)):
+        model = adapted(base)
+        trained(model, steps=1)
+        model.eval()
+        found.append(model.generate(input_ids=prompt(), max_new_tokens=4, do_sample=False))
+        trained(model, steps=1)
+    assert found[0].equal(found[1])
