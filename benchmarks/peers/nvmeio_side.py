@@ -79,12 +79,20 @@ class NvmeioPeer(TensorPeer):
     # Random reads
 
     def random_reads(
-        self, path: str, nbytes: int, count: int, block: int, depth: int, slices: bool
+        self,
+        path: str,
+        nbytes: int,
+        count: int,
+        block: int,
+        depth: int,
+        slices: bool,
+        bound: bool = True,
     ) -> Sample:
         """Coroutines on uvloop, each awaiting reads into its own buffer.
 
         Args:
             slices: The buffers are slices of one `empty_aligned` tensor, else one each.
+            bound: Through a file of the handle's, else by `async_pread` and a `nvmeio.File`.
         """
         empty = nvmeio.empty_aligned
         offsets = block_offsets(nbytes, count, block)
@@ -96,13 +104,17 @@ class NvmeioPeer(TensorPeer):
         handle = self.handle
 
         async def main() -> Sample:
-            with handle.open(path, "r") as file:
+            with handle.open(path, "r") if bound else nvmeio.open(path, "r") as file:
 
-                def read(number: int, offset: int) -> Awaitable[int]:
+                def read_bound(number: int, offset: int) -> Awaitable[int]:
                     operation: Awaitable[int] = file.pread(buffers[number], offset)
                     return operation
 
-                return await read_blocks(read, offsets, block, depth)
+                def read(number: int, offset: int) -> Awaitable[int]:
+                    operation: Awaitable[int] = handle.async_pread(buffers[number], file, offset)
+                    return operation
+
+                return await read_blocks(read_bound if bound else read, offsets, block, depth)
 
         return run_on_uvloop(main())
 

@@ -32,8 +32,13 @@ def measure(session: Session) -> list[Line]:
     contenders: list[Contender] = []
     nvmeio = session.worker("nvmeio")
     if nvmeio is not None:
-        for name, slices in (("nvmeio", True), ("nvmeio, 32 tensors", False)):
-            contenders.append(calling(name, nvmeio, "random_reads", slices=slices, **common))
+        for name, slices, bound in (
+            ("nvmeio", True, True),
+            ("nvmeio, 32 tensors", False, True),
+            ("nvmeio, nvmeio.open", True, False),
+        ):
+            reads = calling(name, nvmeio, "random_reads", slices=slices, bound=bound, **common)
+            contenders.append(reads)
     if not HAS_UVLOOP:
         session.skip("uvloop", "not installed; asyncio's own loop runs", "pip install uvloop")
     if session.has_fio():
@@ -56,6 +61,7 @@ def measure(session: Session) -> list[Line]:
     best_caio, caio_samples = best(samples, names, kiops, "caio")
     others = [(name, samples[name], None, "") for name in names if name != best_caio]
     apart = samples.get("nvmeio, 32 tensors", [])
+    unbound = samples.get("nvmeio, nvmeio.open", [])
     loop = "uvloop" if HAS_UVLOOP else "asyncio's loop"
     return [
         compare(ROW, f"{WORK}, {loop}", peer, "kIOPS", kiops, ours, theirs, target, note)
@@ -65,5 +71,6 @@ def measure(session: Session) -> list[Line]:
             *others,
             ("thread pool", samples.get("thread pool", []), at_least(3), "preadv, O_DIRECT"),
             ("nvmeio, 32 tensors instead of slices", apart, None, "for information"),
+            ("nvmeio, nvmeio.open instead of handle.open", unbound, None, "for information"),
         )
     ]

@@ -11,6 +11,9 @@ from peers import fio
 from peers._loops import HAS_UVLOOP
 from rows.random_reads import BLOCK, COUNT, DEPTH, QUICK_COUNT
 
+# The file is one of the handle's, or one that any handle takes.
+WAYS = ("handle.open", "nvmeio.open")
+
 
 def measure(session: Session) -> list[Line]:
     """The row `random` of compare_peers.py has more peers; this one fio alone, in less time."""
@@ -21,7 +24,9 @@ def measure(session: Session) -> list[Line]:
     if worker is not None:
         reads: dict[str, object] = {"nbytes": session.size, "count": count, "block": BLOCK}
         reads |= {"path": str(path), "depth": DEPTH, "slices": True}
-        contenders.append(calling("nvmeio", worker, "random_reads", **reads))
+        for way in WAYS:
+            bound = way == "handle.open"
+            contenders.append(calling(way, worker, "random_reads", bound=bound, **reads))
     if not HAS_UVLOOP:
         session.skip("uvloop", "not installed; asyncio's own loop runs", "pip install uvloop")
     if session.has_fio():
@@ -32,13 +37,14 @@ def measure(session: Session) -> list[Line]:
     return [
         compare(
             "coroutines",
-            f"{count:,} reads of 4 KiB by {DEPTH} coroutines, {loop}",
+            f"{count:,} reads of 4 KiB by {DEPTH} coroutines, {loop}, {way}",
             f"fio libaio, depth {DEPTH}",
             "kIOPS",
             kiops,
-            samples.get("nvmeio", []),
+            samples.get(way, []),
             samples.get("fio", []),
             at_least(0.85),
             f"both over {DEPTH * BLOCK >> 10} KiB of memory",
         )
+        for way in WAYS
     ]
