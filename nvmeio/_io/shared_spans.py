@@ -101,85 +101,66 @@ def read_together(
     Raises:
         Exception: As `spans.read`, and `Exchange.agreeing`: all ranks raise if one does.
     """
-    shared = _Shared(handle, file, spans, device, exchange, call)
-    call.then(shared.flight.cancel)
-    return shared.run()
+    flight = InFlight()
+    call.then(flight.cancel)
+    with contextlib.ExitStack() as opened, flight:
+        with exchange.agreeing():
+            regions = plan(spans, [0] * len(spans), [file.size()])
+            sizes = [region.nbytes for region in regions]
+            parts = list(rounds(sizes, exchange.size, PART_BYTES))
+            mine = [[part for part in each if part.rank == exchange.rank] for each in parts]
+            if not on_host(device) and device.type != "meta":
+                opened.enter_context(_device.on(device))
+            places = _new_places(spans, regions, exchange, device, max(map(len, mine), default=0))
+            opened.enter_context(places)
+            ahead = _Ahead(handle, file, spans, regions, flight, mine)
+        call.expect(sum(sizes))
+        for each, of_me in zip(parts, mine, strict=True):
+            with exchange.agreeing():
+                ahead.read(len(of_me), places)
+            for part in each:
+                places.send(part)
+            call.moved(sum(part.end - part.start for part in each))
+        with exchange.agreeing():
+            places.finish()
+        return places.found()
 
 
-class _Shared:
-    """One of these."""
+class _Ahead:
+    """The parts that this rank reads, in their order, as early as there is room for them."""
 
     def __init__(
         self,
         handle: AioHandle,
         file: File,
         spans: Sequence[Span],
-        device: torch.device,
-        exchange: Exchange,
-        call: LongCall,
+        regions: Sequence[Region],
+        flight: InFlight,
+        parts: Sequence[Sequence[Part]],
     ) -> None:
-        self.flight = InFlight()
-        self._handle, self._file, self._spans, self._device = handle, file, spans, device
-        self._exchange, self._call = exchange, call
-        self._regions: list[Region] = []
-        self._read = 0  # parts of this rank
-        self._waiting: deque[Part] = deque()
+        self._handle, self._file, self._flight = handle, file, flight
+        self._spans, self._regions = spans, regions
+        self._waiting = deque(part for each in parts for part in each)
+        self._there = self._wanted = 0
 
-    def run(self) -> list[torch.Tensor]:
-        with contextlib.ExitStack() as opened, self.flight:
-            places: _InHost | _OnDevice | None = None
-            parts: list[list[Part]] = []
-            mine = self._exchange.rank
-            with self._exchange.agreeing():
-                self._regions = plan(self._spans, [0] * len(self._spans), [self._file.size()])
-                sizes = [region.nbytes for region in self._regions]
-                parts += rounds(sizes, self._exchange.size, PART_BYTES)
-                places = self._places(opened, parts)
-            assert places is not None
-            self._call.expect(sum(sizes))
-            self._waiting += (part for each in parts for part in each if part.rank == mine)
-            for each in parts:
-                with self._exchange.agreeing():
-                    self._read_of(places, sum(part.rank == mine for part in each))
-                for part in each:
-                    places.send(part)
-                self._call.moved(sum(part.end - part.start for part in each))
-            with self._exchange.agreeing():
-                places.finish()
-            return places.found()
-
-    def _places(
-        self, opened: contextlib.ExitStack, parts: Sequence[Sequence[Part]]
-    ) -> _InHost | _OnDevice:
-        spans, regions, exchange = self._spans, self._regions, self._exchange
-        if on_host(self._device):
-            return opened.enter_context(_InHost(spans, regions, exchange))
-        if self._device.type != "meta":
-            opened.enter_context(_device.on(self._device))
-        at_once = max(
-            (sum(part.rank == exchange.rank for part in each) for each in parts), default=0
-        )
-        return opened.enter_context(_OnDevice(spans, regions, exchange, self._device, at_once))
-
-    # Reading
-
-    def _read_of(self, places: _InHost | _OnDevice, parts: int) -> None:
-        """Until so many more parts of this rank are there; and begin those that come later."""
-        until = self._read + parts
+    def read(self, parts: int, places: _InHost | _OnDevice) -> None:
+        """Until so many more are there; and begin those that come later."""
+        self._wanted += parts
         while True:
-            while self._waiting and self.flight.has_room(PART_BYTES):
+            while self._waiting and self._flight.has_room(PART_BYTES):
                 memory = places.to_read(self._waiting[0])
                 if memory is None:
                     break
                 self._begin(self._waiting.popleft(), memory)
-            if self._read >= until:
+            if self._there >= self._wanted:
                 return
-            self.flight.finish_first()
+            self._flight.finish_first()
 
     def _begin(self, part: Part, memory: torch.Tensor) -> None:
-        reads = list(_reads(part, self._regions[part.region]))
+        region = self._regions[part.region]
+        reads = list(_reads(part, region))
         if not reads:  # behind the end of the file
-            self._read += 1
+            self._arrived()
             return
         begin = partial(
             self._handle.async_pread_batch,
@@ -188,15 +169,26 @@ class _Shared:
             [run.start for run in reads],
         )
         nbytes = sum(run.end - run.start for run in reads)
-        region = self._regions[part.region]
-        self.flight.start(begin, nbytes, self._one_more, lambda i: self._label(reads[i], region))
+        self._flight.start(begin, nbytes, self._arrived, lambda i: self._label(reads[i], region))
 
-    def _one_more(self) -> None:
-        self._read += 1
+    def _arrived(self) -> None:
+        self._there += 1
 
     def _label(self, run: Run, region: Region) -> str:
         names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]
         return f"read for {', '.join(names[:3])}" + (" and more" if len(names) > 3 else "")
+
+
+def _new_places(
+    spans: Sequence[Span],
+    regions: Sequence[Region],
+    exchange: Exchange,
+    device: torch.device,
+    at_once: int,
+) -> _InHost | _OnDevice:
+    if on_host(device):
+        return _InHost(spans, regions, exchange)
+    return _OnDevice(spans, regions, exchange, device, at_once)
 
 
 def on_host(device: torch.device) -> bool:

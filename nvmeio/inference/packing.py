@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,45 +128,45 @@ def pack(
         temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there: Ctrl-C
         temporary.mkdir(parents=True)
-        report = _Packing(checkpoint, mover, units, setting, call).run(temporary)
+        contents = _Contents(units, setting)
+        report = _write(temporary / shards.DEFAULT_NAME, contents, checkpoint, mover, call)
         _copy_others(source, temporary, next(iter(model.parameters())).dtype)
         sync_directory(temporary)
         rename(temporary, target)
     return report
 
 
-class _Packing:
-    def __init__(
-        self,
-        checkpoint: SafetensorsSet,
-        handle: AioHandle,
-        units: Sequence[Unit],
-        setting: Quantised | None,
-        call: LongCall,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._handle = handle
-        self._setting = setting
-        self._call = call
-        self._quantised: dict[str, PackedWeight] = {}
+class _Contents:
+    """What lies where in a packed file: a record for each unit, on pages of its own.
+
+    Args:
+        units: What is packed; of weights that several of them have, the first one's.
+        setting: How the matrices of layers are quantised, if they are.
+
+    Attributes:
+        records: In the order of the file.
+        quantised: Of the weights that are, how.
+        sums: Of each tensor, its checksums; as many as there will be, so that the header has its
+            length.
+    """
+
+    def __init__(self, units: Sequence[Unit], setting: Quantised | None) -> None:
+        self.quantised: dict[str, PackedWeight] = {}
         done: set[str] = set()
-        self._records = [self._record(unit, done) for unit in units]
-        # As many for each tensor as there will be, so that the header has its length.
-        self._sums = {
-            name: [0] * self._shares(record, number)
-            for record in self._records
+        records = [self._record(unit, setting, done) for unit in units]
+        self.records = [record for record in records if record.tensors]
+        self.sums = {
+            name: [0] * _shares(record.unit, number)
+            for record in self.records
             for name, _, _, number in record.tensors
         }
-        self._read = 0
-        self._error = 0.0
 
-    def _record(self, unit: Unit, done: set[str]) -> _Record:
+    def _record(self, unit: Unit, setting: Quantised | None, done: set[str]) -> _Record:
         tensors = []
         for number, weight in enumerate(unit.weights):
             if weight.name in done:
                 continue
             done.add(weight.name)
-            setting = self._setting
             # An embedding is looked up by its rows, and norms are small.
             if (
                 setting is None
@@ -176,94 +176,64 @@ class _Packing:
             ):
                 tensors.append((weight.name, weight.dtype, weight.shape, number))
                 continue
-            self._quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
+            self.quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
             shapes = (setting.packed_shape(weight.shape), *[setting.groups_shape(weight.shape)] * 2)
             dtypes = (torch.uint8, torch.float32, torch.float32)
             for suffix, kind, shape in zip(_packed.SUFFIXES, dtypes, shapes, strict=True):
                 tensors.append((weight.name + suffix, kind, shape, number))
         return _Record(unit, tensors)
 
-    def _shares(self, record: _Record, number: int) -> int:
-        """How many checksums a tensor has: experts, which are read one by one, have one each."""
-        experts = record.unit.experts
-        return 1 if experts is None or number not in experts.weights else experts.number
-
-    def run(self, directory: Path) -> PackReport:
-        _, entries, total = self._header()
-        path = directory / shards.DEFAULT_NAME
-        self._call.expect(total)
-        with files.open(path, "x") as file:
-            # Two records at most: one is written while the next is made.
-            with InFlight(0) as flight:
-                for record in self._records:
-                    if not record.tensors:
-                        continue
-                    start = entries[record.tensors[0][0]].start
-                    memory = self._fill(record, entries, start)
-                    begin = partial(self._handle.async_pwrite, memory, file, start)
-                    wrote = partial(self._call.moved, memory.nbytes, record.unit.name)
-                    flight.start(begin, memory.nbytes, wrote)
-                # With the checksums of what was written, and its own.
-                prefix = packed_index.sealed(self._header()[0])
-                head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
-                head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
-                wrote = partial(self._call.moved, head.nbytes, "header")
-                flight.start(partial(self._handle.async_pwrite, head, file, 0), head.nbytes, wrote)
-            self._handle.sync_fsync(file)
-        return PackReport(
-            self._read,
-            total,
-            sum(bool(record.tensors) for record in self._records),
-            len(self._quantised),
-            self._error,
-        )
-
-    def _header(self) -> tuple[bytes, dict[str, TensorEntry], int]:
-        """The header, with padding tensors so that each record begins on a page."""
+    def header(self, of_source: Mapping[str, str]) -> tuple[bytes, dict[str, TensorEntry], int]:
+        """The header as of now, where it puts each tensor, and the size of the file."""
         listed: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         position = 0
 
-        def pad(alignment: int) -> None:
+        def pad(alignment: int) -> None:  # by tensors: nothing else may lie between two
             nonlocal position
             missing = -position % alignment
             if missing:
                 listed.append((f"{packed_index.PADDING}{len(listed)}", torch.uint8, (missing,)))
                 position += missing
 
-        for record in self._records:
+        for record in self.records:
             pad(PAGE_BYTES)
             for name, dtype, shape, _ in record.tensors:
                 pad(_ALIGNMENT)
                 listed.append((name, dtype, shape))
                 position += _nbytes(dtype, shape)
         pad(PAGE_BYTES)
-        metadata = {**self._checkpoint.metadata, "format": "pt"}
+        metadata = {**of_source, "format": "pt"}
         metadata[packed_index.SEAL] = packed_index.OPEN_SEAL
-        metadata[packed_index.KEY] = _packed.describe(self._quantised, self._sums)
+        metadata[packed_index.KEY] = _packed.describe(self.quantised, self.sums)
         prefix, entries = headers.build(listed, metadata)
         return prefix, entries, len(prefix) + position
 
-    def _fill(self, record: _Record, entries: dict[str, TensorEntry], start: int) -> torch.Tensor:
-        last = entries[record.tensors[-1][0]]
-        nbytes = -(-(last.end - start) // PAGE_BYTES) * PAGE_BYTES
-        memory = buffers.empty_aligned(nbytes, dtype=torch.uint8).zero_()
-        made: dict[int, list[torch.Tensor]] = {}
-        for name, dtype, shape, number in record.tensors:
-            if number not in made:
-                made[number] = self._made(record.unit.weights[number])
-            entry = entries[name]
-            if entry.nbytes:
-                room = memory[entry.start - start : entry.end - start].view(dtype).view(shape)
-                room.copy_(made[number].pop(0))
-            sums = self._sums[name]
-            share = entry.nbytes // len(sums)
-            for at in range(len(sums)):
-                address = memory.data_ptr() + entry.start - start + at * share
-                sums[at] = crc32.of_memory(address, share)
-        return memory
 
-    def _made(self, weight: Weight) -> list[torch.Tensor]:
-        """What is stored of a weight: it in the dtype that is wanted, or its quantised parts."""
+def _shares(unit: Unit, number: int) -> int:
+    """How many checksums a tensor has: experts, which are read one by one, have one each."""
+    experts = unit.experts
+    return 1 if experts is None or number not in experts.weights else experts.number
+
+
+class _Source:
+    """Weights as they are stored: read, converted, quantised where they are to be.
+
+    Attributes:
+        read_bytes: Of weights, so far.
+        error: See `PackReport.largest_error`.
+    """
+
+    def __init__(
+        self, checkpoint: SafetensorsSet, handle: AioHandle, quantised: Mapping[str, PackedWeight]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._handle = handle
+        self._quantised = quantised
+        self.read_bytes = 0
+        self.error = 0.0
+
+    def tensors_of(self, weight: Weight) -> list[torch.Tensor]:
+        """A weight in the dtype that is wanted, or its quantised parts."""
         whole = self._whole(weight.parts[0], weight.name).to(weight.dtype)
         packed = self._quantised.get(weight.name)
         if packed is None:
@@ -274,7 +244,7 @@ class _Packing:
             raise ValueError(f"{weight.name!r} cannot be quantised: {failed}") from None
         back = torch.empty_like(whole)
         dequantise(*parts, packed.setting, back)
-        self._error = max(self._error, float((back.float() - whole.float()).abs().max()))
+        self.error = max(self.error, float((back.float() - whole.float()).abs().max()))
         return list(parts)
 
     def _whole(self, part: WeightPart, name: str) -> torch.Tensor:
@@ -286,8 +256,66 @@ class _Packing:
         )
         for index in {extent.file for extent in part.extents}:
             self._checkpoint.check(index, repr(name))
-        self._read += part.nbytes
+        self.read_bytes += part.nbytes
         return memory.view(part.dtype).view(part.shape)
+
+
+def _write(
+    path: Path,
+    contents: _Contents,
+    checkpoint: SafetensorsSet,
+    handle: AioHandle,
+    call: LongCall,
+) -> PackReport:
+    """Write the packed file, and make it durable."""
+    source = _Source(checkpoint, handle, contents.quantised)
+    _, entries, total = contents.header(checkpoint.metadata)
+    call.expect(total)
+    with files.open(path, "x") as file:
+        # Two records at most: one is written while the next is made.
+        with InFlight(0) as flight:
+            for record in contents.records:
+                start = entries[record.tensors[0][0]].start
+                memory = _filled(record, entries, source, contents.sums)
+                begin = partial(handle.async_pwrite, memory, file, start)
+                wrote = partial(call.moved, memory.nbytes, record.unit.name)
+                flight.start(begin, memory.nbytes, wrote)
+            # With the checksums of what was written, and its own.
+            prefix = packed_index.sealed(contents.header(checkpoint.metadata)[0])
+            head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
+            head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
+            wrote = partial(call.moved, head.nbytes, "header")
+            flight.start(partial(handle.async_pwrite, head, file, 0), head.nbytes, wrote)
+        handle.sync_fsync(file)
+    return PackReport(
+        source.read_bytes, total, len(contents.records), len(contents.quantised), source.error
+    )
+
+
+def _filled(
+    record: _Record,
+    entries: Mapping[str, TensorEntry],
+    source: _Source,
+    sums_of: Mapping[str, list[int]],
+) -> torch.Tensor:
+    """A record's bytes; its checksums are put into `sums_of`."""
+    start, last = entries[record.tensors[0][0]].start, entries[record.tensors[-1][0]]
+    nbytes = -(-(last.end - start) // PAGE_BYTES) * PAGE_BYTES
+    memory = buffers.empty_aligned(nbytes, dtype=torch.uint8).zero_()
+    made: dict[int, list[torch.Tensor]] = {}
+    for name, dtype, shape, number in record.tensors:
+        if number not in made:
+            made[number] = source.tensors_of(record.unit.weights[number])
+        entry = entries[name]
+        if entry.nbytes:
+            room = memory[entry.start - start : entry.end - start].view(dtype).view(shape)
+            room.copy_(made[number].pop(0))
+        sums = sums_of[name]
+        share = entry.nbytes // len(sums)
+        for at in range(len(sums)):
+            address = memory.data_ptr() + entry.start - start + at * share
+            sums[at] = crc32.of_memory(address, share)
+    return memory
 
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
