@@ -641,10 +641,10 @@ def cancel(me: Rank) -> None:
         asyncio.run(main(checkpointer))
 
 
-def killed(me: Rank, victim: int, moment: str) -> bool:
+def killed(me: Rank, victim: int, moment: str, writers: str | int = "all") -> bool:
     """One rank is killed in the middle of a save; the others raise, and soon."""
     with contextlib.ExitStack() as stack:
-        checkpointer = me.new()
+        checkpointer = me.new(writers=writers)
         stack.callback(checkpointer.close)
         if me.rank == victim:
             me.tell("victim", str(os.getpid()))

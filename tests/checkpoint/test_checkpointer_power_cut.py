@@ -41,7 +41,7 @@ def store_of(group: Any, directory: str) -> RankStore:
     return RankStore(group.store, group.rank, group.world, directory, "save")
 
 
-def save_all(log: DiskLog, folder: Path, layout: str, world: int, slow: int) -> None:
+def save_all(log: DiskLog, folder: Path, layout: str, world: int, writers: str | int) -> None:
     """Every rank saves every step, and notes when it was told that one is durable."""
     store = dist.HashStore() if world > 1 else None
     failed: list[BaseException] = []
@@ -50,7 +50,8 @@ def save_all(log: DiskLog, folder: Path, layout: str, world: int, slow: int) -> 
         try:
             group: Any = _Group(store, rank, world) if world > 1 else None
             handle = nvmeio.AioHandle(engine="threads")
-            with handle, nvmeio.Checkpointer(folder, KEEP, handle, group, layout=layout) as saver:
+            options: Any = {"layout": layout, "writers": writers}
+            with handle, nvmeio.Checkpointer(folder, KEEP, handle, group, **options) as saver:
                 for step in range(STEPS):
                     state = replicated(step) if layout == "one" else own(step, rank)
                     saver.save_sync(state, step)
@@ -71,10 +72,23 @@ def save_all(log: DiskLog, folder: Path, layout: str, world: int, slow: int) -> 
         raise failed[0]
 
 
-@pytest.mark.parametrize("layout", ["one", "per_rank"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "layout", "writers"),
+    [
+        (1, "one", "all"),
+        (2, "one", "all"),
+        (2, "one", "per_node"),
+        (3, "one", 2),
+        (1, "per_rank", "all"),
+        (2, "per_rank", "all"),
+    ],
+)
 def test_what_was_durable_is_there_after_a_loss_of_power(
-    world: int, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: int,
+    layout: str,
+    writers: str | int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The newest checkpoint that a rank was told of is whole, and so is every one that is named."""
     folder = tmp_path / "disk" / "checkpoints"
@@ -83,7 +97,7 @@ def test_what_was_durable_is_there_after_a_loss_of_power(
     log = DiskLog(folder.parent, lambda path: time.sleep(0.02) if slow in path else None)
     monkeypatch.setattr(module, "store_of", store_of)
     with log.recording(monkeypatch):
-        save_all(log, folder, layout, world, world - 1)
+        save_all(log, folder, layout, world, writers)
     chance = random.Random(world)
     seen = set()
     handle = nvmeio.AioHandle(engine="threads")

@@ -250,6 +250,26 @@ def test_a_rank_is_killed(
     ranks(world, "resume", tmp_path, layout)
 
 
+@pytest.mark.parametrize(
+    ("world", "victim", "moment", "writers"),
+    [
+        (4, 2, "writing", 2),  # 0 and 2 write
+        (4, 2, "committing", 2),
+        (4, 3, "before", 2),  # has nothing to write, and is missed all the same
+        (2, 0, "committing", "per_node"),
+    ],
+)
+def test_a_rank_is_killed_where_few_write(
+    world: int, victim: int, moment: str, writers: str | int, ranks: Any, tmp_path: Path
+) -> None:
+    options = {"victim": victim, "moment": moment, "writers": writers}
+    ranks(world, "killed", tmp_path, "one", store="tcp", **options)
+    folder = tmp_path / "checkpoints"
+    assert os.readlink(folder / "latest") == "step-00000002.pt"
+    check_file(folder / "latest", replicated(2))
+    ranks(world, "resume", tmp_path, "one")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_are_killed_at_random_moments(layout: str, ranks: Any, tmp_path: Path) -> None:
     moments = random.Random(3)

@@ -349,6 +349,50 @@ def test_a_guarded_optimizer_is_not_copied_and_files_are_the_same(
     assert set(rest) == {5, 6}
 
 
+class Overflowing(torch.amp.GradScaler):
+    """The third iteration's gradients are infinite: its step, the one after a save, is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=4.0)
+        self.scaled = 0
+
+    def scale(self, outputs: Any) -> Any:
+        self.scaled += 1
+        found = super().scale(outputs)
+        return found * torch.inf if self.scaled == 3 else found
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["plain", "guarded"])
+def test_a_scaler_skips_the_step_after_a_save(guarded: bool, tmp_path: Path) -> None:
+    """accelerate has no fp16 without a GPU, so it gets the scaler that it would make."""
+
+    class Scaled(NvmeTrainer):  # type: ignore[misc,valid-type]
+        nvme_guard = guarded
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = Overflowing()
+
+    class Stock(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = Overflowing()
+
+    wanted, _ = train(Stock, tmp_path / "stock", 4)
+    found, trainer = train(Scaled, tmp_path / "ours", 4)
+    scaler = trainer.accelerator.scaler
+    assert (scaler.scaled, scaler.get_scale()) == (4, 2.0)  # halved: one was skipped
+    assert found == wanted
+    for step in (2, 4):
+        ours, stock = (tmp_path / name / f"checkpoint-{step}" for name in ("ours", "stock"))
+        assert sorted(os.listdir(ours)) == sorted(os.listdir(stock))
+        ours_state, stock_state = (torch.load(each / "optimizer.pt") for each in (ours, stock))
+        for key, state in stock_state["state"].items():
+            for name, value in state.items():
+                assert torch.equal(ours_state["state"][key][name], value)
+            assert int(state["step"]) == {2: 2, 4: 3}[step]
+
+
 def test_a_guarded_checkpoint_that_fails_gets_no_name(tmp_path: Path) -> None:
     with (
         nvmeio.AioHandle(
