@@ -94,6 +94,7 @@ class HiCache:
         self._lock = threading.Lock()
         self._stores: dict[str, BlockStore] = {}
         self._stagings: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._views: dict[str, tuple[Any, bool]] = {}
         self._closed = False
 
     # Pools and their stores
@@ -274,13 +275,19 @@ class HiCache:
             return [False] * len(keys)
         found: list[bool] = []
         with contextlib.suppress(ClosedError):
-            if _gives_views(pool):
+            if self._gives_views(name, pool):
                 pages = [_bytes_of(pool.get_data_page(start, flat=True)) for start in starts]
                 found += store.load(keys, pages)
             else:
                 for part in self._read_and_copied(name, store, keys, starts):
                     found += part
         return found + [False] * (len(keys) - len(found))
+
+    def _gives_views(self, name: str, pool: Any) -> bool:
+        known = self._views.get(name)
+        if known is None or known[0] is not pool:
+            known = self._views[name] = (pool, _gives_views(pool))
+        return known[1]
 
     def _read_and_copied(
         self, name: str, store: BlockStore, keys: Sequence[str], starts: list[int]
@@ -347,11 +354,16 @@ def _page_bytes(pool: Any) -> int:
 
 
 def _gives_views(pool: Any) -> bool:
-    """Whether what it gives as a page is its own memory: two at once lie at the same place."""
-    one, other = pool.get_data_page(0, flat=True), pool.get_data_page(0, flat=True)
+    """Whether what it gives as a page is its own memory.
+
+    That of one page lies at one place, whenever it is asked for, and that of another elsewhere.
+    """
+    starts = (0, 0, getattr(pool, "page_size", 1) or 1)
+    one, again, other = (pool.get_data_page(start, flat=True) for start in starts)
     return bool(
         one.nbytes
-        and one.data_ptr() == other.data_ptr()
+        and one.data_ptr() == again.data_ptr()
+        and one.data_ptr() + one.nbytes <= other.data_ptr()
         and one.is_contiguous()
         and not one.is_inference()
     )

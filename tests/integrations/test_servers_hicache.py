@@ -187,6 +187,26 @@ def test_pages_that_lie_whole_in_the_pool_are_read_into_it(opened: Callable[...,
     assert not backend._stagings
 
 
+def test_memory_that_pages_share_is_not_taken_for_the_pool(opened: Callable[..., Any]) -> None:
+    """One that gathers every page into the same room gives the same address again, too."""
+
+    class Gathers(Pool):
+        room = torch.empty(0)
+
+        def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+            page = super().get_data_page(index, flat)
+            if self.room.shape != page.shape:
+                self.room = page.clone()
+            return self.room.copy_(page)
+
+    pool = Gathers()
+    pool.kv_buffer.copy_(filled().kv_buffer)
+    backend = opened(pool)
+    assert backend.batch_set_v1(["a"], indices(3)) == [True]
+    assert backend.batch_get_v1(["a"], indices(9)) == [True]
+    assert pool.get_data_page(9 * PAGE).equal(filled().get_data_page(3 * PAGE))
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("interrupts", [at_places, at_random_times])

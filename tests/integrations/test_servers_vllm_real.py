@@ -220,7 +220,7 @@ def test_pickled_weights_are_loaded(tmp_path: Path) -> None:
 # A server
 
 
-def answer(model: Path, *options: str, log: Path) -> list[dict[str, Any]]:
+def answer(model: Path, *options: str, log: Path, **variables: str) -> list[dict[str, Any]]:
     """What a server of a model says to a few prompts, token by token."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -232,7 +232,7 @@ def answer(model: Path, *options: str, log: Path) -> list[dict[str, Any]]:
         "--enable-scale-out",
         *options,
     ]
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1", **variables}
     with log.open("w") as said:
         server = subprocess.Popen(
             command, env=environment, stdout=said, stderr=said, start_new_session=True
@@ -293,3 +293,53 @@ def test_a_server_answers_with_the_same_tokens(tmp_path: Path) -> None:
     assert said["nvmeio"] == said["auto"]
     assert all(len(choices[0]["token_ids"]) == 12 for choices in said["auto"])
     assert "shards (nvmeio)" in (tmp_path / "nvmeio.log").read_text()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="vLLM wants a core for each rank")
+def test_ranks_of_one_server_answer_with_the_same_tokens(tmp_path: Path) -> None:
+    """Two processes, each with a shard of every matrix; the files come through the page cache."""
+    model = tmp_path / "model"
+    saved(lambda: llama(width=256), model, max_shard_size="2MB")
+    one = answer(model, "--load-format", "auto", log=tmp_path / "one.log")
+    log = tmp_path / "two.log"
+    two = answer(
+        model,
+        *("--load-format", "nvmeio", "--tensor-parallel-size", "2"),
+        log=log,
+        # A core each: by itself it wants a NUMA node for each rank.
+        VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, sorted(os.sched_getaffinity(0))[:2])),
+    )
+    assert [choices[0]["token_ids"] for choices in two] == [
+        choices[0]["token_ids"] for choices in one
+    ]
+    said = log.read_text()
+    assert "load_format=nvmeio" in said
+    assert "shards (nvmeio)" not in said  # every rank would have read every byte
+
+
+def test_an_offloader_that_a_loader_sets_has_nothing_to_move_on_a_cpu(tmp_path: Path) -> None:
+    """vLLM's seam for weights that are elsewhere (docs/serving.md): where that changes, layers
+    could be streamed."""
+    from vllm.model_executor.offloader.base import BaseOffloader, set_offloader
+
+    saved(lambda: llama(width=256), tmp_path)
+    wrapped: list[Any] = []
+
+    class Offloader(BaseOffloader):  # type: ignore[misc]
+        def wrap_modules(self, modules_generator: Any, prefix: str = "") -> list[Any]:
+            wrapped.extend(modules_generator)
+            return wrapped
+
+    set_offloader(Offloader())
+    try:
+        built(tmp_path, "nvmeio")
+    finally:
+        set_offloader(None)
+    matrices = [
+        parameter
+        for layer in wrapped
+        for name, parameter in layer.named_parameters()
+        if "norm" not in name
+    ]
+    assert matrices
+    assert not any(matrix.nbytes for matrix in matrices)  # packed, in closures
