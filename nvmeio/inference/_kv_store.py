@@ -6,18 +6,23 @@ import concurrent.futures
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import files
+from nvmeio._io.drives import DriveHandles, weights_of
 from nvmeio._io.staging import new_staging
+from nvmeio._io.striping import LEAST_CHUNK_BYTES, StripedFile, Striping
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
 from nvmeio._storage.private import open_nameless
 from nvmeio.errors import IntegrityError
+from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
+
+# Of a file over several drives, for each: blocks of a few of them are brought back by all at once.
+_BAND_BYTES = 4 * LEAST_CHUNK_BYTES
 
 
 class KVBlock(NamedTuple):
@@ -35,7 +40,8 @@ class KVStore:
 
     Args:
         directory: A file in it, which has no name any more once it is open; None keeps the bytes in
-            page-locked memory.
+            page-locked memory. Or one on each of several drives, which get parts of the bytes in
+            proportion to how fast they are.
         handle: Moves the bytes, and stays open.
         checksum: Compare what comes back from the file with what was put there.
 
@@ -46,8 +52,8 @@ class KVStore:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | None,
-        handle: AioHandle | None,
+        directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+        handle: AioHandle | DriveHandles | None,
         checksum: bool = True,
     ) -> None:
         self._checksum = checksum
@@ -55,13 +61,48 @@ class KVStore:
         self.read_bytes = 0
         self._end = 0
         self._free: list[tuple[int, int]] = []  # offset and bytes, ascending, not adjacent
-        self._handle = handle
+        one = directory is None or isinstance(directory, (str, os.PathLike))
+        given: Any = [directory] if one else directory
+        directories = [os.fspath(each) for each in given if each is not None]
+        if isinstance(handle, AioHandle):
+            handle = DriveHandles(handle, directories)
+        self._handles = handle
         self._flying: list[Operation] = []
-        self._file: files.File | None = None
-        if directory is not None:
-            self._file = open_nameless(directory)
+        self._weights = weights_of(directories, reads=1.0, writes=1.0)
+        self._bands = 0
+        self._files: list[File] = []
+        self._file: StripedFile | None = None
+        try:
+            for each in directories:
+                self._files.append(open_nameless(each))
+        except BaseException:
+            for file in self._files:
+                file.close()
+            raise
+        if self._files:
+            self._reach(1)
 
-    def put(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[KVBlock, Operation | None]:
+    def _reach(self, nbytes: int) -> None:
+        """Have a striping of at least so many bytes. What lies where does not change."""
+        band = _BAND_BYTES * len(self._files)
+        if self._file is None or self._bands * band < nbytes:
+            self._bands = max(2 * self._bands, -(-nbytes // band))
+            self._file = StripedFile(self._files, Striping(self._weights, [band] * self._bands))
+
+    def _begun(self, memory: torch.Tensor, offset: int, writing: bool) -> list[Operation]:
+        """Begin to move bytes from `offset` of the file on."""
+        begun: list[Operation] = []
+        if self._file is None or self._handles is None:
+            raise RuntimeError("there is no file")
+        begin = self._handles.async_pwrite if writing else self._handles.async_pread
+        for span in self._file.spans(offset, memory.nbytes):
+            part = memory[span.start : span.start + span.nbytes]
+            operation = begin(part, span.file, span.file_offset)
+            self._started(operation)
+            begun.append(operation)
+        return begun
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[KVBlock, list[Operation]]:
         """Begin to put tokens away."""
         shape = (2, *keys.shape)
         nbytes = 2 * keys.nbytes
@@ -70,11 +111,10 @@ class KVStore:
         both = memory[:nbytes].view(keys.dtype).view(shape)
         both[0].copy_(keys)
         both[1].copy_(values)
-        if self._file is None or self._handle is None:
-            return KVBlock(shape, 0, 0, memory), None
+        if self._file is None or self._handles is None:
+            return KVBlock(shape, 0, 0, memory), []
         offset = self._place(memory.nbytes)
-        writing = self._handle.async_pwrite(memory, self._file, offset)
-        self._started(writing)
+        writing = self._begun(memory, offset, writing=True)
         # While it is written: it only reads the memory.
         found = crc32.of_memory(memory.data_ptr(), nbytes) if self._checksum else None
         return KVBlock(shape, offset, memory.nbytes, None, found), writing
@@ -87,6 +127,7 @@ class KVStore:
                 self._free[number : number + 1] = left
                 return offset
         offset, self._end = self._end, self._end + nbytes
+        self._reach(self._end)
         return offset
 
     def forget(self, blocks: Sequence[KVBlock]) -> None:
@@ -114,15 +155,13 @@ class KVStore:
             with contextlib.suppress(concurrent.futures.CancelledError):
                 operation.exception()
 
-    def get(self, block: KVBlock, memory: torch.Tensor) -> Operation | None:
-        """Begin to bring a block back into `memory`; None where it is there at once."""
+    def get(self, block: KVBlock, memory: torch.Tensor) -> list[Operation]:
+        """Begin to bring a block back into `memory`; nothing where it is there at once."""
         self.read_bytes += memory.nbytes
-        if block.memory is not None or self._file is None or self._handle is None:
-            memory.copy_(block.memory)  # type: ignore[arg-type]
-            return None
-        reading = self._handle.async_pread(memory, self._file, block.offset)
-        self._started(reading)
-        return reading
+        if block.memory is not None:
+            memory.copy_(block.memory)
+            return []
+        return self._begun(memory, block.offset, writing=False)
 
     def check(self, block: KVBlock, memory: torch.Tensor, what: str) -> None:
         """Compare what came back with what was put away.
@@ -138,10 +177,9 @@ class KVStore:
         found = None if block.sum is None else crc32.of_tensor(memory)
         if found != block.sum and self._file is not None:
             raise IntegrityError(
-                f"{self._file.path}: {what}, bytes [{block.offset}, "
-                f"{block.offset + memory.nbytes}), is not what was written there: look at "
-                "`dmesg` and `smartctl -a`, and start again with a new cache (checksum=False takes "
-                "it as it is)",
+                f"{self._file.describe(block.offset, memory.nbytes)}: {what}, is not what was "
+                "written there: look at `dmesg` and `smartctl -a`, and start again with a new "
+                "cache (checksum=False takes it as it is)",
                 expected=f"CRC-32 {block.sum:08x}",
                 found=f"{found:08x}",
             )
@@ -149,8 +187,8 @@ class KVStore:
     def close(self) -> None:
         """Let go of the file, and with it of its blocks."""
         self.settle()
-        if self._file is not None:
-            self._file.close()
+        for file in self._files:
+            file.close()
 
 
 def room_for(nbytes: int, for_cuda: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.handles import new_handle
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.handle import AioHandle
@@ -55,7 +55,7 @@ class OffloadedLayer:
             self._blocks: list[KVBlock] = []
             self._writing: list[Operation] = []
             self._arriving: (
-                tuple[torch.Tensor, list[tuple[torch.Tensor, KVBlock]], list[Any]] | None
+                tuple[torch.Tensor, list[tuple[torch.Tensor, KVBlock]], list[Operation]] | None
             )
             self._arriving = None
 
@@ -93,10 +93,11 @@ class OffloadedLayer:
             starts.append(end)
             end += -(-size // PAGE_BYTES) * PAGE_BYTES
         memory = room_for(end, self.keys.device.type == "cuda")
-        pieces, operations = [], []
+        pieces: list[tuple[torch.Tensor, KVBlock]] = []
+        operations: list[Operation] = []
         for block, start, size in zip(self._blocks, starts, sizes, strict=True):
             whole = -(-size // PAGE_BYTES) * PAGE_BYTES
-            operations.append(self.store.get(block, memory[start : start + whole]))
+            operations += self.store.get(block, memory[start : start + whole])
             pieces.append((memory[start : start + size].view(self.keys.dtype), block))
         self._arriving = (memory, pieces, operations)
 
@@ -108,11 +109,9 @@ class OffloadedLayer:
         if arriving is not None:
             _, pieces, operations = arriving
             for operation in operations:
-                if operation is not None:
-                    operation.exception()
+                operation.exception()
             for operation in operations:
-                if operation is not None:
-                    self._checked(operation)
+                self._checked(operation)
             self._compare(pieces)
             past = [memory.view(block.shape) for memory, block in pieces]
         found = []
@@ -159,8 +158,7 @@ class OffloadedLayer:
                 self._broken = failed
                 raise
             self._blocks.append(block)
-            if writing is not None:
-                self._writing.append(writing)
+            self._writing += writing
         # A copy, or the tensor of all tokens would stay with it.
         self.keys, self.values = keys[..., whole:, :].clone(), values[..., whole:, :].clone()
 
@@ -187,8 +185,7 @@ class OffloadedLayer:
         while self._writing:
             self._writing.pop(0).exception()
         for operation in self._arriving[2] if self._arriving is not None else ():
-            if operation is not None:
-                operation.exception()
+            operation.exception()
         self.store.forget(self._blocks)
         self._blocks, self._arriving, self._broken = [], None, None
         self.keys = self.values = None
@@ -270,7 +267,7 @@ def offload(
     model: Any,
     handle: AioHandle | None,
     device: torch.device,
-    where: bool | str | os.PathLike[str],
+    where: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     checksum: bool = True,
 ) -> Callable[[], None]:
     """Have a transformers model use such caches wherever it would use a new `DynamicCache`.
@@ -279,7 +276,8 @@ def offload(
         model: The model.
         handle: Moves the bytes; None makes one when it is needed.
         device: Of the model.
-        where: True: memory for a GPU, a temporary file for a CPU; or a directory.
+        where: True: memory for a GPU, a temporary file for a CPU; or a directory, or one on each of
+            several drives.
         checksum: As for `KVStore`.
 
     Returns:
@@ -293,18 +291,22 @@ def offload(
     if not hasattr(model, "config") or not hasattr(model.config, "get_text_config"):
         raise TypeError("kv_offload works with transformers' models, whose caches it can stand for")
     utilities = cache_utilities()
-    directory: str | os.PathLike[str] | None = None
+    directories: list[str] = []
     if where is not True:
-        if isinstance(where, bool) or not Path(where).is_dir():
-            raise FileNotFoundError(f"kv_offload={where!r}: there is no such directory")
-        directory = where
+        several: list[Any] = list(where) if isinstance(where, (list, tuple)) else [where]
+        for each in several:
+            if isinstance(each, bool) or not Path(each).is_dir():
+                raise FileNotFoundError(f"kv_offload={where!r}: there is no such directory")
+            directories.append(os.fspath(each))
+        if not several:
+            raise ValueError("kv_offload is an empty list: name a directory, or several")
     elif device.type == "cpu":
-        directory = tempfile.gettempdir()
-    mover = _Mover(handle, directory)
+        directories = [tempfile.gettempdir()]
+    mover = _Mover(handle, directories)
     weakref.finalize(model, _finish, mover.close)
 
     def fresh(config: Any) -> Any:
-        return new_cache(config, KVStore(directory, mover.get(), checksum))
+        return new_cache(config, KVStore(directories, mover.get(), checksum))
 
     def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given: Any = named.get("past_key_values")
@@ -345,25 +347,25 @@ def _finish(close: Callable[[], None]) -> None:
 
 
 class _Mover:
-    """The handle of a model's caches: the caller's, or one that is made when it is needed."""
+    """The handles of a model's caches: the caller's, or their own, made when they are needed."""
 
-    def __init__(self, given: AioHandle | None, directory: str | os.PathLike[str] | None) -> None:
+    def __init__(self, given: AioHandle | None, directories: Sequence[str]) -> None:
         self._given = given
-        self._directory = directory
-        self._own: AioHandle | None = None
+        self._directories = directories
+        self._own: DriveHandles | None = None
         self._lock = threading.Lock()
 
-    def get(self) -> AioHandle | None:
-        """The handle; None where caches are kept in memory."""
-        if self._given is not None or self._directory is None:
-            return self._given
+    def get(self) -> DriveHandles | None:
+        """The handles; None where caches are kept in memory."""
+        if not self._directories:
+            return None
         with self._lock:
             if self._own is None:
-                self._own = new_handle(self._directory)
+                self._own = DriveHandles(self._given, self._directories)
             return self._own
 
     def close(self) -> None:
-        """Close it, if it was made here."""
+        """Close those that were made here."""
         with self._lock:
             own, self._own = self._own, None
         if own is not None:

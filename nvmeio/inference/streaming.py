@@ -39,7 +39,7 @@ def stream_model(
     resident_bytes: int | str | None = None,
     handle: AioHandle | None = None,
     dtype: torch.dtype | str | None = None,
-    kv_offload: bool | str | os.PathLike[str] = False,
+    kv_offload: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = False,
     layers: Sequence[nn.Module | str] | None = None,
     strict: bool = True,
     checksum: bool = True,
@@ -74,7 +74,8 @@ def stream_model(
             that of the configuration.
             Files in this dtype already are faster: ``nvmeio pack --dtype``.
         kv_offload: Keep past keys and values of idle layers out of the way: True in page-locked
-            memory (GPU) or a temporary file (CPU), a path in a file in that directory. For
+            memory (GPU) or a temporary file (CPU), a path in a file in that directory, a list of
+            paths in files there, one on each of several drives, which work at once. For
             transformers' models that use a `DynamicCache`.
         layers: What is streamed as one: modules, or their names. By default transformers' decoder
             and encoder layers; of other models the members of the outermost ModuleList and

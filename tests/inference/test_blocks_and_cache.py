@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from inference._models import (
 from support import open_descriptors, spin_until_collected
 
 import nvmeio
+from nvmeio.engines.base import Opcode
+from nvmeio.engines.threads import Block, ThreadsEngine
 from nvmeio.errors import ClosedError, TransferError
-from nvmeio.inference import generate_in_blocks, kv_cache, pack, run_in_blocks
+from nvmeio.inference import _kv_store, generate_in_blocks, kv_cache, pack, run_in_blocks
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -136,12 +140,18 @@ def test_offloaded_caches_give_the_same_tokens(name: str, tmp_path: Path, stream
         assert tokens(model, ids, count).equal(tokens(whole, ids, count))
 
 
-@pytest.mark.parametrize("where", ["disk", "memory"])
-def test_what_is_put_away_comes_back(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drives", [0, 1, 3])
+def test_what_is_put_away_comes_back(
+    drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every change that generation makes to a cache, beside a stock one."""
+    monkeypatch.setattr(_kv_store, "_BAND_BYTES", 4096)  # so that small blocks are on all drives
+    folders = [tmp_path / str(number) for number in range(drives)]
+    for folder in folders:
+        folder.mkdir()
     config = transformers.LlamaConfig(num_hidden_layers=2)
     with nvmeio.AioHandle(engine="threads") as handle:
-        store = kv_cache.KVStore(tmp_path if where == "disk" else None, handle)
+        store = kv_cache.KVStore(folders or None, handle)
         ours, stock = kv_cache.new_cache(config, store), transformers.DynamicCache(config=config)
         assert isinstance(ours, transformers.DynamicCache)
         generator = torch.Generator().manual_seed(0)
@@ -178,8 +188,67 @@ def test_what_is_put_away_comes_back(where: str, tmp_path: Path) -> None:
             cache.reset()
         both(4)
         assert store.written_bytes > 0 < store.read_bytes
-        assert [p.name for p in tmp_path.iterdir()] == []  # the file has no name
+        assert all(list(folder.iterdir()) == [] for folder in folders)  # files have no names
+        assert all(file.size() for file in store._files)
         store.close()
+
+
+def test_each_drive_has_its_part_of_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every large block, in proportion to how fast it is; counted below the handle."""
+    monkeypatch.setattr(_kv_store, "weights_of", lambda *_, **__: [3, 1])
+    folders = [tmp_path / "fast", tmp_path / "slow"]
+    for folder in folders:
+        folder.mkdir()
+    moved: Counter[tuple[str, int]] = Counter()
+
+    class Counting(ThreadsEngine):
+        def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
+            done = super()._move(block, fd, memory, offset)
+            drive = Path(os.readlink(f"/proc/self/fd/{fd}")).parent.name
+            with self.condition:
+                moved[drive, block.request.transfer.opcode] += done
+            return done
+
+    with nvmeio.AioHandle(engine=Counting()) as handle:
+        store = kv_cache.KVStore(folders, handle)
+        states = [torch.randn(1, 8, 1024, 128) for _ in range(2)]
+        block, writing = store.put(*states)
+        for operation in writing:
+            operation.result()
+        memory = torch.empty(2 * states[0].nbytes, dtype=torch.uint8)
+        for operation in store.get(block, memory):
+            operation.result()
+        assert torch.equal(
+            memory.view(torch.float32).view(2, *states[0].shape), torch.stack(states)
+        )
+        store.check(block, memory, "the block")
+        store.close()
+    for opcode in (Opcode.READ, Opcode.WRITE):
+        fast, slow = moved["fast", opcode], moved["slow", opcode]
+        assert fast + slow == memory.nbytes
+        assert fast / slow == pytest.approx(3, rel=0.02)
+
+
+def test_generation_with_a_cache_on_two_drives(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    model = stream(tmp_path, resident_bytes=400_000, kv_offload=folders)
+    assert tokens(model, prompt(), 12).equal(tokens(loaded(tmp_path), prompt(), 12))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [([], ValueError), (["/", "/nowhere"], FileNotFoundError)]
+)
+def test_directories_of_a_cache_that_are_none(
+    given: list[str], error: type[Exception], tmp_path: Path, stream: Make
+) -> None:
+    saved(llama, tmp_path)
+    with pytest.raises(error, match="kv_offload"):
+        stream(tmp_path, resident_bytes=400_000, kv_offload=given)
 
 
 def test_beams_are_reordered(tmp_path: Path, stream: Make) -> None:
