@@ -64,6 +64,10 @@ RUNS = {
         ["--tokens", "256", "--width", "128", "--layers", "2"],
         "from another process",
     ),
+    "18_finetune_beyond_memory.py": (
+        ["--width", "128", "--layers", "16", "--steps", "3"],
+        "over a base four times the memory",
+    ),
 }
 
 

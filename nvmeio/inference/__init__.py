@@ -4,13 +4,15 @@ Reading order for newcomers: `_formats.safetensors_set` (open files), `_recipes`
 tensors come from theirs), `_units` (what is streamed as one), `_slot_layout` (where it lies),
 `_budget` (what stays), `_packed_checksums`, `_slots` (memory), `stream` (the heart), `_hooks` (the
 seam to a model), `streaming` (`stream_model`). `packing` writes what is read best; `kv_cache` puts
-past keys and values away, `prefixes` keeps them for other processes. docs/inference.md has the
+past keys and values away, `prefixes` keeps them for other processes; `_training` is the seam where
+adapters are trained, `losses` what they need of a large vocabulary. docs/inference.md has the
 arithmetic.
 """
 
 from nvmeio.inference._resources import StreamStats as StreamStats
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
+from nvmeio.inference.losses import chunked_cross_entropy as chunked_cross_entropy
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
 from nvmeio.inference.prefixes import PrefixCache as PrefixCache
@@ -22,6 +24,7 @@ __all__ = [
     "PrefixCache",
     "StreamStats",
     "WeightStream",
+    "chunked_cross_entropy",
     "generate_in_blocks",
     "pack",
     "run_in_blocks",

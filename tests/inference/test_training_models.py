@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from inference._models import gpt2, llama, loaded, mixtral, prompt, saved
+from inference._models import gpt2, llama, loaded, mixtral, prompt, saved, transformers
 
-from nvmeio.inference import pack
+from nvmeio.inference import chunked_cross_entropy, pack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -156,3 +156,97 @@ def test_tokens_are_generated_between_steps(tmp_path: Path, stream: Make) -> Non
         found.append(model.generate(input_ids=prompt(), max_new_tokens=4, do_sample=False))
         trained(model, steps=1)
     assert found[0].equal(found[1])
+
+
+def test_a_loss_in_chunks_reads_the_head_no_more_often(tmp_path: Path, stream: Make) -> None:
+    saved(llama, tmp_path)
+    whole, model = loaded(tmp_path), stream(tmp_path, resident_bytes=200_000, trainable=True)
+    found = []
+    for base in (whole, model):
+        both = adapted(base)
+        both.eval()
+        hidden = base.model(prompt()).last_hidden_state
+        before = 0 if base is whole else model.weight_stream.stats.units_read
+        loss = chunked_cross_entropy(hidden[:, :-1], base.lm_head, prompt()[:, 1:], 5)
+        loss.backward()
+        parameters = [p for p in both.parameters() if p.requires_grad]
+        found.append([loss, *(p.grad for p in parameters)])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    # The head once, if it is not there yet, and the layers for backward and the next step.
+    assert model.weight_stream.stats.units_read - before <= 1 + 2 * len(model.weight_stream.units)
+
+
+def test_transformers_trainer_trains_as_in_memory(tmp_path: Path, stream: Make) -> None:
+    pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+    saved(llama, tmp_path / "model")
+    rows = [{"input_ids": ids, "labels": ids} for ids in prompt(batch=8)]
+    found = []
+    for name in ("memory", "drive"):
+        if name == "drive":
+            base = stream(tmp_path / "model", resident_bytes=200_000, trainable=True)
+        else:
+            base = loaded(tmp_path / "model")
+        model = adapted(base)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / name), max_steps=4, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, gradient_checkpointing=True, learning_rate=0.01,
+            save_steps=2, logging_steps=1, report_to="none", use_cpu=True, seed=5,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, peft.get_peft_model_state_dict(model)))
+        again = adapted(base_again(name, tmp_path / "model", stream))
+        resumed = transformers.Trainer(model=again, args=arguments, train_dataset=rows)
+        resumed.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        assert_state(peft.get_peft_model_state_dict(again), found[-1][1])
+    assert found[0][0] == found[1][0]
+    assert_state(found[0][1], found[1][1])
+
+
+def base_again(name: str, path: Path, stream: Make) -> Any:
+    if name == "memory":
+        return loaded(path)
+    return stream(path, resident_bytes=200_000, trainable=True)
+
+
+def assert_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_lightning_trains_as_in_memory_and_goes_on(tmp_path: Path, stream: Make) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
+
+    class Tuned(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, ids: torch.Tensor, _: int) -> Any:
+            return self.model(input_ids=ids, labels=ids).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    def fit(base: Any, steps: int, checkpoint: Path | None) -> tuple[Any, dict[str, torch.Tensor]]:
+        module = Tuned(adapted(base))
+        torch.manual_seed(5)
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(list(prompt(batch=4)), batch_size=1),
+                    ckpt_path=checkpoint)  # fmt: skip
+        return trainer, peft.get_peft_model_state_dict(module.model)
+
+    saved(llama, tmp_path / "model")
+    _, wanted = fit(loaded(tmp_path / "model"), 3, None)
+    trainer, found = fit(base_again("drive", tmp_path / "model", stream), 3, None)
+    assert_state(found, wanted)
+    trainer.save_checkpoint(tmp_path / "at-3.ckpt")
+    assert (tmp_path / "at-3.ckpt").stat().st_size < 200_000
+    _, unchanged = fit(base_again("drive", tmp_path / "model", stream), 3, tmp_path / "at-3.ckpt")
+    assert_state(unchanged, wanted)

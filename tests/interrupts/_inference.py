@@ -84,6 +84,35 @@ class Forward(Scenario):
         self.model.weight_stream.close()
 
 
+class Backward(Forward):
+    """Gradients of an adapter, through layers that come back for it."""
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.model.blocks[4][2].register_full_backward_hook(lambda *_: self.poke())
+
+    def open(self) -> Any:
+        with torch.device("meta"):
+            empty = Net().eval()
+        path = self.folder / "net.safetensors"
+        return nvmeio.stream_model(
+            empty, path, resident_bytes=160_000, window=2, handle=self.given, trainable=True
+        )
+
+    def gradient(self, model: Any) -> Any:
+        x = self.x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        return found
+
+    def work(self) -> Any:
+        with torch.enable_grad():  # whatever an interrupt left
+            return self.gradient(self.model)
+
+    def check(self, found: Any) -> None:
+        with torch.enable_grad():
+            assert torch.equal(found, self.gradient(self.whole.requires_grad_(False)))
+
+
 class AsyncForward(Forward):
     modes = ("timer", "opcodes", "cancel", "cancel-later", "twice")
 
@@ -185,6 +214,7 @@ class Pack(Scenario):
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "stream-forward": Forward,
+    "stream-backward": Backward,
     "stream-async": AsyncForward,
     "streams": Streams,
     "stream-generate": Generate,

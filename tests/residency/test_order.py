@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from nvmeio._residency.order import Cyclic, ThereAndBack
+from nvmeio._residency.order import Cyclic, Remembered, ThereAndBack
 
 
 def test_round_guesses_the_order_given_and_comes_round() -> None:
@@ -50,3 +50,72 @@ def test_a_unit_of_several_places_tells_nothing() -> None:
     order.note("a")
     order.note("tied")
     assert list(order.upcoming()) == ["b", "c"]
+
+
+def remembered(units: str = "abcd") -> Remembered[str]:
+    order: Remembered[str] = Remembered(units, lambda unit: unit != "stays")
+    order.recording = True
+    return order
+
+
+def test_forward_as_given_then_back_then_round_is_the_guess() -> None:
+    order = remembered()
+    for unit in "abc":
+        order.note(unit)
+    assert list(order.upcoming()) == ["c", "d", "b", "a"]
+    order.note("d")
+    order.note("d", backward=True)
+    assert list(order.upcoming()) == ["d", "c", "b", "a"]
+    for unit in "cba":
+        order.note(unit, backward=True)
+    assert list(order.upcoming()) == ["a", "b", "c", "d"]
+
+
+def test_a_region_that_is_computed_again_within_backward_is_learned() -> None:
+    order = remembered()
+    for _ in range(2):
+        for unit in "abcd":
+            order.note(unit)
+        for unit in "cddcabba":
+            order.note(unit, backward=True)
+    for unit in "abcd":
+        order.note(unit)
+    order.note("c", backward=True)
+    assert list(order.upcoming())[:2] == ["c", "d"]
+    order.note("d", backward=True)
+    assert list(order.upcoming()) == ["d", "c", "a", "b"]
+
+
+def test_what_evaluation_did_does_not_tell_of_training() -> None:
+    order = remembered()
+    for unit in "abcd":
+        order.note(unit)
+    for unit in "dcba":
+        order.note(unit, backward=True)
+    order.recording = False
+    for unit in "badcba":
+        order.note(unit)
+    order.recording = True
+    for unit in "abcd":
+        order.note(unit)
+    assert list(order.upcoming())[:2] == ["d", "c"]
+
+
+def test_what_is_needed_last_goes_first() -> None:
+    order = remembered()
+    for unit in "abc":
+        order.note(unit)
+    assert list(order.may_go("abcd", None)) == ["a", "b", "d", "c"]
+    assert list(order.may_go("abc", "d")) == ["a", "b"]
+    assert list(order.may_go("bcd", "a")) == []
+    assert list(order.may_go(["stays", "a"], None)) == ["a"]
+
+
+def test_nothing_follows_from_a_pass_that_was_given_up() -> None:
+    order = remembered()
+    order.note("a")
+    order.note("c")
+    order.forget()
+    assert list(order.upcoming()) == []
+    order.note("a")
+    assert list(order.upcoming())[:2] == ["a", "c"]
