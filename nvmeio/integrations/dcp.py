@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -99,7 +100,7 @@ class _InDirectory:
         return f"<{type(self).__name__} {os.fspath(self.path)!r}>"
 
 
-class NvmeStorageWriter(_InDirectory, StorageWriter):
+class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     """Writes distributed checkpoints through nvmeio, for `dcp.save` and `dcp.async_save`.
 
     Each rank writes its tensors straight from their memory, with direct I/O, into files whose large
@@ -117,7 +118,9 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
             many files are made. One keeps a drive busy.
         per_thread_copy_ahead: Taken and kept; what is copied ahead of the drive is bounded as under
             Cost.
-        cache_staged_state_dict: False; for True use the stager that has it, see ValueError.
+        cache_staged_state_dict: As for FileSystemWriter: `dcp.async_save` without an
+            ``async_stager`` copies into the same memory each time, page-locked for CUDA. Keep the
+            writer for all saves then, and give each a ``checkpoint_id``.
         overwrite: Whether a checkpoint that is there may be replaced.
         _extensions: Stream transforms, as for FileSystemWriter. Items go through them in memory.
         serialization_format: ``SerializationFormat.TORCH_SAVE``, the only one there is here.
@@ -126,13 +129,13 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
             handle cannot be sent to another process (``AsyncCheckpointerType.PROCESS``).
 
     The arguments are FileSystemWriter's, in its order, and so are the attributes `path`, `fs`,
-    `save_id`, `overwrite`, `sync_files` and so on.
+    `save_id`, `overwrite`, `sync_files` and so on. Like it, this is torch's `BlockingAsyncStager`
+    as well, for `dcp.async_save` without an ``async_stager``.
 
     Raises:
-        TypeError: `single_file_per_rank`, `sync_files` or `overwrite` is no bool.
-        ValueError: Another serialization format, a `thread_count` below 1, or
-            `cache_staged_state_dict`, which torch's own stager does for this writer as well:
-            ``dcp.async_save(…, async_stager=BlockingAsyncStager(cache_staged_state_dict=True))``.
+        TypeError: `single_file_per_rank`, `sync_files`, `cache_staged_state_dict` or `overwrite` is
+            no bool.
+        ValueError: Another serialization format, or a `thread_count` below 1.
 
     Errors while saving come as torch reports those of any storage, as a `CheckpointException` on
     every rank, whose ``failures`` has the error of each rank that failed: `TransferError` (disk
@@ -158,17 +161,15 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         checksum: bool = True,
         handle: AioHandle | None = None,
     ) -> None:
-        super().__init__()
+        StorageWriter.__init__(self)
+        BlockingAsyncStager.__init__(
+            self, _checks.switch("cache_staged_state_dict", cache_staged_state_dict)
+        )
         if getattr(serialization_format, "value", serialization_format) not in (None, "torch_save"):
             raise ValueError(
                 f"serialization_format {serialization_format} is not written here: use "
                 "SerializationFormat.TORCH_SAVE, or nvmeio.save_safetensors for the tensors of "
                 "one process"
-            )
-        if cache_staged_state_dict:
-            raise ValueError(
-                "cache_staged_state_dict is the stager's: pass async_stager="
-                "BlockingAsyncStager(cache_staged_state_dict=True) to dcp.async_save"
             )
         self.fs = FileSystem()
         self.path = Path(path)
@@ -176,7 +177,6 @@ class NvmeStorageWriter(_InDirectory, StorageWriter):
         self.sync_files = _checks.switch("sync_files", sync_files)
         self.thread_count = _checks.integer("thread_count", thread_count, 1)
         self.per_thread_copy_ahead = per_thread_copy_ahead
-        self.cache_staged_state_dict = False
         self.overwrite = _checks.switch("overwrite", overwrite)
         self.transforms: Any = stream_transforms("_StorageWriterTransforms", _extensions)
         self.serialization_format = serialization_format or _TORCH_SAVE

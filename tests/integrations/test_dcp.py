@@ -28,6 +28,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program
 from support import bytes_tensor, random_bytes, raw, run_python
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -869,9 +871,9 @@ def test_other_formats_are_refused() -> None:
         NvmeStorageWriter("x", thread_count=0)
 
 
-def test_what_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"async_stager=BlockingAsyncStager\(cache_staged"):
-        NvmeStorageWriter("x", cache_staged_state_dict=True)
+def test_what_is_no_switch_is_refused() -> None:
+    with pytest.raises(TypeError, match="cache_staged_state_dict must be true or false, not 2"):
+        NvmeStorageWriter("x", cache_staged_state_dict=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sync_files must be true or false, not 4"):
         NvmeStorageWriter("x", True, 4)  # the place of thread_count once
 
@@ -889,11 +891,17 @@ def test_arguments_and_attributes_are_those_of_torch(
     wanted = list(inspect.signature(theirs).parameters)
     assert list(inspect.signature(ours).parameters)[: len(wanted)] == wanted
     mine, stock = ours(tmp_path), theirs(tmp_path)
-    staging = {"type_check", "state_dict_cache"}  # of the stager that torch's writer is as well
-    for name in set(vars(stock)) - staging:
+    public = {name for name in dir(stock) if not name.startswith("_")}
+    assert not public - set(dir(mine))
+    for name in public - set(vars(stock)):
+        expected = getattr(theirs, name)
+        if callable(expected):
+            wanted = list(inspect.signature(expected).parameters)
+            assert list(inspect.signature(getattr(ours, name)).parameters) == wanted, name
+    for name in vars(stock):
         found, expected = getattr(mine, name), getattr(stock, name)
         assert type(found) is type(expected), name
-        if isinstance(expected, (bool, int, Path, dict)):
+        if isinstance(expected, (bool, int, Path, dict, type(None))):
             assert found == expected, name
     assert len(mine.save_id if "save_id" in vars(stock) else mine.load_id) == 36
 
@@ -943,6 +951,34 @@ def test_async_save_writes_what_was_there_when_it_was_called(tmp_path: Path) -> 
     state["w"].zero_()
     future.result(timeout=60)
     assert_same(load(kept, tmp_path), kept)
+
+
+@pytest.mark.parametrize("kind", [NvmeStorageWriter, dcp.FileSystemWriter])
+def test_staged_memory_is_kept_where_that_is_asked_for(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused, with the way to torch's own stager."""
+    if not torch.cuda.is_available():  # what torch asks for is page-locked
+        monkeypatch.setattr(staging, "_create_cpu_state_dict", unlocked)
+    writer = kind(tmp_path / "none", cache_staged_state_dict=True)
+    assert writer.state_dict_cache is None
+    kept = None
+    for step in range(2):
+        state = {"w": torch.full((300, 300), float(step))}
+        future = dcp.async_save(
+            state, storage_writer=writer, checkpoint_id=tmp_path / str(step), no_dist=True
+        )
+        state["w"].fill_(7)
+        future.result(timeout=60)
+        found = load(state, tmp_path / str(step))
+        assert_same(found, {"w": torch.full((300, 300), float(step))})
+        assert kept is None or writer.state_dict_cache["w"].data_ptr() == kept
+        kept = writer.state_dict_cache["w"].data_ptr()
+
+
+def unlocked(state: Any, pin_memory: bool) -> Any:
+    """Torch's own function without page-locking."""
+    return _state_dict_utils._create_cpu_state_dict(state)
 
 
 def test_a_failed_async_save_is_told(tmp_path: Path) -> None:
