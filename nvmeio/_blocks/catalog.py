@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from nvmeio._blocks.slots import BlockPlace, Index
 from nvmeio._blocks.table import NotATable, Table
 from nvmeio._io.ending import wait_for_those_that_end
+from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import reserve
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.private import make_private_directory, open_own
@@ -106,7 +107,7 @@ class Catalog:
                 if isinstance(failed, NotATable):
                     raise FileNotFoundError(f"{path}: {failed}") from failed
                 raise
-        self._path.parent.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._path.parent.parent)
         make_private_directory(self._path.parent)
         fd = open_own(path)
         try:

@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 from nvmeio import files
 from nvmeio._storage.attributes import take_over
+from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import allocate, sync_directory, write_all
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.private import create
@@ -74,7 +75,7 @@ class Replacement:
         self._target = os.path.realpath(self._path)
         replaces = _check_target(self._path, self._target)
         self._directory = os.path.dirname(self._target)
-        _make_directory(self._directory)
+        make_directory(self._directory, wanted=self._path)
         remove_leftovers(self._directory)
         taken = None if recycle is None else _take(recycle, self._target)
         self.recycled = taken is not None
@@ -339,15 +340,6 @@ def _take(recycle: str, target: str) -> tuple[str, int] | None:
         raise
     os.close(fd)
     return None
-
-
-def _make_directory(directory: str) -> None:
-    """Make a directory that is missing, durably; one level. What cannot be made is told later."""
-    if os.path.isdir(directory):
-        return
-    with contextlib.suppress(OSError):
-        os.mkdir(directory)
-        sync_directory(os.path.dirname(directory))
 
 
 def _make_temporary(path: str, target: str) -> tuple[str, int]:

@@ -265,25 +265,3 @@ def _pointer(directory: str) -> str:
         return ""
     finally:
         os.close(fd)
-
-
-def make_directory(directory: str) -> None:
-    """Make a directory and those above it, durably; fine if it is there.
-
-    Raises:
-        TransferError: It cannot be made, or is something else.
-    """
-    missing: list[str] = []
-    path = os.path.abspath(directory)
-    while not os.path.isdir(path) and path != os.path.dirname(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    try:
-        for each in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(each)
-            sync_directory(os.path.dirname(each))
-        if not os.path.isdir(directory):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
-    except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed

@@ -17,6 +17,7 @@ from nvmeio._io.caller import InCaller, at_once
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
+from nvmeio._storage.directories import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._guard import Guard
@@ -201,7 +202,7 @@ class Saver:
         if self._lock_fd >= 0 and not leads_to(self.directory, self._lock_fd):
             self._unlock()  # removed, or replaced by another one
         if self._lock_fd < 0:
-            _retention.make_directory(self.directory)
+            make_directory(self.directory)
             self._lock_fd = lock_directory(self.directory)
         _retention.remove_dead(self.directory)
 

@@ -16,6 +16,7 @@ from nvmeio._io.caller import at_once, run_with_caller
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
+from nvmeio._storage.directories import check_above
 from nvmeio.checkpoint import _guard, _retention, _writers
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._loading import LoadOptions, MapLocation
@@ -67,7 +68,8 @@ class Checkpointer(ClosingWork):
     `timeout_s`, and the checkpoint before stays the latest.
 
     Args:
-        directory: Made by the first save if it is missing. One Checkpointer saves into it.
+        directory: Made by the first save if it is missing, one level. One Checkpointer saves into
+            it.
         keep: How many checkpoints stay whole at every moment, 1 or more. A directory with more
             loses its oldest ones at the first save.
         handle: Moves the bytes, and stays open. None opens one with the setting that is stored
@@ -455,6 +457,7 @@ def _checked_directory(directory: str | os.PathLike[str]) -> str:
             path=path,
             detail="a Checkpointer needs a directory, not a file",
         )
+    check_above(path)
     return path
 
 

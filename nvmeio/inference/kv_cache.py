@@ -16,7 +16,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.threads import Thread
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage.directories import make_directory
 from nvmeio.handle import AioHandle
 from nvmeio.inference._kv_store import KVBlock, room_for
 from nvmeio.inference._kv_store import KVStore as KVStore
@@ -277,7 +277,7 @@ def offload(
         handle: Moves the bytes; None makes one when it is needed.
         device: Of the model.
         where: True: memory for a GPU, a temporary file for a CPU; or a directory, or one on each of
-            several drives.
+            several drives, made where it is missing, one level.
         checksum: As for `KVStore`.
 
     Returns:
@@ -286,7 +286,7 @@ def offload(
 
     Raises:
         TypeError: It is no transformers model.
-        FileNotFoundError: There is no such directory.
+        TransferError: There is no such directory, and it cannot be made.
     """
     if not hasattr(model, "config") or not hasattr(model.config, "get_text_config"):
         raise TypeError("kv_offload works with transformers' models, whose caches it can stand for")
@@ -295,8 +295,9 @@ def offload(
     if where is not True:
         several: list[Any] = list(where) if isinstance(where, (list, tuple)) else [where]
         for each in several:
-            if isinstance(each, bool) or not Path(each).is_dir():
-                raise FileNotFoundError(f"kv_offload={where!r}: there is no such directory")
+            if isinstance(each, bool):
+                raise TypeError(f"kv_offload must be True, None or a directory, not {where!r}")
+            make_directory(each)
             directories.append(os.fspath(each))
         if not several:
             raise ValueError("kv_offload is an empty list: name a directory, or several")

@@ -25,6 +25,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
+from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import rename, sync_directory, sync_file
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
@@ -127,7 +128,7 @@ def pack(
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
         temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there: Ctrl-C
-        temporary.mkdir(parents=True)
+        make_directory(temporary)
         contents = _Contents(units, setting)
         report = _write(temporary / shards.DEFAULT_NAME, contents, checkpoint, mover, call)
         _copy_others(source, temporary, next(iter(model.parameters())).dtype)

@@ -32,6 +32,7 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
+from nvmeio._storage.directories import make_directory
 from nvmeio._storage.private import create, make_private_directory
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _hooks
@@ -109,6 +110,7 @@ class Spiller:
         self._empties: dict[str, nn.Parameter] = {}
         with contextlib.ExitStack() as undo:
             self._mover = undo.enter_context(handle_for(handle, directory))
+            make_directory(directory)
             _remove_abandoned(Path(directory))
             self.path, lock = _own_directory(Path(directory))
             undo.callback(weakref.finalize(self, _remove, self.path, lock, os.getpid()))

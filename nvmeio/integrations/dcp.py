@@ -50,6 +50,7 @@ from nvmeio import _checks
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.threads import run_interruptible
+from nvmeio._storage.directories import make_directory
 from nvmeio._storage.replace import replace_file
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
@@ -110,7 +111,8 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     untouched, whatever happens.
 
     Args:
-        path: The directory of the checkpoint; made if it is missing.
+        path: The directory of the checkpoint; made if it is missing, with those above it, as
+            FileSystemWriter does.
         single_file_per_rank: False for a file for each tensor or object.
         sync_files: Make every file durable. False leaves that to the kernel, as torch does: a
             checkpoint is whole whenever a process ends, not where the machine loses power.
@@ -204,12 +206,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             RuntimeError: There is a checkpoint, and `overwrite` is False.
             TransferError: The directory cannot be made.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="mkdir", path=str(self.path)
-            ) from failed
+        make_directory(self.path, above=True, durable=self.sync_files)
         if not self.overwrite and self._exists():
             raise RuntimeError(
                 f"Checkpoint already exists and {self.overwrite=}. It is in {self.path}: save into "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._storage.directories import make_directory
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload.converting import follow, swapped_like
@@ -87,8 +88,9 @@ class _SwapOptimizers:
                 made.append(optimizer)
                 continue
             folders = [os.path.join(each, f"optimizer-{number}") for each in self._swap_dirs]
-            for folder in folders:
-                os.makedirs(folder, exist_ok=True)
+            for above, folder in zip(self._swap_dirs, folders, strict=True):
+                make_directory(above)
+                make_directory(folder)
             swapped = swapped_like(
                 optimizer, folders, as_class=LightningSwappedOptimizer, **self._options
             )

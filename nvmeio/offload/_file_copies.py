@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvmeio._storage import durable, private
+from nvmeio._storage.directories import make_directory
 from nvmeio.errors import TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
@@ -84,7 +85,7 @@ def copy(
 
 def _make(above: str, target: str) -> None:
     try:
-        os.makedirs(above, private.DIRECTORY_MODE, exist_ok=True)
+        make_directory(above, mode=private.DIRECTORY_MODE)
         private.make_private_directory(target)
         if any(entry != LOCK for entry in os.listdir(target)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from nvmeio import files
 from nvmeio._io import ending
-from nvmeio._storage import durable, private
+from nvmeio._storage import directories, durable, private
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 
@@ -38,8 +38,8 @@ class SwapDir:
 
     def __init__(self, parent: str | os.PathLike[str], name: str) -> None:
         above = directory_path("swap_dir", parent)
-        if not os.path.exists(above):
-            private.make_private_directory(above)
+        if not os.path.lexists(above):
+            directories.make_directory(above, mode=private.DIRECTORY_MODE)
         elif not os.path.isdir(above):
             raise TransferError(
                 errno.ENOTDIR,

@@ -409,6 +409,7 @@ def test_a_directory_that_is_deep_relative_or_a_link(
 ) -> None:
     """A relative one stays where it was when the process goes elsewhere."""
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with nvmeio.Checkpointer("a/b/c") as checkpointer:
         checkpointer.save_sync(state_of(0), 0)

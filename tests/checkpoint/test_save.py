@@ -501,6 +501,6 @@ def test_a_missing_directory_is_made_one_level(tmp_path: Path) -> None:
     """As swap directories and those of Checkpointers are."""
     nvmeio.save({"a": 1}, tmp_path / "made" / "a.pt")
     assert nvmeio.load(tmp_path / "made" / "a.pt") == {"a": 1}
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"one does not exist either.*\(mkdir -p\)"):
         nvmeio.save({"a": 1}, tmp_path / "one" / "two" / "a.pt")
     assert not (tmp_path / "one").exists()

@@ -116,7 +116,7 @@ def test_what_cannot_be_spilled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no modules"):
         spill([], tmp_path)
     with pytest.raises(TransferError):
-        spill(layers(), tmp_path / "nowhere")
+        spill(layers(), tmp_path / "nowhere" / "below")
     odd: Any = layers()
     odd[1][0].weight.data = torch.zeros(96, 192)[:, :96]
     with pytest.raises(ValueError, match=r"'1\.0\.weight' .* has holes"):
