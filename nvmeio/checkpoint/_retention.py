@@ -22,7 +22,7 @@ import stat
 import time
 from typing import NamedTuple
 
-from nvmeio._storage.durable import rename, sync_directory, write_all
+from nvmeio._storage.durable import rename, write_all
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.private import create
 from nvmeio._storage.replace import (
