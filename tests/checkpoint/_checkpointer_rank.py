@@ -744,6 +744,7 @@ def subgroups(me: Rank) -> None:
     groups = [dist.new_group(half) for half in halves]
     mine = me.rank // 2
     folder = me.folder / str(mine)
+    me.folder.mkdir(exist_ok=True)
     with nvmeio.Checkpointer(folder, process_group=groups[mine]) as checkpointer:
         for step in range(3 + mine):
             checkpointer.save_sync(replicated(step), step)
