@@ -185,4 +185,7 @@ def refuse_pickling(self: object, instead: str) -> NoReturn:
         TypeError: Always.
     """
     kind = type(self).__name__
-    raise TypeError(f"a {kind} belongs to the process that made it and is not pickled: {instead}")
+    article = "an" if kind[0] in "AEIO" else "a"
+    raise TypeError(
+        f"{article} {kind} belongs to the process that made it and is not pickled: {instead}"
+    )

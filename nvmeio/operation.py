@@ -11,8 +11,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, NoReturn
 
+from nvmeio import _checks
 from nvmeio._core import Core
 from nvmeio._record import Record
 
@@ -198,6 +199,9 @@ class Operation(Coroutine[Any, Any, int]):
     def buffered_bytes(self) -> int:
         """Bytes that went through the page cache."""
         return 0 if self._record.state == "pending" else self._record.outcome().buffered_bytes
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(self, "wait for it here, and send the tensor")
 
     def __repr__(self) -> str:
         return repr(self._record)

@@ -339,6 +339,9 @@ class Lease:
         self._timeout = timeout
         self._waiter: _Waiter | None = None
 
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(self, "send the tensor, which is copied, or share_memory_()")
+
     def __enter__(self) -> torch.Tensor:
         # A raw lock: waiting for it ends at once with Ctrl-C, and leaves nothing behind.
         gate = threading.Lock()

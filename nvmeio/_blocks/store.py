@@ -26,11 +26,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from nvmeio import files
+from nvmeio import _checks, files
 from nvmeio._blocks.catalog import Catalog
 from nvmeio._blocks.in_place import InPlace
 from nvmeio._blocks.slots import BlockPlace
@@ -409,6 +409,11 @@ class BlockStore(Closing):
         _finish(self._loads)
         self._loads.close()
         self._ending.close()
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self, "keep its directory and name, and open it with writer=False in other processes"
+        )
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""

@@ -11,10 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from nvmeio import _checks
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.caller import Cancellation, InCaller, run_with_caller
@@ -193,6 +194,9 @@ class BackgroundSaver:
                     self._pending.append(future)
                     job.call_when_done(lambda: self._settle(job, future))
             return self._last
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(self, "make one in each process")
 
     def _settle(self, job: SaveJob, future: concurrent.futures.Future[Any]) -> None:
         try:

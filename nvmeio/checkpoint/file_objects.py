@@ -12,11 +12,11 @@ import io
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from nvmeio import buffers
+from nvmeio import _checks, buffers
 from nvmeio._closing import Closing, Discarding
 from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
@@ -189,6 +189,9 @@ class FastFileWriter(Discarding):
         """Whether it was committed or discarded."""
         return self._replacement.closed
 
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(self, "keep its path, and write the file in one process")
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._stream.position} bytes so far"
         return f"<nvmeio.FastFileWriter {self._replacement.path!r} {state}>"
@@ -349,6 +352,9 @@ class FastFileReader(Closing):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._file.closed
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(self, "keep its path, and make one in each process")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at byte {self._position} of {self._size}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from nvmeio import _checks
 from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
@@ -230,8 +231,8 @@ class SwappedModule(Closing, torch.nn.Module):
             "swapped"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a swapped module belongs to its process and directory: send state_dict()")
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _checks.refuse_pickling(self, "send its state_dict(), and swap it in each process")
 
     def __deepcopy__(self, memo: Any) -> SwappedModule:
         raise TypeError("a swapped module cannot be copied: swap another module, in another place")

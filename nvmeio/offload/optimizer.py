@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from nvmeio import _checks
 from nvmeio._checks import switch
 from nvmeio._closing import Closing
 from nvmeio._io import ending
@@ -564,9 +565,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             raise ClosedError("the optimizer was never opened")
         return self._swapper
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a swapped optimizer belongs to its process and directory: send its state_dict()"
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _checks.refuse_pickling(
+            self, "send its state_dict(), and make one in each process, in a swap_dir of its own"
         )
 
     def __deepcopy__(self, memo: Any) -> SwappedOptimizer:

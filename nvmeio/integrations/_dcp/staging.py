@@ -105,6 +105,13 @@ class GuardingStager(AsyncStager):
         finally:
             self._guard.release()
 
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "make one in each process, of the optimizers there; a save by another process "
+            "(AsyncCheckpointerType.PROCESS) needs torch's own stager",
+        )
+
 
 class Staged(dict[str, Any]):
     """A state dict for one save; see the module."""
