@@ -14,6 +14,7 @@ from nvmeio._residency import calls
 from nvmeio.inference import _training
 from nvmeio.inference._binding import check_absent, count_changes
 from nvmeio.inference._outputs import own, tensors_in
+from nvmeio.inference._state_dicts import mark_absent
 from nvmeio.inference._units import Unit
 from nvmeio.inference.stream import WeightStream
 
@@ -54,6 +55,8 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         if stream.trainable:
             _training.leave_out(module, names)
+        else:
+            module._register_state_dict_hook(functools.partial(mark_absent, names))
 
 
 def _with_weights(

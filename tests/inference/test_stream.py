@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import gc
 import os
@@ -34,6 +35,7 @@ from support import (
     tracked_objects,
     until,
 )
+from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio
 from nvmeio._formats.safetensors_files import header_of
@@ -727,6 +729,46 @@ def test_other_weights_are_refused(tmp_path: Path, stream: Make) -> None:
         {}, strict=False
     )  # what is not the stream's is nobody's business here
     assert net(x).equal(whole(x))
+
+
+def to_dcp(state: Any, path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from nvmeio.integrations.dcp import NvmeStorageWriter
+
+    dcp.save(state, storage_writer=NvmeStorageWriter(path), no_dist=True)
+
+
+SAVERS: dict[str, Callable[[Any, Path], Any]] = {
+    "torch.save": torch.save,
+    "nvmeio.save": nvmeio.save,
+    "nvmeio.save_safetensors": nvmeio.save_safetensors,
+    "dcp": to_dcp,
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dcp, that there is no process group
+def test_a_state_dict_of_weights_on_disk_is_not_saved(
+    saver: str, tmp_path: Path, stream: Make
+) -> None:
+    """`torch.save` and `nvmeio.save` wrote it without a word, and what was loaded was no weight."""
+    whole = saved_net(tmp_path / "net.safetensors")
+    net = stream(empty_net(), tmp_path / "net.safetensors")
+    state = net.state_dict()
+    assert state.keys() == whole.state_dict().keys()
+    absent = {name: value for name, value in state.items() if value.is_meta}
+    assert absent
+    for name, value in absent.items():
+        wanted = whole.state_dict()[name]
+        assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
+    with pytest.raises((TypeError, CheckpointException)) as refused:
+        SAVERS[saver](copy.deepcopy(state), tmp_path / "saved")
+    assert "on disk" in str(refused.value) or "meta tensor" in str(refused.value)
+    present = {name: value for name, value in state.items() if not value.is_meta}
+    nvmeio.save(present, tmp_path / "present.pt")
+    for name, value in nvmeio.load(tmp_path / "present.pt").items():
+        assert value.equal(whole.state_dict()[name])
 
 
 MOVES: dict[str, Callable[[torch.nn.Module], Any]] = {
