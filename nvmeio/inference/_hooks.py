@@ -56,7 +56,8 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         if stream.trainable:
             _training.leave_out(module, names)
         else:
-            module._register_state_dict_hook(functools.partial(mark_absent, names))
+            marking = functools.partial(mark_absent, names)
+            module._register_state_dict_hook(marking)  # type: ignore[no-untyped-call]
 
 
 def _with_weights(

@@ -16,7 +16,7 @@ from torch import nn
 class WeightOnDisk(torch.Tensor):
     """Shape and dtype of a weight, on the meta device; refuses to be saved or sent."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
