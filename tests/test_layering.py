@@ -35,6 +35,7 @@ LAYERS = {
     "buffers": 2,
     "_memory": 2,
     "pool": 2,
+    "_free_blocks": 0,
     "_mounts": 2,
     "_page_cache": 2,
     "_device": 2,

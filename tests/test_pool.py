@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from support import collect, run_python, spin_until_collected
 
 from nvmeio import _memory, buffers
+from nvmeio._free_blocks import FreeBlocks
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError
-from nvmeio.pool import PinnedPool, _FreeBlocks
+from nvmeio.pool import PinnedPool
 
 PAGE = PAGE_BYTES
 
@@ -529,7 +530,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
 @settings(deadline=None)
 def test_free_blocks_are_best_fit_lowest_address_and_merge(steps: list[tuple[bool, int]]) -> None:
     capacity = 40
-    blocks = _FreeBlocks(capacity)
+    blocks = FreeBlocks(capacity)
     cells = [False] * capacity  # the model: True where taken
     held: list[tuple[int, int]] = []
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from nvmeio import _memory
-from nvmeio._formats import pickle_calls, torch_pickle, torch_zip
+from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
 from nvmeio._plan import PAGE_BYTES
@@ -150,7 +150,7 @@ def scan_pickle(checkpoint: TorchFile) -> torch_pickle.Scan:
     """
     try:
         return torch_pickle.scan(checkpoint.read(_PICKLE))
-    except torch_pickle.PickleError as wrong:
+    except pickle_values.PickleError as wrong:
         raise IntegrityError(
             f"{checkpoint.path}: record 'data.pkl' is no pickle of torch.save: {wrong}",
             expected="a pickle",

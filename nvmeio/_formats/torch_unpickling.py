@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.torch_pickle import REBUILD
+from nvmeio._formats.pickle_values import REBUILD
 
 Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 

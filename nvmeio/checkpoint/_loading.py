@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvmeio._formats import torch_pickle, torch_unpickling
+from nvmeio._formats import pickle_values, torch_pickle, torch_unpickling
 from nvmeio._formats.sniff import TruncatedFileError, check_older
 from nvmeio._formats.torch_file import (
     TorchFile,
@@ -281,7 +281,7 @@ def _load_archive(
             with same_file(file) as same:
                 return in_caller(_load_through_torch, same, options)
         spans = spans_of(checkpoint, file, scan)
-        if options.weights_only and not scan.globals <= torch_pickle.COMMON_GLOBALS:
+        if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
             _check_globals(file)
         _check_locations(scan, file, options.map_location)
         devices = _devices(scan, checkpoint, options.map_location)

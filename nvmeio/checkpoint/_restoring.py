@@ -72,32 +72,27 @@ def restore(
     raise AssertionError("unreachable")
 
 
+@dataclass(frozen=True)
 class _Loading:
-    """How each file of a checkpoint is loaded; parameters as for `load_file`."""
+    """How each file of a checkpoint is loaded; as for `load_file`."""
 
-    def __init__(
-        self,
-        wanted: Wanted,
-        options: LoadOptions,
-        handle: AioHandle | None,
-        call: LongCall,
-        in_caller: InCaller,
-        ranks: LoadingRanks,
-    ) -> None:
-        self._wanted, self._options, self._handle = wanted, options, handle
-        self._call, self._in_caller = call, in_caller
-        self._ranks = ranks
+    wanted: Wanted
+    options: LoadOptions
+    handle: AioHandle | None
+    call: LongCall
+    in_caller: InCaller
+    ranks: LoadingRanks
 
     def __call__(self, path: str) -> Any:
         """Load a file; with the other ranks, where they restore together."""
-        ranks = self._ranks
+        ranks = self.ranks
         if ranks.is_over and not ranks.is_alone:  # of a file before
-            ranks = self._wanted.new_ranks()
-        return load_file(path, self._options, self._handle, self._call, self._in_caller, ranks)
+            ranks = self.wanted.new_ranks()
+        return load_file(path, self.options, self.handle, self.call, self.in_caller, ranks)
 
     def own(self, path: str) -> Any:
         """Load a file that no other rank wants."""
-        return load_file(path, self._options, self._handle, self._call, self._in_caller)
+        return load_file(path, self.options, self.handle, self.call, self.in_caller)
 
 
 def _find(wanted: Wanted) -> Generation:

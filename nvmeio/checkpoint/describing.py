@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats import pickle_calls, torch_pickle
+from nvmeio._formats import pickle_calls, pickle_values
+from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import (
     TorchFile,
@@ -18,7 +19,6 @@ from nvmeio._formats.torch_file import (
     spans_of,
     unsafe_globals,
 )
-from nvmeio._formats.torch_pickle import Global, PickledCall, StorageRef
 from nvmeio._formats.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
@@ -133,7 +133,7 @@ def _describe(path: str | os.PathLike[str]) -> Description:
             _tensor(name, call, ref, f"{prefix}data/{ref.key}", offsets[ref.key])
             for name, call, ref in _tensors_in(scan.value)
         ]
-        forbidden = [] if scan.globals <= torch_pickle.COMMON_GLOBALS else unsafe_globals(file)
+        forbidden = [] if scan.globals <= pickle_values.COMMON_GLOBALS else unsafe_globals(file)
         call = pickle_calls.refused(scan)
         if call is not None:
             forbidden.append(call)
@@ -241,7 +241,7 @@ def _tensor(name: str, call: PickledCall, ref: StorageRef, record: str, start: i
     if getattr(call.function, "name", "") == "_rebuild_tensor_v3" and len(args) > 6:
         dtype = str(getattr(args[6], "name", dtype))  # of storages that have no kind of their own
     offset = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-    sizes = torch_pickle.shape_of(args)
+    sizes = pickle_values.shape_of(args)
     known = getattr(torch, dtype, None)
     nbytes = math.prod(sizes) * (known.itemsize if isinstance(known, torch.dtype) else itemsize)
     return TensorFacts(name, dtype, sizes, nbytes, record, start + offset * itemsize, ref.location)

@@ -1,0 +1,154 @@
+"""What a torch pickle says, as values: names, calls not made, storages that are not there."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class PickleError(ValueError):
+    """The bytes are no pickle, or not one that torch.save writes."""
+
+
+class Global(NamedTuple):
+    """A name that the unpickler would import."""
+
+    module: str
+    name: str
+
+
+class PickledCall:
+    """What calling something would have made.
+
+    Attributes:
+        function: What is called; mostly a `Global`.
+        args: Its arguments.
+        state: What `__setstate__` would be given, or None.
+        items: Keys and values that would be set.
+        elements: What would be appended or added.
+    """
+
+    __slots__ = ("args", "elements", "function", "items", "state")
+
+    def __init__(self, function: object, args: object) -> None:
+        self.function = function
+        self.args = args
+        self.state: object = None
+        self.items: list[tuple[Any, Any]] = []
+        self.elements: list[Any] = []
+
+    def __repr__(self) -> str:
+        # Not its arguments, which may be calls of calls, and double at every level.
+        return f"{getattr(self.function, 'name', '?')}(...)"
+
+
+class StorageRef(NamedTuple):
+    """A storage, as a tensor's pickle refers to it.
+
+    Attributes:
+        kind: Such as "FloatStorage".
+        key: The record is ``data/<key>``.
+        location: The device that it was saved from.
+        numel: Its elements.
+    """
+
+    kind: str
+    key: str
+    location: str
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of its elements; None where its kind is not one of torch's."""
+        return _DTYPES.get(self.kind)
+
+
+# The attributes `dtype` of the storage classes, which torch deprecates asking for.
+_DTYPES: dict[str, torch.dtype] = {
+    "UntypedStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "QInt8Storage": torch.qint8,
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
+
+ORDERED_DICT = Global("collections", "OrderedDict")
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+PARAMETER = Global("torch._utils", "_rebuild_parameter")
+
+# What every state dict refers to, and torch allows.
+COMMON_GLOBALS = frozenset(
+    {
+        ORDERED_DICT,
+        REBUILD,
+        PARAMETER,
+        *(Global("torch", kind) for kind in _DTYPES),
+    }
+)
+
+# torch's own limit. A hostile pickle has thousands, whose product takes hours.
+_MOST_DIMENSIONS = 64
+
+# The parts that a key of a dict, or an element of a set, may have. Real ones have a few.
+_MOST_KEY_PARTS = 1000
+
+
+def shape_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """The shape that a call rebuilds a tensor with, from its arguments; () if it is none."""
+    shape = args[2] if len(args) > 2 else ()
+    if isinstance(shape, PickledCall):  # torch.Size
+        shape = shape.args[0] if isinstance(shape.args, tuple) and shape.args else ()
+    sizes = shape[:_MOST_DIMENSIONS] if isinstance(shape, tuple) else ()
+    return tuple(n for n in sizes if isinstance(n, int))
+
+
+def shown(value: object) -> str:
+    """A value, for an error message; a tuple of tuples could be as long as 2 to its depth."""
+    return _brief.repr(value)[:80]
+
+
+_brief = reprlib.Repr()
+_brief.maxlevel = 2
+
+
+def check_keys(keys: Sequence[Any]) -> int:
+    """Refuse what Python could not hash, or compare, in bounded time and stack.
+
+    A tuple of tuples has no hash of its own: all of it is gone through, each time, and where two of
+    its elements are one object, twice at every level.
+
+    Returns:
+        How many parts were looked at.
+
+    Raises:
+        PickleError: A key has too many.
+    """
+    parts = 0
+    for key in keys:
+        if not isinstance(key, (tuple, frozenset)):
+            continue
+        waiting, left = [key], _MOST_KEY_PARTS
+        while waiting:
+            value = waiting.pop()
+            left -= len(value)
+            if left < 0:
+                raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
+            waiting += [part for part in value if isinstance(part, (tuple, frozenset))]
+        parts += _MOST_KEY_PARTS - left
+    return parts
