@@ -307,6 +307,7 @@ def test_two_threads_train_over_one_base(base: Make) -> None:
     barrier = threading.Barrier(2, timeout=60)
 
     def grads(model: Any, seed: int, wait: bool) -> tuple[torch.Tensor, ...]:
+        torch.set_num_threads(1)  # of this thread, too
         parameters = both[0] if model is whole else both[1]
         if wait:
             barrier.wait()
