@@ -9,10 +9,11 @@ tensors is zeros. The header's own CRC-32 stands beside the index, computed as i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nvmeio._formats.safetensors_header import TensorEntry
+from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage import crc32
 
 KEY = "nvmeio.pack"
@@ -21,8 +22,28 @@ PADDING = "nvmeio.padding."
 SEAL = "nvmeio.pack.header"
 OPEN_SEAL = "00000000"
 
+# Of one of several ranks, whose file has the places of a whole one and holds a part of its bytes.
+PART = "nvmeio.pack.part"
+PART_NAME = "model.safetensors.part"  # which nobody takes for the whole
+
 # Quotes within a text are written \", so that this stands nowhere else in a header.
 _BEFORE_SEAL = f'"{SEAL}":"'.encode()
+
+
+class Part(NamedTuple):
+    """What the file of one rank holds.
+
+    Attributes:
+        rank: Whose.
+        ranks: Of how many.
+        spans: What is there, as [start, end) behind the header.
+        sums: The CRC-32 of each of them.
+    """
+
+    rank: int
+    ranks: int
+    spans: tuple[tuple[int, int], ...]
+    sums: tuple[int, ...]
 
 
 class Share(NamedTuple):
@@ -75,6 +96,56 @@ def sums_in(
             raise ValueError(f"{name!r} has a checksum that is none")
         sums[name] = tuple(int(text, 16) for text in texts)
     return sums
+
+
+def cuts(nbytes: int, ranks: int) -> list[int]:
+    """Where bytes are cut into even parts of whole pages, one a rank: `ranks` + 1 places."""
+    inner = [nbytes * rank // ranks // PAGE_BYTES * PAGE_BYTES for rank in range(ranks)]
+    return [*inner, nbytes]
+
+
+def describe_part(
+    rank: int, ranks: int, records: Sequence[tuple[int, int, bool]], sums: Sequence[int]
+) -> str:
+    """What the file of one rank says; as long on all ranks, whatever the checksums are.
+
+    Args:
+        rank: Whose.
+        ranks: Of how many.
+        records: [start, end) behind the header, and whether each rank has all of it.
+        sums: Of what is there of each record.
+    """
+    return json.dumps(
+        {
+            "rank": f"{rank:05d}",
+            "ranks": f"{ranks:05d}",
+            "records": [[start, end, int(whole)] for start, end, whole in records],
+            "crc32": [f"{value:08x}" for value in sums],
+        }
+    )
+
+
+def read_part(text: str) -> Part:
+    """The same, read.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is none.
+    """
+    told = json.loads(text)
+    rank, ranks = int(told["rank"]), int(told["ranks"])
+    if not 0 <= rank < ranks:
+        raise ValueError(f"there is no rank {rank} of {ranks}")
+    spans = []
+    for start, end, whole in told["records"]:
+        if not 0 <= start <= end:
+            raise ValueError(f"a record is at [{start}, {end})")
+        places = cuts(end - start, ranks)
+        low, high = (start, end) if whole else (start + places[rank], start + places[rank + 1])
+        spans.append((low, high))
+    sums = tuple(int(value, 16) for value in told["crc32"])
+    if len(sums) != len(spans):
+        raise ValueError(f"{len(spans)} records have {len(sums)} checksums")
+    return Part(rank, ranks, tuple(spans), sums)
 
 
 def shares_of(

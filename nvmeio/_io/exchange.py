@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,6 +38,9 @@ _GRACE_S = 1.0
 
 # Between two looks whether another rank has failed, while a collective is under way.
 _LOOK_S = 0.05
+
+# What a rank tells the others in one go.
+_TOLD_BYTES = 1024
 
 # A rank that died when all else was done is not waited for any longer than this.
 _PARTING_S = 5.0
@@ -188,6 +192,55 @@ class Exchange:
         if memory.nbytes:
             self.wait(self.start(memory, root))
         return data if data is not None else bytes(memory_at(memory.data_ptr(), memory.nbytes))
+
+    # For a thread that does nothing else: it waits in gloo, and nothing but the time limit ends it
+
+    def tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank tells all others, by rank; a few hundred bytes of JSON.
+
+        Raises:
+            TransferError: A rank died, or hangs.
+        """
+        text = json.dumps(told).encode().ljust(_TOLD_BYTES)
+        if len(text) > _TOLD_BYTES:
+            raise ValueError(f"a message of {len(text)} bytes is too long")
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        heard = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._naming():
+            self._group.allgather([heard], [mine]).wait()
+        return [json.loads(each.numpy().tobytes()) for each in heard]
+
+    def swap(
+        self,
+        sent: Sequence[tuple[int, torch.Tensor]],
+        received: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send bytes to ranks, and receive others from them.
+
+        Args:
+            sent: To whom, and contiguous bytes in host memory.
+            received: From whom, and where they come to.
+
+        Raises:
+            TransferError: A rank died, or hangs. Nobody touches the memory any more.
+        """
+        works: list[Any] = []
+        failed: RuntimeError | None = None
+        try:
+            for rank, memory in received:
+                works.append(self._group.recv([memory], rank, 0))
+            for rank, memory in sent:
+                works.append(self._group.send([memory], rank, 0))
+        except RuntimeError as error:
+            failed = error
+        for work in works:  # all of them: gloo writes to their memory until they have ended
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed = failed or error
+        if failed is not None:
+            with self._naming():
+                raise failed
 
     def end(self, well: bool) -> None:
         """Give it back. Never raises.

@@ -30,6 +30,30 @@ def several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def checked_group(group: Any, otherwise: str) -> tuple[int, int, str]:
+    """This process's rank in a group, its size, and a name for who its members are.
+
+    Args:
+        group: A `torch.distributed.ProcessGroup`, as a caller gave it.
+        otherwise: What a process does that is no member.
+
+    Raises:
+        TypeError: It is no process group.
+        ValueError: This process is no member of it.
+    """
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup, not {group!r:.80}; "
+            "torch.distributed.group.WORLD is the one of all ranks"
+        )
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"this process is no member of process_group: {otherwise}")
+    return rank, size, ",".join(map(str, dist.get_process_group_ranks(group)))
+
+
 class RankStore:
     """Keys and values that the ranks of a group share, under a name of their own.
 

@@ -60,6 +60,7 @@ class Fill:
         arrived: Called by the reader's thread with each chunk that has arrived, in order; for
             copies on to a device.
         finished: Called once by the reader's thread when all have.
+        ended: Called when nothing of it is under way any more, however it ended; must be brief.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Fill:
         reads: Sequence[WantedBytes],
         arrived: Callable[[WantedBytes], None] | None = None,
         finished: Callable[[], None] | None = None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         self.chunks = deque(_chunks(reads))
         self.nbytes = sum(chunk.memory.nbytes for chunk in self.chunks)
         self.left = len(self.chunks)
         self.arrived = arrived
         self.finished = finished
+        self.ended = ended
         self.error: BaseException | None = None
         self.failed_at: WantedBytes | None = None
         self.cancelled = False
@@ -89,7 +92,12 @@ class Reader:
 
     Args:
         handle: Moves the bytes; stays open.
+
+    Attributes:
+        served_bytes: Read for others.
     """
+
+    served_bytes = 0
 
     def __init__(self, handle: AioHandle | DriveHandles) -> None:
         self._handle = handle
@@ -268,6 +276,8 @@ class Reader:
                 fill.error = failed
         fill.finished = fill.arrived = None
         fill.done.set()
+        if fill.ended is not None:
+            fill.ended()
 
 
 def _chunks(reads: Sequence[WantedBytes]) -> list[WantedBytes]:

@@ -26,10 +26,10 @@ from nvmeio._formats.torch_file import TorchFile, read_buffered
 from nvmeio._io.caller import Cancellation
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.rank_store import RankStore
+from nvmeio._io.rank_store import RankStore, checked_group
 from nvmeio._io.shared_spans import read_together
 from nvmeio._io.spans import Span
-from nvmeio.checkpoint._ranks import Messages, checked_group
+from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File

@@ -18,7 +18,7 @@ from hashlib import sha256
 from typing import Any
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._io.rank_store import MOST_PAUSE_S, RankStore, pauses
+from nvmeio._io.rank_store import MOST_PAUSE_S, RankStore, checked_group, pauses
 from nvmeio.errors import TransferError
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -52,29 +52,6 @@ def store_of(group: Any, directory: str) -> RankStore:
     number = _made[key] = _made.get(key, 0) + 1
     digest = sha256(f"{members} {os.path.abspath(directory)}".encode()).hexdigest()
     return RankStore.of_group(group, f"{digest[:16]}/{number}", directory, "save")
-
-
-def checked_group(group: Any, otherwise: str) -> tuple[int, int, str]:
-    """This process's rank in a group, its size, and a name for who its members are.
-
-    Args:
-        group: A `torch.distributed.ProcessGroup`, as a caller gave it.
-        otherwise: What a process does that is no member.
-
-    Raises:
-        TypeError, ValueError: As for `store_of`.
-    """
-    import torch.distributed as dist
-
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup, not {group!r:.80}; "
-            "torch.distributed.group.WORLD is the one of all ranks"
-        )
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"this process is no member of process_group: {otherwise}")
-    return rank, size, ",".join(map(str, dist.get_process_group_ranks(group)))
 
 
 class Messages:

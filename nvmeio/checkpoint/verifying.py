@@ -184,12 +184,21 @@ def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | No
         index = None if text is None else packed_index.read(text)
         whole = packed_index.is_whole(prefix, index)
         sums = None if index is None else packed_index.sums_in(index, header.tensors)
+        of_part = header.metadata.get(packed_index.PART)
+        part = None if of_part is None else packed_index.read_part(of_part)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         whole, told = False, f"its index cannot be read ({type(failed).__name__}: {failed})"
     else:
         told = f"bytes [0, {len(prefix)}), its header, are not what was packed there"
     if not whole:
         raise IntegrityError(f"{path}: {told}", expected="what nvmeio pack writes", found=told)
+    if part is not None:
+        what = f"the part of rank {part.rank} of {part.ranks}"
+        return [
+            Share(what, len(prefix) + start, len(prefix) + end, value)
+            for (start, end), value in zip(part.spans, part.sums, strict=True)
+            if start < end
+        ]
     return None if sums is None else packed_index.shares_of(header.tensors, sums)
 
 

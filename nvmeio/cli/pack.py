@@ -59,6 +59,14 @@ def command(
     quant_group_size: Annotated[
         int, typer.Option(metavar="N", help="Elements that share a scale and a minimum.")
     ] = 64,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="For N processes that stream it together: OUT/rank-0 and so on, a part in each.",
+        ),
+    ] = 1,
 ) -> None:
     """Writes a model in the order in which it is streamed, each layer as one aligned record.
 
@@ -84,6 +92,7 @@ def command(
                     dtype=wanted,
                     quant_bits=quant_bits,
                     quant_group_size=quant_group_size,
+                    ranks=ranks,
                     progress=bar if errors.is_terminal else None,
                 )
             except (FileNotFoundError, FileExistsError) as wrong:

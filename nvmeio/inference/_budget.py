@@ -21,17 +21,19 @@ class Shares(NamedTuple):
         resident: What stays, the fixed parts included.
         work: Room for converted weights of one unit.
         layers: How many of the largest streamed unit the window holds.
+        others: Room for what only other ranks want.
     """
 
     window: int
     resident: int
     work: int
     layers: int
+    others: int = 0
 
     @property
     def total(self) -> int:
         """All memory that holds weights."""
-        return self.window + self.resident + self.work
+        return self.window + self.resident + self.work + self.others
 
 
 def check_numbers(window: int | None, resident_bytes: int | None) -> None:
@@ -46,7 +48,13 @@ def check_numbers(window: int | None, resident_bytes: int | None) -> None:
             _checks.integer(name, value, 1)
 
 
-def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: int | None) -> Shares:
+def share_out(
+    fixed: Unit,
+    units: Sequence[Unit],
+    budget: int | None,
+    window: int | None,
+    others: int = 0,
+) -> Shares:
     """Decide what stays, and mark it (`Unit.resident`).
 
     As many layers as fit stay, evenly spaced: while they compute, the drive brings those in
@@ -58,6 +66,7 @@ def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: in
         units: In order.
         budget: Bytes for all weights; None keeps nothing but the fixed parts.
         window: Layers in the window, at least 1; None takes 3, or fewer where the budget wants it.
+        others: Room for what only other ranks want.
 
     Raises:
         ValueError: The budget is too small for the fixed parts and a window of one layer; says
@@ -66,9 +75,9 @@ def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: in
     wider = [window] if window is not None else [WINDOW, 2, 1]
     least = 0
     for layers in wider:
-        shares = _shares(fixed, units, frozenset(), layers)
+        shares = _shares(fixed, units, frozenset(), layers, others)
         least = shares.total
-        everything = _shares(fixed, units, frozenset(range(len(units))), layers)
+        everything = _shares(fixed, units, frozenset(range(len(units))), layers, others)
         fits = budget is None or shares.total <= budget
         if fits or (budget is not None and everything.total <= budget):
             break
@@ -78,15 +87,17 @@ def share_out(fixed: Unit, units: Sequence[Unit], budget: int | None, window: in
             f"{wider[-1]} layer{'s' if wider[-1] > 1 else ''} and the room for conversions need "
             f"{least} bytes"
         )
-    kept = frozenset() if budget is None else _choose(fixed, units, budget, layers)
+    kept = frozenset() if budget is None else _choose(fixed, units, budget, layers, others)
     for number, unit in enumerate(units):
         unit.resident = number in kept
-    return _shares(fixed, units, kept, layers)
+    return _shares(fixed, units, kept, layers, others)
 
 
-def _choose(fixed: Unit, units: Sequence[Unit], budget: int, window: int) -> frozenset[int]:
+def _choose(
+    fixed: Unit, units: Sequence[Unit], budget: int, window: int, others: int
+) -> frozenset[int]:
     def fits(kept: frozenset[int]) -> bool:
-        return _shares(fixed, units, kept, window).total <= budget
+        return _shares(fixed, units, kept, window, others).total <= budget
 
     everything = frozenset(range(len(units)))
     if fits(everything):
@@ -109,7 +120,9 @@ def _choose(fixed: Unit, units: Sequence[Unit], budget: int, window: int) -> fro
     return kept
 
 
-def _shares(fixed: Unit, units: Sequence[Unit], kept: frozenset[int], window: int) -> Shares:
+def _shares(
+    fixed: Unit, units: Sequence[Unit], kept: frozenset[int], window: int, others: int
+) -> Shares:
     streamed = [unit.streamed_bytes for n, unit in enumerate(units) if n not in kept]
     slots = [nbytes for nbytes in streamed if nbytes]
     layers = min(window, len(slots))
@@ -119,7 +132,7 @@ def _shares(fixed: Unit, units: Sequence[Unit], kept: frozenset[int], window: in
     resident += sum(units[n].layout.nbytes for n in kept)
     work = max((unit.converted_bytes for unit in units if unit.modules), default=0)
     work = max(work, max((units[n].converted_bytes for n in kept), default=0))
-    return Shares(_arena(layers * max(slots, default=0)), _arena(resident), work, layers)
+    return Shares(_arena(layers * max(slots, default=0)), _arena(resident), work, layers, others)
 
 
 def _arena(nbytes: int) -> int:

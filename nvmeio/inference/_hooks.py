@@ -94,13 +94,14 @@ def _begin(
 def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_grad("the model", args, kwargs)
     without = calls.without_grad()
+    mark = stream.pass_mark()  # ends with this frame
     try:
         found = call(*args, **kwargs)
     except Exception:
         stream.end_pass()
         raise
     finally:
-        del without
+        del without, mark
     stream.end_pass()
     return found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 from nvmeio._residency.reader import Fill
 from nvmeio._residency.window import Keeper
 from nvmeio.errors import TransferError, with_context
 from nvmeio.inference._binding import check_frozen, install, names_in, uninstall
+from nvmeio.inference._rank_reader import RankReader, SharedFill
 from nvmeio.inference._resources import Resources
 from nvmeio.inference._slots import Slot
 from nvmeio.inference._units import Unit
@@ -16,9 +18,12 @@ from nvmeio.inference._units import Unit
 class Weights(Keeper[Unit, Slot]):
     """Memory and reads of a stream's units, for its window."""
 
-    def __init__(self, resources: Resources, trainable: bool) -> None:
+    def __init__(self, resources: Resources, units: Sequence[Unit], trainable: bool) -> None:
         self._memory = resources.memory
         self._checkpoint = resources.checkpoint
+        reader = resources.reader
+        self._ranks = reader if isinstance(reader, RankReader) else None
+        self._numbers = {unit: number for number, unit in enumerate(units)}
         self.dense = False
         self._trainable = trainable
         self._converted: Slot | None = None  # that was bound last, if the room is not shared
@@ -31,8 +36,13 @@ class Weights(Keeper[Unit, Slot]):
         return self._memory.take(unit, unit.resident)
 
     def fill(self, slot: Slot) -> Fill:
-        """Everything but experts; these too where the last token needed most of them."""
+        """Everything but experts; these too where the last token needed most of them.
+
+        With several ranks, whose tokens differ, never: each reads those that it needs.
+        """
         unit = slot.unit
+        if self._ranks is not None and unit in self._numbers:
+            return self._memory.fill_together(slot, self._numbers[unit], self._ranks)
         reads = unit.layout.reads
         if self.dense and unit.experts is not None:
             reads += unit.layout.all_experts
@@ -43,6 +53,8 @@ class Weights(Keeper[Unit, Slot]):
         """Raise if a file was written to."""
         for index in slot.files:
             self._checkpoint.check(index, f"layer {slot.unit.name!r}")
+        if isinstance(slot.fill, SharedFill):
+            slot.event = slot.fill.event
 
     def explain(self, slot: Slot, error: BaseException) -> BaseException:
         """With the names of the tensors."""

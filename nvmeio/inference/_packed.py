@@ -10,6 +10,7 @@ too (of fused experts, one of each); files of before have none.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -103,6 +104,70 @@ def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
         return Packed(found, packed_index.sums_in(described, entries) if checksum else None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
+
+
+class RankPart(NamedTuple):
+    """What the file of one rank holds: which rank's of how many, and [start, end) in the file."""
+
+    rank: int
+    ranks: int
+    spans: tuple[tuple[int, int], ...]
+
+    def holds(self, start: int, end: int) -> bool:
+        """Whether all of these bytes are there."""
+        return any(low <= start and end <= high for low, high in self.spans)
+
+
+def part_of_rank(checkpoint: SafetensorsSet) -> RankPart | None:
+    """Which part of a packed model this is; None of a whole one.
+
+    Raises:
+        IntegrityError: It is damaged.
+    """
+    text = checkpoint.metadata.get(packed_index.PART)
+    if text is None:
+        return None
+    try:
+        part = packed_index.read_part(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
+        raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
+    base = min((stored.entry.start for stored in checkpoint.tensors.values()), default=0)
+    return RankPart(
+        part.rank, part.ranks, tuple((base + low, base + high) for low, high in part.spans)
+    )
+
+
+def rank_directory(rank: int) -> str:
+    """Where `pack` writes the part of a rank."""
+    return f"rank-{rank}"
+
+
+def of_rank(path: str | os.PathLike[str], rank: int | None) -> str | os.PathLike[str]:
+    """Of a directory of several ranks' parts the one of a rank; anything else as it is.
+
+    Raises:
+        ValueError: It is one of several ranks, and there is no rank.
+        FileNotFoundError: It has no such part.
+    """
+    if not os.path.isdir(os.path.join(path, rank_directory(0))):
+        return path
+    if rank is None:
+        raise ValueError(
+            f"{os.fspath(path)} holds a model in the parts of several ranks: stream it with "
+            "process_group= in as many processes, or pack it without --ranks"
+        )
+    own = os.path.join(path, rank_directory(rank))
+    if not os.path.isdir(own):
+        raise FileNotFoundError(
+            f"{os.fspath(path)} was packed for fewer ranks: it has no {rank_directory(rank)}"
+        )
+    return own
+
+
+def part_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file with a rank's part, where a directory holds one; anything else as it is."""
+    part = os.path.join(path, packed_index.PART_NAME)
+    return part if os.path.isfile(part) else path
 
 
 def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeight]:

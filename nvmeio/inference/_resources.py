@@ -25,7 +25,7 @@ class StreamStats(NamedTuple):
         waited_s: Seconds in which the computation waited for weights.
         resident_bytes: Memory that holds weights for good.
         window_bytes: Memory that weights are streamed through.
-        work_bytes: Memory that converted weights are in.
+        work_bytes: Memory that converted weights are in, and what only other ranks want.
         streamed_bytes: What one pass reads, with all experts and without rows.
     """
 

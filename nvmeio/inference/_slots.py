@@ -22,6 +22,7 @@ from nvmeio.files import File
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._packed_checksums import Arriving, ExpectedBytes, verify
 from nvmeio.inference._quant import dequantise
+from nvmeio.inference._rank_reader import RankReader, SharedFill
 from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import Read
 from nvmeio.inference._units import Unit
@@ -201,6 +202,28 @@ class SlotPools:
                 arriving.finished()
 
         return Fill(wanted, arrived, finished)
+
+    def fill_together(self, slot: Slot, number: int, ranks: RankReader) -> SharedFill:
+        """The same where other ranks read parts of it; checked and copied when all are there.
+
+        Args:
+            slot: To fill, but for experts.
+            number: Of its unit.
+            ranks: Brings it.
+        """
+        host, memory, copies = slot.host, slot.memory, self._copies  # not the slot: see `Resources`
+        sums = [each for each in slot.unit.sums if slot.has(each)]
+
+        def arrived() -> None:
+            verify(host, sums, ranks.files)
+            if copies is not None:
+                with torch.cuda.stream(copies):
+                    memory.copy_(host, non_blocking=True)
+                    fill.event = copies.record_event()
+
+        fill = ranks.shared(number, host, arrived)
+        slot.files = {read.file for read in ranks.own_reads(number)}
+        return fill
 
     def ready(self, slot: Slot) -> None:
         """Let the computation begin after the copies; does not block."""

@@ -147,7 +147,7 @@ class Uses:
         self._owner = owner
         self.resources = resources
         self._fixed, self._units = partition
-        self._keeper = Weights(resources, trainable)
+        self._keeper = Weights(resources, self._units, trainable)
         streamed = [unit for unit in self._units if unit.modules or unit.resident]
         self._order: Cyclic[Unit] | Remembered[Unit] = (
             Remembered(streamed, lambda unit: not unit.resident) if trainable else Cyclic(streamed)
@@ -492,7 +492,7 @@ class Uses:
         window = self._window
         stayed = self._out.used + sum(number[0] for _, number in self._out.live.values())
         values = (
-            window.bytes_read + self.beside_bytes,
+            window.bytes_read + self.beside_bytes + self.resources.reader.served_bytes,
             window.units_read,
             self.units_used + stayed,
             window.mispredicted,

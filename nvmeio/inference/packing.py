@@ -40,7 +40,9 @@ from nvmeio.progress import Progress
 _ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
 _CONFIG = "config.json"
 # Weights in any format, which the packed file takes the place of.
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
+_WEIGHTS = tuple(
+    [".safetensors", ".part", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"]
+)
 
 
 class PackReport(NamedTuple):
@@ -75,6 +77,7 @@ def pack(
     dtype: torch.dtype | str | None = None,
     quant_bits: int | None = None,
     quant_group_size: int = 64,
+    ranks: int = 1,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
@@ -93,6 +96,10 @@ def pack(
             are converted back to the model's dtype when they are used. None quantises nothing.
         quant_group_size: Elements that share a scale and a minimum, even; matrices whose rows
             are no multiple of it stay as they are.
+        ranks: For so many that stream it together (see `stream_model`): `out` gets a directory
+            ``rank-0`` and so on for each, with an equal part of every layer, and the small parts
+            and embeddings of which rows are looked up whole. The files have the size of a whole
+            one, and holes: copy them with what keeps holes (``cp``, ``rsync --sparse``).
         handle: Moves the bytes and stays open; None makes one.
         progress: Told of each layer that was written: ``progress(name, done_bytes, total_bytes)``;
             see `nvmeio.progress`.
@@ -102,7 +109,8 @@ def pack(
 
     Raises:
         FileExistsError: `out` exists.
-        ValueError: There is no such quantisation, or a weight holds infinities or NaN.
+        ValueError: There is no such quantisation, or a weight holds infinities or NaN; `ranks` of
+            a mixture of experts, which each rank reads for itself.
         IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
 
     After an error: nothing is left of what was written.
@@ -111,6 +119,8 @@ def pack(
     """
     dtype = _checks.dtype("dtype", dtype)
     target = Path(os.path.abspath(out))
+    if not isinstance(ranks, int) or not 1 <= ranks < 100_000:
+        raise ValueError(f"ranks must be a number of processes, not {ranks!r}")
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
     if target.exists():
         raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
@@ -126,12 +136,24 @@ def pack(
         matched = match(model, checkpoint, strict=True)
         parts = partition(model, matched.by_tensor, None)
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
+        if ranks > 1 and any(unit.experts is not None for unit in units):
+            raise ValueError(
+                "the experts of a mixture are read by each rank for itself, as its tokens are "
+                "routed: pack it without ranks, and give each rank the whole or a copy of it"
+            )
         temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there: Ctrl-C
+        directories = [temporary]
+        if ranks > 1:
+            directories = [temporary / _packed.rank_directory(rank) for rank in range(ranks)]
         make_directory(temporary)
-        contents = _Contents(units, setting)
-        report = _write(temporary / shards.DEFAULT_NAME, contents, checkpoint, mover, call)
-        _copy_others(source, temporary, next(iter(model.parameters())).dtype)
+        for directory in directories if ranks > 1 else ():
+            directory.mkdir()
+        contents = _Contents(units, setting, ranks)
+        report = _write(directories, contents, checkpoint, mover, call)
+        for directory in directories:
+            _copy_others(source, directory, next(iter(model.parameters())).dtype)
+            sync_directory(directory)
         sync_directory(temporary)
         rename(temporary, target)
     return report
@@ -143,19 +165,26 @@ class _Contents:
     Args:
         units: What is packed; of weights that several of them have, the first one's.
         setting: How the matrices of layers are quantised, if they are.
+        ranks: How many read a part each.
 
     Attributes:
         records: In the order of the file.
+        places: Of each record, where it lies behind the header, and whether all ranks have all of
+            it; known with the first header.
+        part_sums: For each rank, the checksums of what it has of each record.
         quantised: Of the weights that are, how.
         sums: Of each tensor, its checksums; as many as there will be, so that the header has its
             length.
     """
 
-    def __init__(self, units: Sequence[Unit], setting: Quantised | None) -> None:
+    def __init__(self, units: Sequence[Unit], setting: Quantised | None, ranks: int) -> None:
+        self.ranks = ranks
+        self.places: list[tuple[int, int, bool]] = []
         self.quantised: dict[str, PackedWeight] = {}
         done: set[str] = set()
         records = [self._record(unit, setting, done) for unit in units]
         self.records = [record for record in records if record.tensors]
+        self.part_sums = [[0] * len(self.records) for _ in range(ranks)]
         self.sums = {
             name: [0] * _shares(record.unit, number)
             for record in self.records
@@ -184,8 +213,18 @@ class _Contents:
                 tensors.append((weight.name + suffix, kind, shape, number))
         return _Record(unit, tensors)
 
-    def header(self, of_source: Mapping[str, str]) -> tuple[bytes, dict[str, TensorEntry], int]:
-        """The header as of now, where it puts each tensor, and the size of the file."""
+    def part(self, number: int, rank: int) -> tuple[int, int]:
+        """What a rank has of a record, behind the header."""
+        start, end, whole = self.places[number]
+        if whole:
+            return start, end
+        places = packed_index.cuts(end - start, self.ranks)
+        return start + places[rank], start + places[rank + 1]
+
+    def header(
+        self, of_source: Mapping[str, str], rank: int = 0
+    ) -> tuple[bytes, dict[str, TensorEntry], int]:
+        """A rank's header as of now, where it puts each tensor, and the size of the file."""
         listed: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         position = 0
 
@@ -196,16 +235,27 @@ class _Contents:
                 listed.append((f"{packed_index.PADDING}{len(listed)}", torch.uint8, (missing,)))
                 position += missing
 
+        self.places = []
         for record in self.records:
             pad(PAGE_BYTES)
+            start = position
             for name, dtype, shape, _ in record.tensors:
                 pad(_ALIGNMENT)
                 listed.append((name, dtype, shape))
                 position += _nbytes(dtype, shape)
+            end = -(-position // PAGE_BYTES) * PAGE_BYTES
+            unit = record.unit
+            # What is read by everybody, or by the rows of its tokens.
+            whole = self.ranks == 1 or not unit.modules or bool(unit.row_modules)
+            self.places.append((start, end, whole))
         pad(PAGE_BYTES)
         metadata = {**of_source, "format": "pt"}
         metadata[packed_index.SEAL] = packed_index.OPEN_SEAL
         metadata[packed_index.KEY] = _packed.describe(self.quantised, self.sums)
+        if self.ranks > 1:
+            metadata[packed_index.PART] = packed_index.describe_part(
+                rank, self.ranks, self.places, self.part_sums[rank]
+            )
         prefix, entries = headers.build(listed, metadata)
         return prefix, entries, len(prefix) + position
 
@@ -262,34 +312,56 @@ class _Source:
 
 
 def _write(
-    path: Path,
+    directories: Sequence[Path],
     contents: _Contents,
     checkpoint: SafetensorsSet,
     handle: AioHandle,
     call: LongCall,
 ) -> PackReport:
-    """Write the packed file, and make it durable."""
+    """Write the packed file, or one for each rank, and make it durable."""
     source = _Source(checkpoint, handle, contents.quantised)
-    _, entries, total = contents.header(checkpoint.metadata)
-    call.expect(total)
-    with files.open(path, "x") as file:
+    prefix, entries, total = contents.header(checkpoint.metadata)
+    spans = [
+        contents.part(number, rank)
+        for number in range(len(contents.records))
+        for rank in range(contents.ranks)
+    ]
+    written = len(prefix) * contents.ranks + sum(high - low for low, high in spans)
+    call.expect(written)
+    name = shards.DEFAULT_NAME if contents.ranks == 1 else packed_index.PART_NAME
+    with contextlib.ExitStack() as opened:
+        out = [opened.enter_context(files.open(each / name, "x")) for each in directories]
+        if contents.ranks > 1:
+            for directory in directories:
+                os.truncate(directory / name, total)  # what others have stays a hole
         # Two records at most: one is written while the next is made.
         with InFlight(0) as flight:
-            for record in contents.records:
-                start = entries[record.tensors[0][0]].start
+            for number, record in enumerate(contents.records):
                 memory = _filled(record, entries, source, contents.sums)
-                begin = partial(handle.async_pwrite, memory, file, start)
-                wrote = partial(call.moved, memory.nbytes, record.unit.name)
-                flight.start(begin, memory.nbytes, wrote)
-            # With the checksums of what was written, and its own.
-            prefix = packed_index.sealed(contents.header(checkpoint.metadata)[0])
-            head = buffers.empty_aligned(len(prefix), dtype=torch.uint8)
-            head.copy_(torch.frombuffer(bytearray(prefix), dtype=torch.uint8))
-            wrote = partial(call.moved, head.nbytes, "header")
-            flight.start(partial(handle.async_pwrite, head, file, 0), head.nbytes, wrote)
-        handle.sync_fsync(file)
+                start = contents.places[number][0]
+                for rank, file in enumerate(out):
+                    low, high = contents.part(number, rank)
+                    part = memory[low - start : high - start]
+                    if not part.nbytes:
+                        continue
+                    if contents.ranks > 1:
+                        sum_ = crc32.of_memory(part.data_ptr(), part.nbytes)
+                        contents.part_sums[rank][number] = sum_
+                    begin = partial(handle.async_pwrite, part, file, len(prefix) + low)
+                    wrote = partial(call.moved, part.nbytes, record.unit.name)
+                    flight.start(begin, part.nbytes, wrote)
+            for rank, file in enumerate(out):
+                # With the checksums of what was written, and its own.
+                text = packed_index.sealed(contents.header(checkpoint.metadata, rank)[0])
+                head = buffers.empty_aligned(len(text), dtype=torch.uint8)
+                head.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+                wrote = partial(call.moved, head.nbytes, "header")
+                begin = partial(handle.async_pwrite, head, file, 0)
+                flight.start(begin, head.nbytes, wrote)
+        for file in out:
+            handle.sync_fsync(file)
     return PackReport(
-        source.read_bytes, total, len(contents.records), len(contents.quantised), source.error
+        source.read_bytes, written, len(contents.records), len(contents.quantised), source.error
     )
 
 

@@ -35,13 +35,14 @@ from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio._residency.reader import Reader
 from nvmeio._residency.saved import Origin, in_backward
 from nvmeio.errors import ClosedError, RowsError, TransferError, with_context
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _lockstep
 from nvmeio.inference._budget import Shares
 from nvmeio.inference._lockstep import Lockstep
+from nvmeio.inference._rank_reader import Passes, RankReader
+from nvmeio.inference._ranks import Ranks, new_reader
 from nvmeio.inference._resources import Resources, StreamStats
 from nvmeio.inference._slots import SlotPools
 from nvmeio.inference._units import Partition, Unit
@@ -83,6 +84,7 @@ class WeightStream(Closing):
         path: Of the checkpoint, for a handle with the setting stored for its file system.
         beside: Closed with the stream.
         trainable: Backward needs the weights again.
+        ranks: Who reads a part of each unit; None for a process alone.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class WeightStream(Closing):
         path: str | os.PathLike[str],
         beside: Callable[[], None] | None = None,
         trainable: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._path = path
         self._pid = os.getpid()
@@ -105,6 +108,8 @@ class WeightStream(Closing):
         self._handle = handle
         self._beside = beside
         self._trainable = trainable
+        self._ranks = ranks
+        self._passes = Passes()
         self._here = threading.local()
         self._spoilt: weakref.WeakSet[Any] = weakref.WeakSet()
         self._owner: OwnerThread | None = None
@@ -328,6 +333,10 @@ class WeightStream(Closing):
             with contextlib.suppress(TypeError):  # tuples, as old models have them
                 self._here.cache = weakref.ref(cache)
 
+    def pass_mark(self) -> object:
+        """To hold for as long as a pass goes on: other ranks wait for its units."""
+        return None if self._ranks is None else self._passes.begin()
+
     def end_pass(self) -> None:
         """It is over, and not interrupted; what its last unit held has gone."""
         self._here.cache = None
@@ -419,7 +428,9 @@ class WeightStream(Closing):
         if self._uses is not None:
             return True
         try:
-            with contextlib.ExitStack() as undo:
+            with contextlib.ExitStack() as telling, contextlib.ExitStack() as undo:
+                if self._ranks is not None:
+                    telling.enter_context(self._ranks.opening())
                 handle = self._handle
                 if handle is None:
                     handle = undo.enter_context(new_handle(self._path))
@@ -427,7 +438,8 @@ class WeightStream(Closing):
                 memory = undo.enter_context(
                     contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
                 )
-                reader = Reader(handle)
+                units = self._partition.units
+                reader = new_reader(self._ranks, handle, checkpoint, units, self._passes)
                 undo.callback(reader.stop)
                 resources = Resources(handle, self._handle is None, checkpoint, memory, reader)
                 uses = Uses(owner, resources, self._partition, self._trainable)
@@ -445,10 +457,17 @@ class WeightStream(Closing):
 
         The model's forward raises `ClosedError` until `reopen`. A pass that is under way in another
         thread ends with that error at its next layer.
+
+        One of several ranks goes on to read its part for the others, until they close their streams
+        too, or want nothing for `timeout_s`; an interrupt ends that.
         """
         owner = self._owner
         if owner is None or self._pid != os.getpid():
             return
+        uses = self._uses
+        if uses is not None and isinstance(uses.resources.reader, RankReader):
+            uses.resources.reader.leave_with_others()
+        del uses
         waited: Any = None
         bar: Any = None
         try:
@@ -534,7 +553,7 @@ class WeightStream(Closing):
             waited_s=counts.pop("waited_s") + waited_s,
             resident_bytes=self._shares.resident,
             window_bytes=self._shares.window,
-            work_bytes=self._shares.work,
+            work_bytes=self._shares.work + self._shares.others,
             streamed_bytes=sum(u.streamed_bytes for u in units if not u.resident),
             **counts,
         )

@@ -22,6 +22,13 @@ from nvmeio.inference import _binding, _hooks, _packed, _transformers, hub, kv_c
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
+from nvmeio.inference._ranks import (
+    DEFAULT_TIMEOUT_S,
+    Ranks,
+    check_part,
+    digest_of,
+    room_for_others,
+)
 from nvmeio.inference._units import partition
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
@@ -46,6 +53,8 @@ def stream_model(
     revision: str | None = None,
     progress: Progress | None = None,
     trainable: bool = False,
+    process_group: Any = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """A model whose weights are read from disk while it computes.
 
@@ -93,6 +102,11 @@ def stream_model(
             (``peft.get_peft_model``, or any module of your own) and stay in memory: backward reads
             the weights once more, in reverse. They themselves get no gradients and are in no
             `state_dict`. Experts are read whole. The CPU only.
+        process_group: A `torch.distributed` group whose ranks all call this with the same model
+            and the same settings: each reads an equal part of every layer from its own files, and
+            gets the rest from the others. Prompts, and the number of passes, are each rank's own.
+            `model_or_config_or_path` may be the directory that ``nvmeio pack --ranks`` wrote.
+        timeout_s: How long a rank may make no progress before it is given up, in seconds.
 
     Returns:
         The model, in evaluation mode if it was made here. ``model.weight_stream`` is its
@@ -104,7 +118,9 @@ def stream_model(
         FileNotFoundError: There is no such file or directory, and no such repository in the hub's
             cache or, where downloads are allowed, on the hub.
         ValueError: `resident_bytes` does not hold what is needed at once; parameters lie on a real
-            device; buffers that no checkpoint holds on the meta device; unknown `layers`.
+            device; buffers that no checkpoint holds on the meta device; unknown `layers`; a
+            directory holds the part of another rank, or of another number of ranks.
+        TransferError: Another rank failed, died or did not come, here or in a forward.
         BackendUnavailableError: transformers is needed and not installed.
         MemoryError: There is less memory than `resident_bytes`.
 
@@ -121,28 +137,23 @@ def stream_model(
         >>> model.weight_stream.close()
     """
     began = time.perf_counter()
-    told = long_call.checked(progress)
-    resident_bytes = _checks.size("resident_bytes", resident_bytes)
-    dtype = _checks.dtype("dtype", dtype)
-    where = _checks.device("device", device)
-    if trainable and where.type != "cpu":
-        raise ValueError(
-            f"trainable=True computes on the CPU only, not on {where}: backward's copies to a "
-            "device are not built. Leave out device="
-        )
-    if trainable and kv_offload is not False:
-        raise ValueError(
-            "kv_offload is for generating, where backward does not come: leave it out, or "
-            "stream another model without trainable=True"
-        )
     named = model_or_config_or_path
-    if isinstance(named, (str, os.PathLike)):
-        named = hub.directory_of(named, revision)
-    elif revision is not None:
-        raise ValueError("revision is of a repository on the hub: give its name with it")
-    source, given = _source(named, checkpoint)
-    check_numbers(window, resident_bytes)
+    ranks = Ranks.of_group(process_group, timeout_s, _named(checkpoint, named))
+    rank = None if ranks is None else ranks.rank
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_telling(ranks))
+        told = long_call.checked(progress)
+        resident_bytes = _checks.size("resident_bytes", resident_bytes)
+        dtype = _checks.dtype("dtype", dtype)
+        where = _checks.device("device", device)
+        if trainable:
+            _check_trainable(where, kv_offload, ranks)
+        if isinstance(named, (str, os.PathLike)):
+            named = _packed.of_rank(hub.directory_of(named, revision), rank)
+        elif revision is not None:
+            raise ValueError("revision is of a repository on the hub: give its name with it")
+        source, given = _source(named, checkpoint, rank)
+        check_numbers(window, resident_bytes)
         stack.enter_context(profiled("stream_model", "plan"))
         call = stack.enter_context(CallHandle(handle, source))
         opened = stack.enter_context(contextlib.closing(SafetensorsSet(source, call.get())))
@@ -160,15 +171,21 @@ def stream_model(
             if trainable:
                 unit.experts = None  # those that a token needs would have to be known to backward
             unit.plan(sizes, own_alignment=not is_transformers)
+        planned = (parts.fixed, *parts.units)
+        check_part(opened, planned, ranks)
+        others = 0 if ranks is None else room_for_others(parts.units, ranks.size)
         budget = resident_bytes
         if budget is None:
-            budget = _default_budget(parts.fixed, parts.units, window)
-        shares = share_out(parts.fixed, parts.units, budget, window)
+            budget = _default_budget(parts.fixed, parts.units, window, others)
+        if ranks is not None:
+            budget = ranks.meet(digest_of(opened, planned, window, checksum, where.type), budget)
+        shares = share_out(parts.fixed, parts.units, budget, window, others)
         stored = dict(opened.tensors)
         for unit in (parts.fixed, *parts.units):
             (_binding.freeze if trainable else _binding.stand_in)(unit, where)
     call.wait()  # the stream's own is made next: two would take the memory of two
-    _move_buffers(model, where)
+    with _telling(ranks):
+        _move_buffers(model, where)
 
     def open_again(through: AioHandle) -> SafetensorsSet:
         again = SafetensorsSet(source, through)
@@ -182,13 +199,13 @@ def stream_model(
             raise
         return again
 
-    with contextlib.ExitStack() as undo, profiled("stream_model", "open"):
+    with _telling(ranks), contextlib.ExitStack() as undo, profiled("stream_model", "open"):
         close_caches = None
         if kv_offload is not False:
             close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
             undo.callback(close_caches)
         stream = WeightStream(
-            parts, shares, where, open_again, handle, source, close_caches, trainable
+            parts, shares, where, open_again, handle, source, close_caches, trainable, ranks
         )
         undo.callback(stream.close)
         _hooks.attach(model, stream)
@@ -203,12 +220,41 @@ def stream_model(
     return model
 
 
+def _check_trainable(where: torch.device, kv_offload: Any, ranks: Ranks | None) -> None:
+    if where.type != "cpu":
+        raise ValueError(
+            f"trainable=True computes on the CPU only, not on {where}: backward's copies to a "
+            "device are not built. Leave out device="
+        )
+    if kv_offload is not False:
+        raise ValueError(
+            "kv_offload is for generating, where backward does not come: leave it out, or "
+            "stream another model without trainable=True"
+        )
+    if ranks is not None:
+        raise ValueError(
+            "trainable=True reads in one process: backward's order is each rank's own. Leave out "
+            "process_group=, and give each rank a copy of the files"
+        )
+
+
+def _telling(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if ranks is None else ranks.telling()
+
+
+def _named(checkpoint: str | os.PathLike[str] | None, given: Any) -> str:
+    """What errors of the ranks name."""
+    named = given if checkpoint is None else checkpoint
+    return os.fspath(named) if isinstance(named, (str, os.PathLike)) else type(named).__name__
+
+
 def _source(
-    given: Any, checkpoint: str | os.PathLike[str] | None
+    given: Any, checkpoint: str | os.PathLike[str] | None, rank: int | None
 ) -> tuple[str | os.PathLike[str], Any]:
     """Where the weights are, and a module or a configuration."""
     if isinstance(given, (str, os.PathLike)):
-        return given if checkpoint is None else checkpoint, _transformers.config_of(given)
+        source = given if checkpoint is None else _packed.of_rank(checkpoint, rank)
+        return _packed.part_in(source), _transformers.config_of(given)
     if not isinstance(given, nn.Module) and not hasattr(given, "model_type"):
         raise TypeError(
             "expected a directory, a transformers configuration or a torch.nn.Module, not "
@@ -218,7 +264,7 @@ def _source(
         raise ValueError(
             f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
         )
-    return checkpoint, given
+    return _packed.part_in(_packed.of_rank(checkpoint, rank)), given
 
 
 def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -227,9 +273,9 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         model.to(dtype)
 
 
-def _default_budget(fixed: Any, units: Any, window: int | None) -> int:
+def _default_budget(fixed: Any, units: Any, window: int | None, others: int) -> int:
     """Half of what is left, but never less than what streaming needs at all."""
-    least = share_out(fixed, units, None, 1 if window is None else window).total
+    least = share_out(fixed, units, None, 1 if window is None else window, others).total
     return max(least, int(memory_left() * _SHARE))
 
 
