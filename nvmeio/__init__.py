@@ -121,4 +121,4 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_PACKAGES})
+    return sorted({*globals(), *_LATER, *_PACKAGES} - {"importlib", "typing"})
