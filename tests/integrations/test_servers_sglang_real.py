@@ -85,6 +85,23 @@ def test_an_engine_answers_the_same_with_its_layers_on_the_drive(
     assert list(tmp_path.iterdir()) == [given]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang wants a core for each rank")
+def test_ranks_of_one_engine_answer_the_same_with_their_layers_on_the_drive(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, each with a shard of every matrix, which it spills for itself."""
+    plain, log = engine(model, None)
+    assert plain is not None, log[-4000:]
+    cores = sorted(os.sched_getaffinity(0))[:2]  # by itself it wants a NUMA node for each rank
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    given = configuration(tmp_path, window=1)
+    found, log = engine(model, given, tp_size=2)
+    assert found is not None, log[-4000:]
+    assert found["tokens"] == plain["tokens"]
+    assert log.count(f"nvmeio: {LAYERS} layers on {tmp_path}") == 2
+    assert list(tmp_path.iterdir()) == [given]
+
+
 def test_an_engine_with_another_offloader_does_not_start(model: Path, tmp_path: Path) -> None:
     found, log = engine(model, configuration(tmp_path), cpu_offload_gb=1)
     assert found is None
