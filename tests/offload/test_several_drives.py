@@ -429,6 +429,7 @@ def test_a_drive_that_loses_data_ends_the_stepping(
 def test_a_snapshot_of_several_goes_on(drives: list[Path], tmp_path: Path) -> None:
     made = model()
     copies = [tmp_path / "copy" / name for name in "abc"]
+    (tmp_path / "copy").mkdir()  # one level is made, not those above
     with swapped(made, drives) as optimizer:
         train(made, optimizer, 2)
         with pytest.raises(ValueError, match="name as many"):
