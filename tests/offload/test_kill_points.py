@@ -50,6 +50,7 @@ def test_killed_at_every_point(drives: int, tmp_path: Path) -> None:
     assert step.count("pwrite") >= 6
     data = ["fdatasync"] * (2 * drives)
     assert step[-3 - len(data) :] == [*data, "fdatasync", "pwrite", "fdatasync"]
-    # Of the directories' names; and of the records of what belongs together.
-    assert start.count("fsync") == 2 * drives + (drives if drives > 1 else 0)
+    # Of each directory that is made, and of the names in it and above; and of the records of what
+    # belongs together.
+    assert start.count("fsync") == 3 * drives + (drives if drives > 1 else 0)
     assert {each["generation"] for each in told} == {1, BEFORE + 1, BEFORE + 2}
