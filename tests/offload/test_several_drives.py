@@ -434,7 +434,6 @@ def test_a_snapshot_of_several_goes_on(drives: list[Path], tmp_path: Path) -> No
         train(made, optimizer, 2)
         with pytest.raises(ValueError, match="name as many"):
             optimizer.snapshot(tmp_path / "copy")
-        (tmp_path / "copy").mkdir()
         optimizer.snapshot(copies)
         with pytest.raises(nvmeio.TransferError) as told:
             optimizer.snapshot([tmp_path / "more", *copies[1:]])
