@@ -13,87 +13,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from _loop_devices import MB, drive, limited, need_root
 
 from nvmeio import empty_aligned, open
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.striping import StripedFile, Striping
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 
-MB = 1_000_000
 WIDTH = 1024
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout.strip()
-
-
-@contextlib.contextmanager
-def drive(directory: Path, number: int, nbytes: int) -> Iterator[tuple[Path, str]]:
-    """A mounted loop device; its directory and its number."""
-    with contextlib.ExitStack() as undo:
-        image = directory / f"image{number}"
-        undo.callback(image.unlink, missing_ok=True)
-        run("fallocate", "-l", str(nbytes), str(image))
-        device = run("losetup", "--find", "--show", "--direct-io=on", str(image))
-        undo.callback(run, "losetup", "--detach", device)
-        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
-        place = directory / f"drive{number}"
-        place.mkdir()
-        undo.callback(place.rmdir)
-        run("mount", device, str(place))
-        undo.callback(run, "umount", str(place))
-        info = os.stat(device).st_rdev
-        yield place, f"{os.major(info)}:{os.minor(info)}"
-
-
-@contextlib.contextmanager
-def limited(devices: Sequence[str], rate: int) -> Iterator[None]:
-    """This process may move so many bytes a second to and from each device."""
-    name = f"nvmeio-bench-{os.getpid()}"
-    first = Path("/sys/fs/cgroup/blkio")
-    if (first / "blkio.throttle.read_bps_device").exists():
-        group = first / name
-        limits = [
-            (f"blkio.throttle.{kind}_bps_device", f"{device} {rate}")
-            for kind in ("read", "write")
-            for device in devices
-        ]
-        above = first
-    else:
-        above = Path("/sys/fs/cgroup")
-        if "io" not in (above / "cgroup.controllers").read_text().split():
-            sys.exit("no control group limits the rate of devices here (no io controller)")
-        (above / "cgroup.subtree_control").write_text("+io")
-        group = above / name
-        limits = [("io.max", f"{device} rbps={rate} wbps={rate}") for device in devices]
-    group.mkdir()
-    try:
-        for file, text in limits:
-            (group / file).write_text(text)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (above / "cgroup.procs").write_text(str(os.getpid()))
-        for _ in range(100):  # the last of its threads may still be on its way out
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
 
 
 def reads(places: Sequence[Path], nbytes: int, repeats: int) -> list[float]:
@@ -163,8 +99,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if os.geteuid():
-        sys.exit("loop devices and control groups need root")
+    need_root()
     parameters, repeats = int(options.parameters), options.repeats
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}

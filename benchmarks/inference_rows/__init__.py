@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from inference_rows import lag, passes, peers_on_disk
+from inference_rows import lag, passes, peers_on_disk, training
 
 ROWS: dict[str, Row] = {
     "pass": Row("time of a forward pass", passes.measure_pass, lambda size, _: 2 * size),
@@ -23,5 +23,6 @@ ROWS: dict[str, Row] = {
     "airllm": Row("AirLLM", peers_on_disk.measure_airllm, lambda size, _: 3 * size),
     "llamacpp": Row("llama.cpp, mapped", peers_on_disk.measure_llama_cpp, lambda size, _: 3 * size),
     "blocks": Row("micro-batches that share layers", passes.measure_blocks, lambda s, _: 2 * s),
+    "train": Row("adapters over a base on disk", training.measure, lambda size, _: 2 * size),
     "lag": Row("event-loop lag beside a pass", lag.measure, lambda size, _: 2 * size),
 }

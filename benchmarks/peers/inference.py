@@ -122,6 +122,42 @@ def greedy(model: Any, count: int) -> list[int]:
     return found
 
 
+class Adapted(torch.nn.Module):
+    """A frozen matrix, and one of low rank that is trained beside it."""
+
+    def __init__(self, base: torch.nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Tuning:
+    """Steps of AdamW on adapters at all queries and values of a Llama whose weights are frozen."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        torch.manual_seed(3)
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.q_proj = Adapted(attention.q_proj)
+            attention.v_proj = Adapted(attention.v_proj)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def step(self, tokens: int) -> float:
+        ids = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(4))
+        loss = self._model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss)
+
+
 class Decoding:
     """Passes of one token each, with a cache that is not long enough to matter."""
 
@@ -163,6 +199,7 @@ class Streaming(Decoding):
         _transformers()
         self._handle = nvmeio.AioHandle()
         self._key: tuple[str, int, bool] | None = None
+        self._tuning: Tuning | None = None
 
     def write_model(self, directory: str, nbytes: int) -> None:
         width = max(256, int((nbytes / 2048) ** 0.5) // 128 * 128)  # about 32 layers
@@ -239,6 +276,38 @@ class Streaming(Decoding):
     def whole_passes(self, count: int) -> Sample:
         return self._timed(count)
 
+    def tune(self, directory: str, share: int, tokens: int, count: int) -> Sample:
+        """Training steps with adapters in memory over a base on disk; `share` as for passes."""
+        if self._tuning is None:
+            self._release()
+            budget = os.stat(Path(directory) / "model.safetensors").st_size // share
+            self.model = nvmeio.stream_model(
+                directory, resident_bytes=budget, handle=self._handle, trainable=True
+            )
+            self._key = (directory, share, True)
+            self._tuning = Tuning(self.model)
+        self._tuning.step(tokens)  # the order of a step is known from here on
+        stats = self.model.weight_stream.stats
+        before = stats.bytes_read
+        with timed(operations=count) as sample:
+            for _ in range(count):
+                loss = self._tuning.step(tokens)
+        sample.nbytes = self.model.weight_stream.stats.bytes_read - before
+        sample.extra["loss"] = loss
+        return sample
+
+    def tune_whole(self, directory: str, tokens: int, count: int) -> Sample:
+        """The same with the base in memory."""
+        if self._tuning is None:
+            self.load_whole(directory)
+            self._tuning = Tuning(self.model.requires_grad_(False))
+        self._tuning.step(tokens)
+        with timed(operations=count) as sample:
+            for _ in range(count):
+                loss = self._tuning.step(tokens)
+        sample.extra["loss"] = loss
+        return sample
+
     def lag(self, directory: str, share: int, count: int) -> Sample:
         self._stream(directory, share)
 
@@ -278,7 +347,7 @@ class Streaming(Decoding):
     def _release(self) -> None:
         if self._key is not None:
             self.model.weight_stream.close()
-        self.model, self._key = None, None
+        self.model, self._key, self._tuning = None, None, None
         self._prompts = 0
         gc.collect()
 
