@@ -76,6 +76,7 @@ LAYERS = {
     "data": 6,
     "integrations": 7,
     "cli": 8,
+    "__main__": 8,
 }
 SYSTEMS = ("checkpoint", "inference", "offload", "data")  # each on layer 4 alone, none on another
 

@@ -63,6 +63,7 @@ MapLocation = (
 )
 
 _CPU = torch.device("cpu")
+_UNPICKLER_ARGUMENTS = frozenset(("encoding", "errors", "fix_imports", "buffers"))
 
 # What torch says of a file in its older formats that ends too early.
 _TRUNCATED = (
@@ -216,7 +217,8 @@ class LoadOptions:
         """Those that go together, for a load by this thread.
 
         Raises:
-            TypeError: `pickle_module` is a bool: `weights_only` was the third parameter once.
+            TypeError: `pickle_module` is a bool: `weights_only` was the third parameter once; or
+                torch's unpickler takes no argument of such a name.
             RuntimeError: `pickle_module` is given, and weights alone are wanted.
         """
         if isinstance(pickle_module, bool):
@@ -230,6 +232,12 @@ class LoadOptions:
         if weights_only and pickle_module is not None:
             raise RuntimeError(
                 "pickle_module cannot be given with weights_only=True, which has its own unpickler"
+            )
+        unknown = [name for name in pickle_load_args or {} if name not in _UNPICKLER_ARGUMENTS]
+        if unknown and pickle_module is None:  # a module of the caller's may take others
+            raise TypeError(
+                f"load() got an unexpected keyword argument {unknown[0]!r}"
+                + ("; where tensors go is map_location=" if unknown[0] == "device" else "")
             )
         fake = torch._guards.detect_fake_mode(None) is not None
         return cls(

@@ -184,7 +184,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
         if name == "__metadata__":
             raise ValueError(f"{name!r} cannot be a tensor's name: the format uses it for metadata")
         if not isinstance(tensor, torch.Tensor):
-            raise WrongTensors(f"{name!r} is not a tensor but a {type(tensor).__name__}")
+            raise WrongTensors(f"{name!r} is not a tensor but of type {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{name!r} is a {tensor.layout} tensor, which the format cannot hold: save its "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._weights import param_moves
 from nvmeio.offload.gradients import GradientSwapper
 from nvmeio.pool import PinnedPool
+
+logger = logging.getLogger("nvmeio")
 
 
 class Buffers:
@@ -110,10 +113,17 @@ class Swapped:
         return self.gradients is not None or any(param.stores_rounded for param in self.params)
 
     def make_buffers(self) -> None:
-        """Have buffers for the largest subgroup."""
+        """Have buffers for the largest subgroup; a line in the log where they hold all of it."""
         swapped = [each for each in self.subgroups if not each.resident]
         need = max((each.slot_nbytes(self.with_grads) for each in swapped), default=0)
         self.buffers.make(need, len(swapped))
+        if swapped and len(swapped) <= len(self.buffers.slots):
+            logger.info(
+                "the state on the drive is %.1f MB, and the buffers it passes through %.1f MB: it "
+                "would need no more memory without swapping, or give a smaller subgroup_bytes",
+                sum(each.slot_nbytes(self.with_grads) for each in swapped) / 1e6,
+                sum(slot.nbytes for slot in self.buffers.slots) / 1e6,
+            )
 
     def param_of(self, piece: Piece) -> SwappedParam:
         """The parameter that a piece is of."""

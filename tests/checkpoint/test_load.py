@@ -472,6 +472,16 @@ def test_a_pickle_module_needs_trust(path: Path) -> None:
     assert_same(load(path, weights_only=False, encoding="latin1"), {"a": noise(3)})
 
 
+def test_an_argument_that_torch_does_not_have(path: Path) -> None:
+    nvmeio.save({"a": noise(3)}, path)
+    with pytest.raises(
+        TypeError, match=r"load\(\) got .* 'device'; where tensors go is map_location="
+    ):
+        nvmeio.load(path, device="cuda")
+    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'strict'$"):
+        asyncio.run(nvmeio.async_load(path, strict=True))
+
+
 # Failures, several at once
 
 

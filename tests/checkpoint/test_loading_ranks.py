@@ -117,6 +117,7 @@ def test_a_checkpointer_restores_together(layout: str, ranks: Any, tmp_path: Pat
 def test_another_number_of_ranks_restores_together(ranks: Any, tmp_path: Path) -> None:
     for layout, states in (("one", replicated), ("per_rank", own)):
         folder = tmp_path / layout
+        folder.mkdir()
         if states is replicated:
             with nvmeio.Checkpointer(folder / "checkpoints") as checkpointer:
                 checkpointer.save_sync(replicated(6), 6)

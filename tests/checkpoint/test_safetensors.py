@@ -250,8 +250,8 @@ def test_shared_memory_is_refused(file: Path) -> None:
         ([1], TypeError, "expected a dict"),
         ([1], ValueError, "expected a dict"),  # which the package raises
         ({1: torch.ones(1)}, TypeError, "must be a str"),
-        ({"a": 1}, TypeError, "'a' is not a tensor but a int"),
-        ({"a": 1}, ValueError, "'a' is not a tensor but a int"),
+        ({"a": 1}, TypeError, "'a' is not a tensor but of type int"),
+        ({"a": 1}, ValueError, "'a' is not a tensor but of type int"),
         ({"__metadata__": torch.ones(1)}, ValueError, "cannot be a tensor's name"),
         ({"a": torch.ones(2, 2).to_sparse()}, ValueError, "to_dense"),
         ({"a": torch.ones(2, device="meta")}, TypeError, "'a' cannot be saved.*meta"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
+import nvmeio
 from nvmeio.cli import app
 
 COMMANDS = {info.name or "": info for info in app.registered_commands}
@@ -43,3 +46,11 @@ def test_lines_break_where_the_terminal_does(command: str) -> None:
             words = words.removeprefix(lines[at]).strip()
             assert not words or len(lines[at]) + len(words.split()[0]) >= 78
             at += 1
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "nvmeio", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, f"nvmeio {nvmeio.__version__}"), (
+        done.stderr
+    )

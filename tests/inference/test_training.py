@@ -301,8 +301,12 @@ def test_a_read_that_fails_in_backward_is_raised_there(tmp_path: Path, stream: M
 
 
 def test_two_threads_train_over_one_base(base: Make) -> None:
-    """Each its own inputs: the gradients of both, computed side by side."""
-    whole, model = base(window=2)
+    """Each its own inputs: the gradients of both, computed side by side.
+
+    Backward may keep a layer's memory while it asks for the same layer again, which the other
+    thread has put out meanwhile: two for each.
+    """
+    whole, model = base(window=4, resident_bytes=4 * unit_bytes())
     both = [adapted(whole), adapted(model)]
     barrier = threading.Barrier(2, timeout=60)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import io
+import logging
 import pickle
 import threading
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_two_hundred_steps_equal_those_in_memory(name: str, tmp_path: Path) -> N
         assert train(ours, optimizer, 200) == train(theirs, reference, 200)
         assert_same_weights(ours, theirs)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize(("subgroup_bytes", "told"), [(64 << 10, False), (64 << 20, True)])
+def test_a_state_that_the_buffers_hold_is_told(
+    subgroup_bytes: int, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="nvmeio")
+    with swapped(model(), tmp_path, subgroup_bytes=subgroup_bytes):
+        assert ("no more memory without swapping" in caplog.text) is told
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw-fused", "sgd-momentum", "adagrad", "sgd-plain"])

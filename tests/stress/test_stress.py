@@ -484,9 +484,18 @@ class _KnowsFreedQueues:
         self._freed.add(int(libaio.ffi.cast("uintptr_t", cq)))
         self._lib.nv_cq_free(cq)
 
-    def nv_cq_reap(self, cq, tokens, most):
-        assert int(libaio.ffi.cast("uintptr_t", cq)) not in self._freed, "reaped a freed queue"
-        return self._lib.nv_cq_reap(cq, tokens, most)
+    def _checked(self, cq):
+        assert int(libaio.ffi.cast("uintptr_t", cq)) not in self._freed, "looked at a freed queue"
+        return cq
+
+    def nv_cq_peek(self, cq, tokens, most):
+        return self._lib.nv_cq_peek(self._checked(cq), tokens, most)
+
+    def nv_cq_peek_ends(self, cq, ends, most):
+        return self._lib.nv_cq_peek_ends(self._checked(cq), ends, most)
+
+    def nv_cq_acknowledge(self, cq, tokens, count):
+        return self._lib.nv_cq_acknowledge(self._checked(cq), tokens, count)
 
 
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
@@ -497,7 +506,8 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
     about_to, closed = threading.Event(), threading.Event()
     deadline = time.monotonic() + 60
     cq = libaio._CompletionQueue if engine == "libaio" else EventfdQueue
-    peek = cq.peek
+    name = "peek_ends" if hasattr(cq, "peek_ends") else "peek"
+    peek = getattr(cq, name)
 
     def late(self):
         if threading.current_thread().name == "submitter":
@@ -505,7 +515,7 @@ def test_close_while_another_thread_is_about_to_reap(tmp_path, monkeypatch, engi
             closed.wait(0.5)
         return peek(self)
 
-    monkeypatch.setattr(cq, "peek", late)
+    monkeypatch.setattr(cq, name, late)
     handle = nvmeio.AioHandle(engine=engine)
     failures = []
 
