@@ -13,7 +13,7 @@ from peers import fio
 from inference_rows._model import streaming, weights_file
 
 STEPS = 2
-TOKENS = (8, 128)
+TOKENS = (8, 32)
 
 
 def seconds_per_step(sample: Sample) -> float:
