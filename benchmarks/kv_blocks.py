@@ -117,7 +117,7 @@ def of_sglang(directory: Path, page: int, batch: int) -> list[Contender]:
         layout, page_size, dtype = "page_first", 1, torch.bfloat16
 
         def __init__(self) -> None:
-            self.pages = torch.empty(batch, page // 2, dtype=self.dtype).normal_()
+            self.pages = torch.empty(max(batch, 2), page // 2, dtype=self.dtype).normal_()
 
         def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
             return self.pages[index]

@@ -696,4 +696,7 @@ def test_nvmeio_names_it() -> None:
         "checksum": True,
         "revision": None,
         "progress": None,
+        "trainable": False,
+        "process_group": None,
+        "timeout_s": 120.0,
     }

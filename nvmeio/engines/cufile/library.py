@@ -180,6 +180,10 @@ class Library:
             props.fflags,
         )
 
+    def use_count(self) -> int:
+        """How often the driver is open in this process; tests ask for it."""
+        return int(self._lib.cuFileUseCount())
+
     # --- files and memory -------------------------------------------------------------------
 
     def register_file(self, fd: int) -> Any:
