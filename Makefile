@@ -58,6 +58,7 @@ serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang (CPU); an engine is sta
 
 stress: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m stress $(PYTEST_ARGS)
+	@NVMEIO_INTERRUPT_PLACES=all $(BIN)/python -m pytest tests/contract/test_interrupted_operations.py $(PYTEST_ARGS)
 
 # Some 50 works: about 10 h of a process, on a machine with nothing else to do half of that; in TEST_JOBS at a time.
 INTERRUPTS ?= 5000

@@ -1,6 +1,6 @@
 """Kills a training at every point of the protocol in turn, and resumes it.
 
-python _kill_points.py FOLDER DRIVES   prints one line of JSON for each point; see
+python _kill_points.py FOLDER DRIVES STEP   prints one line of JSON for each STEP-th point; see
 test_kill_points.py
 
 One import of torch, and a forked process for each training: it dies as a real one does.
@@ -147,9 +147,9 @@ def main(folder: Path) -> None:
     warm = model()
     train(warm, torch.optim.AdamW(warm.parameters()), 1)  # which imports much of torch, once
     for from_the_start in (False, True):
-        at, over = 0, False
+        at, over = 1 - int(sys.argv[3]), False
         while not over:
-            at += 1
+            at += int(sys.argv[3])
             place = folder / f"{from_the_start}-{at}"
             place.mkdir()
             assert in_child(killed, place, at, from_the_start) == -signal.SIGKILL

@@ -23,12 +23,15 @@ def in_memory(steps: int) -> str:
     return digest(made)
 
 
-@pytest.mark.parametrize("drives", [1, 2])
-def test_killed_at_every_point(drives: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("drives", "stride"), [(1, 1), (2, 3), pytest.param(2, 1, marks=pytest.mark.stress)]
+)
+def test_killed_at_every_point(drives: int, stride: int, tmp_path: Path) -> None:
+    """Of two drives at every third one."""
     here = Path(__file__).parent
     root = str(Path(nvmeio.__file__).parent.parent)
     done = run_program(
-        [sys.executable, str(here / "_kill_points.py"), str(tmp_path), str(drives)],
+        [sys.executable, str(here / "_kill_points.py"), str(tmp_path), str(drives), str(stride)],
         timeout=550,
         env={**os.environ, "PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"},
     )
