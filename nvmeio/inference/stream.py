@@ -456,7 +456,7 @@ class WeightStream(Closing):
         """Stop reading, close the files, give back the memory. Idempotent.
 
         The model's forward raises `ClosedError` until `reopen`. A pass that is under way in another
-        thread ends with that error at its next layer.
+        thread ends with that error at one of its next layers, or with its result.
 
         One of several ranks goes on to read its part for the others, until they close their streams
         too, or want nothing for `timeout_s`; an interrupt ends that.
