@@ -5,8 +5,10 @@
 Every contender stores and loads the same pages in the same memory, batch by batch, in turns, of
 which each begins one; files are written back and dropped from the page cache before a load. A store
 is timed twice: until it returns, and until the file system says that it is on the drive ("synced").
-fio has as many pages in flight, waits for all of them like the others, and does so for 64 MiB at
-least, since it counts in milliseconds. Medians, and ratios to nvmeio. Takes minutes.
+Of small batches a turn has several, one after the other, 8 MiB or 32 of them. fio has as many pages
+in flight, waits for all of them like the others, and does so for 64 MiB at least, since it counts
+in milliseconds. vLLM's interface is called by the main thread and SGLang's by another one, as the
+servers do. Medians, and ratios to nvmeio. Takes minutes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ PAGES = (64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 BATCHES = (1, 16, 256)
 MOST_BYTES = 1 << 30  # of a batch
 FIO_BYTES = 64 << 20
+TURN_BYTES, TURN_BATCHES = 8 << 20, 32
 VERBS = ("store", "synced", "load")
 
 
@@ -185,8 +189,10 @@ def of_fio(directory: Path, page: int, batch: int) -> list[Contender]:
     return [fio]
 
 
-def measure(contenders: list[Contender], directory: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds a batch, by verb: for each contender the median."""
+def measure(
+    contenders: list[Contender], directory: Path, repeats: int, batches: int
+) -> dict[str, list[float]]:
+    """Seconds a batch, by verb: for each contender the median of turns of so many batches."""
     taken: dict[str, list[list[float]]] = {verb: [[] for _ in contenders] for verb in VERBS}
     for number in range(repeats + 1):  # the first one is not counted
         for verb in ("store", "load"):
@@ -195,17 +201,25 @@ def measure(contenders: list[Contender], directory: Path, repeats: int) -> dict[
             for turn in range(len(contenders)):
                 place = (number + turn) % len(contenders)
                 work = getattr(contenders[place], verb)
+                own = getattr(work, "seconds", None)
                 began = time.perf_counter()
-                work(number)
-                seconds = [time.perf_counter() - began]
+                for batch in range(1 if own else batches):
+                    work(number * batches + batch)
+                seconds = [(time.perf_counter() - began) / batches]
                 if verb == "store":
                     os.sync()
-                    seconds.append(time.perf_counter() - began)
-                own = getattr(work, "seconds", None)
+                    seconds.append((time.perf_counter() - began) / batches)
                 if number:
                     for name, each in zip((verb, "synced"), seconds, strict=False):
                         taken[name][place].append(own[0] if own else each)
     return {verb: [statistics.median(each) for each in times] for verb, times in taken.items()}
+
+
+def _here(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """What an executor does, by the caller itself."""
+    done: Future[Any] = Future()
+    done.set_result(work(*arguments))
+    return done
 
 
 def main() -> None:
@@ -231,7 +245,11 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="kv-") as name:
                     directory = Path(name)
                     contenders = make(directory, page, batch) + of_fio(directory, page, batch)
-                    found = measure(contenders, directory, arguments.repeats)
+                    batches = max(1, min(TURN_BATCHES, TURN_BYTES // (page * batch)))
+                    with ThreadPoolExecutor(1) as other:
+                        run = other.submit if make is of_sglang else _here
+                        asked = run(measure, contenders, directory, arguments.repeats, batches)
+                        found = asked.result()
                     for contender in contenders:
                         contender.close()
                 for verb, times in found.items():
