@@ -69,14 +69,14 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
             whole = flat[0] if len(flat) == 1 else torch.cat(flat)
             whole = whole.view(shape)
         else:
-            store = self._swapper.store
-            parts = [part for piece in param.pieces for part in store.file_parts(piece, name)]
+            files = self._swapper.store.files
+            parts = [part for piece in param.pieces for part in files.file_parts(piece, name)]
             whole = file_tensor(parts, dtype, shape)
         return like(param.parameter, whole) if shape == param.shape else whole
 
     def _mapped(self, piece: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
         span = piece.spans[name]
-        return file_tensor(self._swapper.store.file_parts(piece, name), dtype, span.shape)
+        return file_tensor(self._swapper.store.files.file_parts(piece, name), dtype, span.shape)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (param.parameter for param in self._there())

@@ -46,12 +46,12 @@ class StateLoad:
                 self._resident.append(subgroup)
                 continue
             in_stores = [p for p in subgroup.pieces if swapped.param_of(p).param_store is not None]
-            reads = swapped.store.weights(subgroup, in_stores)
+            reads = swapped.files.weights(subgroup, in_stores)
             self.turns.append(
                 SlotTurn(
                     reads,
                     functools.partial(self._take_over, subgroup),
-                    swapped.store.verifying(in_stores, []),
+                    swapped.files.verifying(in_stores, []),
                     functools.partial(self._seal, subgroup),
                 )
             )
@@ -86,13 +86,13 @@ class StateLoad:
         # Both sorts move, or a piece without state would be left behind by its weights.
         old = [p for p in subgroup.pieces if self.begun[p.number]]
         new = [p for p in subgroup.pieces if not self.begun[p.number]]
-        store = self._swapped.store
-        return store.writes(subgroup, old) + store.writes(subgroup, new, False)
+        files = self._swapped.files
+        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
 
     def _seal(self, subgroup: Subgroup, slot: torch.Tensor) -> None:
         for piece in subgroup.pieces:
             begun = self.begun[piece.number]
-            self.sums.update(self._swapped.store.sum_up(slot, [piece], begun))
+            self.sums.update(self._swapped.files.sum_up(slot, [piece], begun))
 
     def _take_weights(
         self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor

@@ -48,7 +48,7 @@ class StateSwapper:
         write_behind: Write the last subgroup during a step.
 
     Attributes:
-        store: The files.
+        store: The generations of the state, and their files.
         gradients: Has the gradients, where those are on the drive.
         broken: Why no further step can be made, or "".
         closed: `close` was called.
@@ -117,7 +117,7 @@ class StateSwapper:
             self.gradients.reserve(params, subgroups)
         self.store.settle()
         swapped = self._swapped
-        before = len(swapped.params), len(swapped.subgroups), self.store.nbytes
+        before = len(swapped.params), len(swapped.subgroups), self.store.files.nbytes
         try:
             self._add(params, subgroups)
             self.store.open()
@@ -261,7 +261,7 @@ class StateSwapper:
 
         def seal(pieces: Sequence[Piece], slot: torch.Tensor) -> None:
             for piece in pieces:
-                sums.update(self.store.sum_up(slot, [piece], piece.begun))
+                sums.update(self.store.files.sum_up(slot, [piece], piece.begun))
 
         for subgroup in subgroups:
             pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
@@ -273,8 +273,8 @@ class StateSwapper:
                 compute(memory)
                 continue
             begun = [piece for piece in pieces if piece.begun]
-            reads += self.store.reads(subgroup, begun, weights=False)
-            verify = self.store.verifying([], begun)
+            reads += self.store.files.reads(subgroup, begun, weights=False)
+            verify = self.store.files.verifying([], begun)
             turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
             moved.update({piece.number: piece.begun for piece in pieces})
         self._buffers.run(turns, None if transaction is None else transaction.check)
@@ -287,7 +287,8 @@ class StateSwapper:
             _weights.weights_in(subgroup, piece, self._swapped.param_of(piece), slot)
         old = [piece for piece in pieces if piece.begun]
         new = [piece for piece in pieces if not piece.begun]
-        return self.store.writes(subgroup, old) + self.store.writes(subgroup, new, False)
+        files = self.store.files
+        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
 
     def _reads_weights(self, piece: Piece) -> bool:
         """Whether the parameter can differ from the drive: one that lives there does not."""
@@ -301,8 +302,8 @@ class StateSwapper:
             if not subgroup.resident:
                 pieces = [piece for piece in subgroup.pieces if piece.stored]
                 compute = functools.partial(self._give_weights, subgroup, pieces)
-                verify = self.store.verifying(pieces, [])
-                turns.append(SlotTurn(self.store.weights(subgroup, pieces), compute, verify))
+                verify = self.store.files.verifying(pieces, [])
+                turns.append(SlotTurn(self.store.files.weights(subgroup, pieces), compute, verify))
         self._buffers.run(turns)
 
     def _give_weights(
@@ -346,7 +347,7 @@ class StateSwapper:
 
     def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
         """A piece's state where it is in memory; None where it is on the drive."""
-        memory = self._swapped.resident.get(id(self.store.subgroup_of(piece)))
+        memory = self._swapped.resident.get(id(self.store.files.subgroup_of(piece)))
         return None if memory is None else view(memory, piece.spans[name])
 
     def memory_plan(self) -> MemoryPlan:
@@ -421,4 +422,4 @@ def _why_no_undo(step: Step) -> str:
 
 
 def _extents(store: StateStore, pieces: Sequence[Piece]) -> list[Extent]:
-    return [extent for piece in pieces for extent in store.extents(piece)]
+    return [extent for piece in pieces for extent in store.files.extents(piece)]

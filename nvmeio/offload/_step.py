@@ -67,7 +67,7 @@ class Step:
                 SlotTurn(
                     self._reads(subgroup, pieces),
                     functools.partial(self._turn, subgroup, pieces),
-                    swapped.store.verifying([p for p in pieces if p.staged], pieces),
+                    swapped.files.verifying([p for p in pieces if p.staged], pieces),
                     functools.partial(self._seal, pieces),
                 )
             )
@@ -120,12 +120,12 @@ class Step:
         """State, weights where the step works on them, gradients where they are on the drive."""
         staged = [piece for piece in pieces if piece.staged]
         plain = [piece for piece in pieces if not piece.staged]
-        store = self._swapped.store
+        files = self._swapped.files
         reads: list[Move] = []
         if staged:
-            reads += store.reads(subgroup, staged, weights=True)
+            reads += files.reads(subgroup, staged, weights=True)
         if plain:
-            reads += store.reads(subgroup, [p for p in plain if p.begun], weights=False)
+            reads += files.reads(subgroup, [p for p in plain if p.begun], weights=False)
         if self._swapped.gradients is not None:
             base = subgroup.nbytes + subgroup.scratch_nbytes
             reads += self._swapped.gradients.reads(subgroup, pieces, base)
@@ -134,11 +134,11 @@ class Step:
     def _turn(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
         self.touched.append(subgroup)
         self._compute(subgroup, pieces, slot)
-        writes = self._swapped.store.writes(subgroup, pieces)
+        writes = self._swapped.files.writes(subgroup, pieces)
         return writes + self._swapped.param_writes(subgroup, pieces)
 
     def _seal(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
-        self.sums.update(self._swapped.store.sum_up(slot, pieces))
+        self.sums.update(self._swapped.files.sum_up(slot, pieces))
 
     def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Step some pieces of a subgroup in a slot."""

@@ -13,6 +13,7 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, SlotTurn, Times, move_all
+from nvmeio.offload._state_files import StateFiles
 from nvmeio.offload._store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._weights import param_moves
@@ -91,7 +92,7 @@ class Swapped:
 
     Attributes:
         handles: Move the bytes.
-        store: The files.
+        store: The generations, and their files.
         buffers: The slots.
         gradients: Has the gradients, where those are on the drive.
         params: The parameters, by number.
@@ -106,6 +107,11 @@ class Swapped:
     params: list[SwappedParam] = field(default_factory=list)
     subgroups: list[Subgroup] = field(default_factory=list)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def files(self) -> StateFiles:
+        """Where the pieces lie, and what moves them."""
+        return self.store.files
 
     @property
     def with_grads(self) -> bool:

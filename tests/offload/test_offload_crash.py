@@ -509,7 +509,7 @@ def test_without_room_for_a_thread_the_step_makes_itself_durable(
     made = model()
     with resumed(made, tmp_path) as optimizer:
         with monkeypatch.context() as patch:
-            patch.setattr("nvmeio.offload._store.Thread.start", refuse)
+            patch.setattr("nvmeio.offload._generation_sync.Thread.start", refuse)
             engine: Any = optimizer._swapper
             engine.store.commit(set(), {}, {}, [], {})
         found = _manifest.newest(optimizer.swap_dir)

@@ -20,8 +20,10 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import _manifest, _rank_steps
+from nvmeio.offload._generation_sync import GenerationSync
 from nvmeio.offload._rank_steps import DurableSteps
-from nvmeio.offload._store import NAMES, StateStore
+from nvmeio.offload._state_files import NAMES
+from nvmeio.offload._store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_dirs import SwapDirs
 
@@ -59,7 +61,7 @@ class Rank:
         for subgroup in self.subgroups:
             slot = self.slot(subgroup)
             slot.view(torch.float32).fill_(self.value(generation))
-            for move in self.store.writes(subgroup, subgroup.pieces):
+            for move in self.store.files.writes(subgroup, subgroup.pieces):
                 part = slot[move.slot_offset : move.slot_offset + move.nbytes]
                 self.handle.sync_pwrite(part, move.file, move.file_offset)
             moved |= {piece.number for piece in subgroup.pieces}
@@ -75,7 +77,7 @@ class Rank:
         assert [each["step"] for each in self.store.small] == [generation] * 3
         for subgroup in self.subgroups:
             slot = self.slot(subgroup)
-            for move in self.store.weights(subgroup, subgroup.pieces):
+            for move in self.store.files.weights(subgroup, subgroup.pieces):
                 part = slot[move.slot_offset : move.slot_offset + move.nbytes]
                 self.handle.sync_pread(part, move.file, move.file_offset)
             for piece in subgroup.pieces:
@@ -286,7 +288,7 @@ def test_state_of_a_killed_process_is_made_durable_when_it_is_resumed(
     killed.step(1)
     killed.store.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(StateStore, "_sync", lambda *_: None)  # killed before
+        patch.setattr(GenerationSync, "_sync", lambda *_: None)  # killed before
         killed.step(2)
         killed.close()
     resumed = Rank(0, tmp_path, None)

@@ -380,7 +380,7 @@ def test_a_flipped_bit_names_the_drive(drives: list[Path]) -> None:
         optimizer.step()
         engine: Any = optimizer._swapper
         piece = optimizer._params[4].pieces[0]
-        parts = engine.store.file_parts(piece, "exp_avg")
+        parts = engine.store.files.file_parts(piece, "exp_avg")
         assert len(parts) > 1
         places = [(os.readlink(f"/proc/self/fd/{part.fd}"), part.offset) for part in parts]
         assert len({path for path, _ in places}) == len(parts)
@@ -415,7 +415,7 @@ def test_a_drive_that_loses_data_ends_the_stepping(
         with monkeypatch.context() as patch:
             patch.setattr(engine.handles, "sync_fsync", lose)
             train(made, optimizer, 1, 1)
-            engine.store._syncing.join()
+            engine.store._sync._thread.join()
         loss_of(made, 2).backward()
         with pytest.raises(nvmeio.TransferError, match="generation 3 may be lost"):
             optimizer.step()
