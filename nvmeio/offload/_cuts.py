@@ -10,31 +10,22 @@ import torch
 from nvmeio.offload import _memory_plan
 from nvmeio.offload._param_store import store_of
 from nvmeio.offload._params import SwappedParam
+from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._subgroups import Piece, Subgroup, cut
 from nvmeio.offload._tensors import local
 
 
 class Cuts(NamedTuple):
-    """What decides it; see `SwappedOptimizer`.
+    """How it is done.
 
     Attributes:
         stepper: Knows the state of a parameter.
-        subgroup_bytes: What is read, stepped and written as one.
-        buffer_bytes: All buffers together, or None.
-        buffers: How many there are.
-        master_dtype: Of weights on the drive, or None.
-        recoverable: The weights have a copy there.
-        on_disk: Gradients are on the drive too.
+        settings: Say how long a buffer may be, and what is on the drive.
     """
 
     stepper: Stepper
-    subgroup_bytes: int
-    buffer_bytes: int | None
-    buffers: int
-    master_dtype: torch.dtype | None
-    recoverable: bool
-    on_disk: bool
+    settings: OptimizerSettings
 
     def params(self, first: int, number: int, group: dict[str, Any]) -> list[SwappedParam]:
         """The parameters of a group, cut so that each piece fits into a buffer.
@@ -58,9 +49,13 @@ class Cuts(NamedTuple):
             ValueError: The buffers are too small for one.
         """
         pieces = [piece for param in params for piece in param.pieces]
-        subgroups = _memory_plan.make_subgroups(pieces, self._most_bytes(params), self.on_disk)
-        with_grads = self.on_disk or any(param.stores_rounded for param in params)
-        _memory_plan.check_budget(subgroups, with_grads, self.buffer_bytes, self.buffers)
+        subgroups = _memory_plan.make_subgroups(
+            pieces, self._most_bytes(params), self.settings.on_disk
+        )
+        with_grads = self.settings.on_disk or any(param.stores_rounded for param in params)
+        _memory_plan.check_budget(
+            subgroups, with_grads, self.settings.buffer_bytes, self.settings.buffers
+        )
         return subgroups
 
     def _params(
@@ -95,8 +90,9 @@ class Cuts(NamedTuple):
             raise TypeError(
                 f"parameter {number} is {tensor.layout}: only dense parameters are swapped"
             )
-        step_dtype = self.master_dtype or tensor.dtype
-        if self.master_dtype is not None and not tensor.dtype.is_floating_point:
+        how = self.settings
+        step_dtype = how.master_dtype or tensor.dtype
+        if how.master_dtype is not None and not tensor.dtype.is_floating_point:
             step_dtype = tensor.dtype
         contiguous = param_store is not None or tensor.is_contiguous()
         staged = (
@@ -106,11 +102,13 @@ class Cuts(NamedTuple):
             or tensor.device.type != "cpu"
         )
         kinds = self.stepper.kinds(group, group_number, step_dtype, param.shape)
-        stored = staged or self.recoverable
+        stored = staged or how.recoverable
         whole = Piece(
             number, 0, tensor.numel(), param.shape, step_dtype, tensor.dtype, kinds, staged, stored
         )
-        nbytes = whole.record_nbytes + (whole.numel * tensor.dtype.itemsize if self.on_disk else 0)
+        nbytes = whole.record_nbytes + (
+            whole.numel * tensor.dtype.itemsize if self.settings.on_disk else 0
+        )
         if self.stepper.splits(step_dtype) and contiguous and nbytes > most_bytes:
             each = nbytes / max(1, whole.numel)
             for start, stop in cut(whole.numel, each, most_bytes):
@@ -134,8 +132,9 @@ class Cuts(NamedTuple):
         return param
 
     def _most_bytes(self, params: Sequence[SwappedParam]) -> int:
+        how = self.settings
         pieces = [piece for param in params for piece in param.pieces]
-        share = _memory_plan.slot_share(pieces, self.on_disk)
+        share = _memory_plan.slot_share(pieces, how.on_disk)
         return _memory_plan.most_record_bytes(
-            self.subgroup_bytes, self.buffer_bytes, self.buffers, share
+            how.subgroup_bytes, how.buffer_bytes, how.buffers, share
         )

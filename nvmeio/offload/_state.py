@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,12 +25,9 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     It has an entry for each parameter that was stepped, as a torch optimizer's `state`.
     """
 
-    def __init__(
-        self, swapper: StateSwapper, params: list[SwappedParam], transactions: Transactions
-    ) -> None:
+    def __init__(self, swapper: StateSwapper, transactions: Transactions) -> None:
         self._swapper = swapper
         self._transactions = transactions
-        self._params = params
         self._by_id: dict[int, SwappedParam] = {}
         # What was handed out: whoever puts the same back (to move it where it is) changes nothing.
         self._handed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -42,8 +39,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         return self._transactions.run(lambda _: self._entry(param) if _begun(param) else {})
 
     def _param_of(self, parameter: object) -> SwappedParam | None:
-        if len(self._by_id) != len(self._params):  # a group was added
-            self._by_id = {id(param.parameter): param for param in self._params}
+        if len(self._by_id) != len(self._swapper.params):  # a group was added
+            self._by_id = {id(param.parameter): param for param in self._swapper.params}
         return self._by_id.get(id(parameter))
 
     def _entry(self, param: SwappedParam) -> dict[str, Any]:
@@ -86,7 +83,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def _there(self) -> list[SwappedParam]:
         """Those that have state; none once the optimizer is closed."""
-        return [] if self._swapper.closed else [o for o in self._params if self._has(o)]
+        return [] if self._swapper.closed else [o for o in self._swapper.params if self._has(o)]
 
     def _has(self, param: SwappedParam) -> bool:
         """Whether there is anything to tell of it: plain SGD keeps nothing."""
@@ -120,8 +117,10 @@ class Prepared(NamedTuple):
     groups: list[dict[str, Any]]
 
 
-def prepared(optimizer: Any, state_dict: dict[str, Any]) -> Prepared:
-    """Check a state dict against an optimizer, before anything is changed.
+def prepared(
+    params: Sequence[SwappedParam], groups: Sequence[dict[str, Any]], state_dict: dict[str, Any]
+) -> Prepared:
+    """Check a state dict against parameters and their groups, before anything is changed.
 
     Raises:
         ValueError: Groups, parameters, shapes or kinds of state differ; says which.
@@ -132,7 +131,6 @@ def prepared(optimizer: Any, state_dict: dict[str, Any]) -> Prepared:
         raise ValueError(
             "a state dict of an optimizer has the keys 'state' and 'param_groups'"
         ) from None
-    groups = optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError(
             f"the state dict has groups of {[len(g['params']) for g in saved]} parameters, this "
@@ -140,7 +138,7 @@ def prepared(optimizer: Any, state_dict: dict[str, Any]) -> Prepared:
         )
     states: dict[int, dict[str, Any] | None] = {}
     keys = [key for group in saved for key in group["params"]]
-    for param, key in zip(optimizer._params, keys, strict=True):
+    for param, key in zip(params, keys, strict=True):
         entry = state.get(key) or None
         if entry is not None:
             _check_entry(param, entry)

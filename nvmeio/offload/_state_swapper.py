@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio._io.drives import DriveHandles
+from nvmeio._io.ending import Ending
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _weights
+from nvmeio.offload import _memory_plan
+from nvmeio.offload._cuts import Cuts
 from nvmeio.offload._extents import Extent
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._memory_plan import MemoryPlan, plan_of
 from nvmeio.offload._params import SwappedParam
-from nvmeio.offload._pipeline import Move, SlotTurn, Times
-from nvmeio.offload._rank_steps import DurableSteps
+from nvmeio.offload._pipeline import Times
+from nvmeio.offload._rank_steps import DurableSteps, directory_name
+from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._state_loading import StateLoad
 from nvmeio.offload._step import Step
+from nvmeio.offload._step_inputs import StepInputs, grads_of
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._store import StateStore
+from nvmeio.offload._stored_weights import StoredWeights
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._swap_dirs import Paths, SwapDirs
 from nvmeio.offload._swapped import Buffers, Swapped
@@ -42,10 +47,7 @@ class StateSwapper:
         handle: Moves the bytes and stays open; None makes one for each drive.
         transactions: Whose thread this is used in.
         stepper: Does the arithmetic.
-        on_disk: Gradients are on the drive too.
-        durable: As for `SwappedOptimizer`, like `checksum`.
-        read_ahead: Read the next subgroup during a step.
-        write_behind: Write the last subgroup during a step.
+        settings: How.
 
     Attributes:
         store: The generations of the state, and their files.
@@ -60,69 +62,73 @@ class StateSwapper:
         handle: AioHandle | None,
         transactions: Transactions,
         stepper: Stepper,
-        *,
-        on_disk: bool,
-        durable: bool,
-        checksum: bool,
-        read_ahead: bool,
-        write_behind: bool,
+        settings: OptimizerSettings,
     ) -> None:
         self.directory = directory
         self.handles = DriveHandles(handle, directory.paths)
+        durable, checksum = settings.durable, settings.checksum
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
         self.store = StateStore(directory, self.handles, durable, checksum, ranks)
-        self.gradients = GradientSwapper(directory, self.handles, transactions) if on_disk else None
+        self.gradients: GradientSwapper | None = None
+        if settings.on_disk:
+            self.gradients = GradientSwapper(directory, self.handles, transactions)
         self.broken = ""
         self.closed = False
+        self._settings = settings
         self._stepper = stepper
-        self._buffers = Buffers(self.handles, read_ahead, write_behind)
+        self._cuts = Cuts(stepper, settings)
+        self._buffers = Buffers(self.handles, settings.read_ahead, settings.write_behind)
         self._swapped = Swapped(self.handles, self.store, self._buffers, self.gradients)
+        self._weights = StoredWeights(self._swapped)
 
     # Making
 
-    def open(
-        self,
-        params: Sequence[SwappedParam],
-        subgroups: Sequence[Subgroup],
-        resume: bool,
-        groups: Groups,
-        transaction: Transaction,
-    ) -> Manifest | None:
+    def open(self, groups: Groups, transaction: Transaction) -> Manifest | None:
         """Open the files; bring weights there, or, where there is something to resume, back.
+
+        Args:
+            groups: The parameter groups.
+            transaction: Whose opening it is.
 
         Returns:
             What was resumed; None where this is the beginning.
         """
+        params: list[SwappedParam] = []
+        for number, group in enumerate(groups):
+            params += self._cuts.params(len(params), number, group)
+        subgroups = self._cuts.subgroups(params)
+        bound = {p.number for p in params if p.param_store is not None and not p.stores_rounded}
+        _memory_plan.hold(subgroups, self._settings.ratio, bound)
         if self.gradients is not None:
             self.gradients.reserve(params, subgroups)
         self._add(params, subgroups)
-        manifest = self.store.resume() if resume else None
+        manifest = self.store.resume() if self._settings.resume else None
         self.store.open()
         self._swapped.make_buffers()
         if manifest is None:
             self.store_weights(groups, transaction)
         else:
             self._swapped.make_way()
-            self._restore(self._swapped.subgroups)
+            self._weights.give_back(subgroups)
         self._relocate(params)
         if self.gradients is not None:
             self.gradients.extend(params, subgroups)
         return manifest
 
-    def extend(
-        self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup], groups: Groups
-    ) -> None:
-        """Take further parameters on."""
+    def extend(self, groups: Groups) -> None:
+        """Take on the parameters of the last group, which is new; if it fails, none of them."""
+        swapped = self._swapped
+        params = self._cuts.params(len(swapped.params), len(groups) - 1, groups[-1])
+        subgroups = self._cuts.subgroups(params)
         if self.gradients is not None:
             self.gradients.reserve(params, subgroups)
         self.store.settle()
-        swapped = self._swapped
         before = len(swapped.params), len(swapped.subgroups), self.store.files.nbytes
         try:
             self._add(params, subgroups)
             self.store.open()
             swapped.make_buffers()
-            self._store_weights(subgroups, groups)
+            self._weights.take(subgroups, options_of(groups))
         except BaseException as failed:
             del swapped.params[before[0] :], swapped.subgroups[before[1] :]
             for subgroup in subgroups:
@@ -156,25 +162,39 @@ class StateSwapper:
 
     # The step
 
-    def step(
+    def step(self, inputs: StepInputs, transaction: Transaction) -> Times | None:
+        """Step every parameter that has a gradient.
+
+        Args:
+            inputs: As they were when the step was asked for.
+            transaction: Whose step it is. It is left undone, or taken back, if nobody wants it any
+                more, and if that is possible: not without a copy of the weights on the drive,
+                and not once state that stays in memory was stepped.
+
+        Returns:
+            Where the time went; None if a GradScaler has the step left out.
+
+        Raises: As `SwappedOptimizer.step`.
+        """
+        scaled, inverse = inputs.scaled, None
+        if self.gradients is not None:
+            if scaled is not None:
+                inverse = scaled.inverse()
+                if bool(scaled.found_inf):
+                    self.gradients.factor = None
+                    return None
+            self.gradients.check(scaled=scaled is not None)
+            self.gradients.restore()
+        grads = grads_of(self._swapped.params) if inputs.grads is None else inputs.grads
+        return self._step(inputs.groups, grads, inverse, transaction)
+
+    def _step(
         self,
         groups: Groups,
         grads: Mapping[int, torch.Tensor],
         inverse_scale: torch.Tensor | None,
         transaction: Transaction,
     ) -> Times:
-        """Step every parameter that has a gradient.
-
-        Args:
-            groups: The parameter groups, as they were when the step was asked for.
-            grads: The gradients that are in memory, by the numbers of their parameters.
-            inverse_scale: What undoes a GradScaler for gradients on the drive, or None.
-            transaction: Whose step it is. It is left undone, or taken back, if nobody wants it any
-                more, and if that is possible: not without a copy of the weights on the drive,
-                and not once state that stays in memory was stepped.
-
-        Raises: As `SwappedOptimizer.step`.
-        """
         for param in self._swapped.params:
             param.check_unchanged()
         self._swapped.make_way()
@@ -198,7 +218,7 @@ class StateSwapper:
             check()
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             step.step_resident()
-            self.store.commit(step.moved, step.begun, step.small, saved(groups), step.sums)
+            self.store.commit(step.moved, step.begun, step.small, options_of(groups), step.sums)
         except BaseException as failed:
             self._undo(step, failed)
             raise
@@ -215,7 +235,7 @@ class StateSwapper:
         why = _why_no_undo(step)
         if not why:
             try:
-                self._restore(step.touched)
+                self._weights.give_back(step.touched)
                 return
             except BaseException as again:
                 why = f"bringing back the weights failed: {again}"
@@ -230,7 +250,7 @@ class StateSwapper:
         try:
             self._swapped.evict_params()
             self.store.revert()
-            self._restore(step.touched)
+            self._weights.give_back(step.touched)
             self._tell_changed(step)
             if self.gradients is not None:
                 self.gradients.factor = factor
@@ -250,68 +270,7 @@ class StateSwapper:
 
     def store_weights(self, groups: Groups, transaction: Transaction) -> None:
         """Take the parameters as they are now for the weights on the drive."""
-        self._store_weights(self._swapped.subgroups, groups, transaction)
-
-    def _store_weights(
-        self, subgroups: Sequence[Subgroup], groups: Groups, transaction: Transaction | None = None
-    ) -> None:
-        self.store.prepare()
-        turns, moved = [], {}
-        sums: dict[int, dict[str, int]] = {}
-
-        def seal(pieces: Sequence[Piece], slot: torch.Tensor) -> None:
-            for piece in pieces:
-                sums.update(self.store.files.sum_up(slot, [piece], piece.begun))
-
-        for subgroup in subgroups:
-            pieces = [p for p in subgroup.pieces if p.stored and self._reads_weights(p)]
-            reads = self._swapped.param_reads(pieces, subgroup)
-            compute = functools.partial(self._take_weights, subgroup, pieces)
-            if subgroup.resident:
-                memory = self._swapped.resident[id(subgroup)]
-                self._swapped.read_now(memory, reads)
-                compute(memory)
-                continue
-            begun = [piece for piece in pieces if piece.begun]
-            reads += self.store.files.reads(subgroup, begun, weights=False)
-            verify = self.store.files.verifying([], begun)
-            turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
-            moved.update({piece.number: piece.begun for piece in pieces})
-        self._buffers.run(turns, None if transaction is None else transaction.check)
-        self.store.commit(set(moved), moved, {}, saved(groups), sums)
-
-    def _take_weights(
-        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
-    ) -> list[Move]:
-        for piece in pieces:
-            _weights.weights_in(subgroup, piece, self._swapped.param_of(piece), slot)
-        old = [piece for piece in pieces if piece.begun]
-        new = [piece for piece in pieces if not piece.begun]
-        files = self.store.files
-        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
-
-    def _reads_weights(self, piece: Piece) -> bool:
-        """Whether the parameter can differ from the drive: one that lives there does not."""
-        param = self._swapped.param_of(piece)
-        return param.param_store is None or param.stores_rounded or not self.store.generation
-
-    def _restore(self, subgroups: Sequence[Subgroup]) -> None:
-        """Bring the weights of the last complete step back into the parameters."""
-        turns = []
-        for subgroup in subgroups:
-            if not subgroup.resident:
-                pieces = [piece for piece in subgroup.pieces if piece.stored]
-                compute = functools.partial(self._give_weights, subgroup, pieces)
-                verify = self.store.files.verifying(pieces, [])
-                turns.append(SlotTurn(self.store.files.weights(subgroup, pieces), compute, verify))
-        self._buffers.run(turns)
-
-    def _give_weights(
-        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
-    ) -> list[Move]:
-        for piece in pieces:
-            _weights.weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
-        return self._swapped.param_writes(subgroup, pieces)
+        self._weights.take(self._swapped.subgroups, options_of(groups), transaction.check)
 
     def load(
         self, states: Mapping[int, dict[str, Any] | None], groups: Groups, transaction: Transaction
@@ -325,7 +284,7 @@ class StateSwapper:
         self.store.commit(load.moved, load.begun, load.small, list(groups), load.sums)
         if load.has_masters:
             try:
-                self._restore(self._swapped.subgroups)
+                self._weights.give_back(self._swapped.subgroups)
                 load.follow_resident_masters()
             except BaseException as failed:
                 self.broken = (
@@ -336,6 +295,11 @@ class StateSwapper:
                 raise
 
     # Looking
+
+    @property
+    def params(self) -> list[SwappedParam]:
+        """The parameters, by number."""
+        return self._swapped.params
 
     def snapshot(self, directory: Paths, transaction: Transaction) -> None:
         """See `SwappedOptimizer.snapshot`."""
@@ -407,7 +371,59 @@ class StateSwapper:
         self._swapped.resident.clear()
 
 
-def saved(groups: Groups) -> list[dict[str, Any]]:
+class OpenedState(NamedTuple):
+    """State that was opened.
+
+    Attributes:
+        swapper: Has it.
+        ending: Closes it; keep it where it dies with the optimizer.
+        resumed: The options of the parameter groups that were there; None at the beginning.
+    """
+
+    swapper: StateSwapper
+    ending: Ending
+    resumed: list[dict[str, Any]] | None
+
+
+def open_state(
+    swap_dir: Paths,
+    handle: AioHandle | None,
+    transactions: Transactions,
+    stepper: Stepper,
+    settings: OptimizerSettings,
+    groups: Groups,
+    transaction: Transaction,
+) -> OpenedState:
+    """Make the state of an optimizer, or go on with what is in its directory.
+
+    Args:
+        swap_dir: As for `SwappedOptimizer`, like `handle`.
+        handle: Moves the bytes and stays open, or None.
+        transactions: Whose thread this is called in.
+        stepper: Does the arithmetic.
+        settings: How.
+        groups: The parameter groups.
+        transaction: Whose opening it is.
+    """
+    remove = not settings.resume
+    directory = SwapDirs(swap_dir, directory_name("optimizer"), settings.resume)
+    swapper: StateSwapper | None = None
+    try:
+        swapper = StateSwapper(directory, handle, transactions, stepper, settings)
+        manifest = swapper.open(groups, transaction)
+        transaction.check()
+    except BaseException:
+        if swapper is not None:
+            swapper.close(remove)
+        else:
+            directory.release(remove)
+        raise
+    ending = Ending(transactions.owner, functools.partial(swapper.close, remove))
+    transaction.on_rollback(ending.close)
+    return OpenedState(swapper, ending, None if manifest is None else manifest.groups)
+
+
+def options_of(groups: Groups) -> list[dict[str, Any]]:
     """What the manifest keeps of parameter groups."""
     return [{name: v for name, v in group.items() if name != "params"} for group in groups]
 

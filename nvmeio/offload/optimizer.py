@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,28 +17,19 @@ from nvmeio._io.ending import Ending
 from nvmeio._io.profiling import profiled
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _arguments, _memory_plan, _state
-from nvmeio.offload._cuts import Cuts
+from nvmeio.offload import _arguments, _state
 from nvmeio.offload._memory_plan import MemoryPlan
-from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Times
-from nvmeio.offload._probe import check_class
-from nvmeio.offload._rank_steps import directory_name
+from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._state import StateView
-from nvmeio.offload._state_swapper import StateSwapper
+from nvmeio.offload._state_swapper import StateSwapper, open_state
 from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._stepping import Stepper
-from nvmeio.offload._swap_dirs import Paths, SwapDirs
+from nvmeio.offload._swap_dirs import Paths
 from nvmeio.offload._transactions import Transaction, Transactions
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"
-
-
-class _Opened(NamedTuple):
-    swapper: StateSwapper
-    ending: Ending
-    saved_groups: list[dict[str, Any]] | None  # of what was resumed
 
 
 class SwappedOptimizer(Closing, torch.optim.Optimizer):
@@ -130,40 +121,25 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         pipeline_write: bool = True,
         **optimizer_args: Any,
     ) -> None:
-        check_class(optimizer_class)
+        stepper = Stepper(optimizer_class, optimizer_args)
         if params is None:
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
-        subgroup_bytes = _arguments.size("subgroup_bytes", subgroup_bytes)
-        buffer_bytes = _arguments.size("buffer_bytes", buffer_bytes)
-        _arguments.integer("subgroup_bytes", subgroup_bytes, 4096)
-        if buffer_bytes is not None:
-            _arguments.integer("buffer_bytes", buffer_bytes, 4096)
         _arguments.handle(handle)
-        master_dtype = _arguments.master_dtype(master_dtype)
         _arguments.choice("gradients", gradients, ("memory", "disk"))
-        _arguments.ratio(ratio)
-        resume = switch("resume", resume)
-        recoverable = switch("recoverable", recoverable)
-        read_ahead = switch("pipeline_read", pipeline_read)
-        write_behind = switch("pipeline_write", pipeline_write)
-        if resume and not (ratio == 1.0 and recoverable):
-            raise ValueError(
-                "resume=True needs all state and weights on the drive: leave ratio at 1.0 and "
-                "recoverable at True"
-            )
-        self._cuts = Cuts(
-            Stepper(optimizer_class, optimizer_args),
-            subgroup_bytes,
-            buffer_bytes,
-            1 + read_ahead + write_behind,
-            master_dtype,
-            recoverable,
-            gradients == "disk",
+        self._settings = OptimizerSettings(
+            subgroup_bytes=_arguments.size("subgroup_bytes", subgroup_bytes),
+            buffer_bytes=_arguments.size("buffer_bytes", buffer_bytes),
+            master_dtype=_arguments.master_dtype(master_dtype),
+            on_disk=gradients == "disk",
+            ratio=ratio,
+            recoverable=switch("recoverable", recoverable),
+            durable=switch("durable", durable),
+            checksum=switch("checksum", checksum),
+            resume=switch("resume", resume),
+            read_ahead=switch("pipeline_read", pipeline_read),
+            write_behind=switch("pipeline_write", pipeline_write),
         )
         self._optimizer_class = optimizer_class
-        self._ratio = float(ratio)
-        self._on_disk = gradients == "disk"
-        self._params: list[SwappedParam] = []
         self._swapper: StateSwapper | None = None
         self._ending: Ending | None = None
         self._closed = False
@@ -171,26 +147,25 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         self._pid = os.getpid()
         self.last_step: Times = Times()
         self.resumed = False
-        super().__init__(params, self._cuts.stepper.defaults)
+        super().__init__(params, stepper.defaults)
         self._transactions = Transactions("nvmeio-offload", _CLOSED)
         make = functools.partial(
-            self._open,
+            open_state,
             swap_dir,
             handle,
-            resume,
-            durable=switch("durable", durable),
-            checksum=switch("checksum", checksum),
-            read_ahead=read_ahead,
-            write_behind=write_behind,
+            self._transactions,
+            stepper,
+            self._settings,
+            self.param_groups,
         )
         try:
             self._swapper, self._ending, groups = self._transactions.run(make)
             if groups is not None:
                 self.resumed = True
                 _state.apply_groups(self.param_groups, groups)
-            state: Any = StateView(self._swapper, self._params, self._transactions)
+            state: Any = StateView(self._swapper, self._transactions)
             self.state = state
-            if self._on_disk:
+            if self._settings.on_disk:
                 # GradScaler then leaves the scaling to us: only this object reaches the gradients.
                 self._step_supports_amp_scaling = True
         except BaseException:
@@ -198,52 +173,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             self.close()
             raise
 
-    def _open(
-        self,
-        swap_dir: Paths,
-        handle: AioHandle | None,
-        resume: bool,
-        transaction: Transaction,
-        **how: bool,
-    ) -> _Opened:
-        """Open the files; see `StateSwapper`."""
-        directory = SwapDirs(swap_dir, directory_name("optimizer"), resume)
-        swapper: StateSwapper | None = None
-        try:
-            swapper = StateSwapper(
-                directory,
-                handle,
-                self._transactions,
-                self._cuts.stepper,
-                on_disk=self._on_disk,
-                **how,
-            )
-            for number in range(len(self.param_groups)):
-                self._take_group(number)
-            subgroups = self._cuts.subgroups(self._params)
-            bound = {
-                o.number for o in self._params if o.param_store is not None and not o.stores_rounded
-            }
-            _memory_plan.hold(subgroups, self._ratio, bound)
-            manifest = swapper.open(self._params, subgroups, resume, self.param_groups, transaction)
-            transaction.check()
-        except BaseException:
-            if swapper is not None:
-                swapper.close(remove=not resume)
-            else:
-                directory.release(remove=not resume)
-            raise
-        end = functools.partial(swapper.close, remove=not resume)
-        made = Ending(self._transactions.owner, end)
-        transaction.on_rollback(made.close)
-        return _Opened(swapper, made, None if manifest is None else manifest.groups)
-
     # Parameters
-
-    def _take_group(self, number: int) -> list[SwappedParam]:
-        made = self._cuts.params(len(self._params), number, self.param_groups[number])
-        self._params += made
-        return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; its state follows the others' in the files.
@@ -262,12 +192,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
         def work(transaction: Transaction) -> None:
             add(param_group)
-            made: list[SwappedParam] = []
             try:
-                made = self._take_group(len(self.param_groups) - 1)
-                swapper.extend(made, self._cuts.subgroups(made), self.param_groups)
+                swapper.extend(self.param_groups)
             except BaseException:
-                del self._params[len(self._params) - len(made) :]
                 self.param_groups.pop()
                 raise
 
@@ -333,27 +260,19 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
 
     def _inputs(self) -> StepInputs:
         """What a step works with, as it is now."""
-        check_groups(self.param_groups, self._params)
+        params, on_disk = self._opened().params, self._settings.on_disk
+        check_groups(self.param_groups, params)
         scaled = None
-        if self._on_disk and hasattr(self, "found_inf"):
+        if on_disk and hasattr(self, "found_inf"):
             scaled = Scaled(self.found_inf, getattr(self, "grad_scale", None))
-        grads = None if self._on_disk else grads_of(self._params)
+        grads = None if on_disk else grads_of(params)
         return StepInputs([dict(group) for group in self.param_groups], grads, scaled)
 
     def _step(self, inputs: StepInputs, transaction: Transaction) -> None:
         self._check_open()
-        swapper = self._opened()
-        gradients, scaled, inverse = swapper.gradients, inputs.scaled, None
-        if gradients is not None:
-            if scaled is not None:
-                inverse = scaled.inverse()
-                if bool(scaled.found_inf):
-                    gradients.factor = None
-                    return
-            gradients.check(scaled=scaled is not None)
-            gradients.restore()
-        grads = grads_of(self._params) if inputs.grads is None else inputs.grads
-        self.last_step = swapper.step(inputs.groups, grads, inverse, transaction)
+        times = self._opened().step(inputs, transaction)
+        if times is not None:
+            self.last_step = times
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those on the drive too.
@@ -362,7 +281,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             ValueError: `set_to_none` is False while gradients are on the drive, which holds none of
                 zeros.
         """
-        if self._on_disk and not set_to_none:
+        if self._settings.on_disk and not set_to_none:
             raise ValueError("gradients on the drive are set to none: set_to_none must be True")
         forget = super().zero_grad
         if self._closed or os.getpid() != self._pid:
@@ -398,7 +317,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         """
         gradients = self._opened().gradients
         if gradients is None:
-            parameters = [param.parameter for param in self._params]
+            parameters = [param.parameter for param in self._opened().params]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2.0:
             raise ValueError("of gradients on the drive only the 2-norm is known")
@@ -441,7 +360,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         hooked: Any = self
         for hook in hooked._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        loaded = _state.prepared(self, state_dict)
+        loaded = _state.prepared(self._opened().params, self.param_groups, state_dict)
 
         def work(transaction: Transaction) -> None:
             self._check_open()

@@ -11,7 +11,7 @@ import torch
 from _offload_models import assert_same_weights, loss_of, model, train
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _state_swapper, _swapped
+from nvmeio.offload import SwappedModule, SwappedOptimizer, _stored_weights, _swapped
 from nvmeio.offload._swap_dir import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
@@ -155,7 +155,7 @@ def test_masters_that_cannot_be_brought_back_break_it(
         def fail(*args: Any) -> None:
             raise nvmeio.TransferError(errno.EIO, operation="read", path="state.0")
 
-        monkeypatch.setattr(_state_swapper.StateSwapper, "_restore", fail)
+        monkeypatch.setattr(_stored_weights.StoredWeights, "give_back", fail)
         with pytest.raises(nvmeio.TransferError):
             two.load_state_dict(one.state_dict())
         with pytest.raises(nvmeio.NvmeioError, match="load again"):

@@ -21,7 +21,7 @@ def resumed(made: Any, folder: Path, **options: Any) -> SwappedOptimizer:
 def flip(optimizer: SwappedOptimizer, number: int, name: str) -> str:
     """One bit in the middle of what is current of a parameter; the file."""
     swapper: Any = optimizer._swapper
-    piece = optimizer._params[number].pieces[0]
+    piece = swapper.params[number].pieces[0]
     (part,) = swapper.store.files.file_parts(piece, name)
     path = Path(optimizer.swap_dir) / f"state.{piece.current}"
     with path.open("r+b") as file:
@@ -121,7 +121,7 @@ def test_what_is_loaded_added_and_left_out_is_summed_too(tmp_path: Path) -> None
         optimizer.zero_grad()
         swapper: Any = optimizer._swapper
         assert all(set(piece.sums) == set(piece.spans) for piece in swapper.store.files.pieces)
-        flip(optimizer, len(optimizer._params) - 1, "exp_avg")
+        flip(optimizer, len(swapper.params) - 1, "exp_avg")
         extra.grad = torch.ones_like(extra)
         with pytest.raises(nvmeio.IntegrityError):
             optimizer.step()

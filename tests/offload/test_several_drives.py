@@ -379,7 +379,7 @@ def test_a_flipped_bit_names_the_drive(drives: list[Path]) -> None:
         made(x).sum().backward()
         optimizer.step()
         engine: Any = optimizer._swapper
-        piece = optimizer._params[4].pieces[0]
+        piece = engine.params[4].pieces[0]
         parts = engine.store.files.file_parts(piece, "exp_avg")
         assert len(parts) > 1
         places = [(os.readlink(f"/proc/self/fd/{part.fd}"), part.offset) for part in parts]
