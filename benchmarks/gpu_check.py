@@ -368,6 +368,34 @@ def latency(step: Step, gds: bool) -> dict[str, Any]:
     return told
 
 
+def rows(step: Step, gds: bool, row_bytes: int) -> dict[str, Any]:
+    """A gather and a scatter as large as the file, of rows in any order: right, and how fast?
+
+    Beside it how much host memory the process has taken more than before, in MiB: the ring's, and
+    16 bytes a row.
+    """
+    number = step.size // row_bytes
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(0))
+    places = order * row_bytes
+    with step.handle(gds) as handle, nvmeio.open(step.file, "r+") as file:
+        out = torch.zeros(number, row_bytes, dtype=torch.uint8, device=step.device)
+        handle.sync_pread(out[0], file)  # the device's context, and the ring itself
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        gathered = rate(step, lambda: handle.sync_gather(out, file, places))
+        scattered = rate(step, lambda: handle.sync_scatter(out, file, places), reads=False)
+        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        out.zero_()
+        forget(step.file)
+        handle.sync_gather(out, file, places)
+        for row in (0, 1, number // 3, number - 1):
+            wanted = expected(row_bytes, int(places[row]))
+            if not torch.equal(out[row].cpu(), wanted):
+                raise SystemExit(f"WRONG: row {row} of {row_bytes} bytes")
+        if handle.stats.errors:
+            raise SystemExit(f"WRONG: {handle.stats}")
+    return {"read": gathered, "write": scattered, "host_mib": taken >> 10}
+
+
 def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
     """A save every iteration: is each file the state at its save, and what does it cost?"""
     side = max(int((step.size / 12 / 8) ** 0.5), 64)  # with Adam's moments: as large as the file
@@ -450,6 +478,11 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
                 300,
             )
     found["latency gds"] = (lambda step: latency(step, True), 300)
+    for row_bytes in (4096, 256):  # each gather and scatter is one of the whole file
+        found[f"rows of {row_bytes} bytes, aio"] = (
+            lambda step, n=row_bytes: rows(step, False, n),
+            600,
+        )
     if on_gpu:
         found |= {
             "correctness aio": (lambda step: correctness(step, False), 300),
@@ -460,6 +493,7 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
             "safetensors": (safetensors_load, 300),
             "torch GdsFile": (torch_gds, 300),
             "latency aio": (lambda step: latency(step, False), 300),
+            "rows of 4096 bytes, gds": (lambda step: rows(step, True, 4096), 600),
             "checkpoint": (lambda step: checkpoint(step, False), 300),
             "checkpoint, guarded": (lambda step: checkpoint(step, True), 300),
         }
@@ -497,6 +531,10 @@ def verdicts(results: dict[str, Any]) -> dict[str, Any]:
     gds = max((read(name) for name in results if name.startswith("gds,")), default=0.0)
     if raw and gds:
         told["gds / best raw cuFile loop, >= 0.9"] = round(gds / raw, 3)
+    if read("rows of 4096 bytes, aio") and read("aio ring"):
+        told["gather of 4096 bytes / aio ring"] = round(
+            read("rows of 4096 bytes, aio") / read("aio ring"), 3
+        )
     lags = [result.get("loop_lag_p99_ms") for result in results.values()]
     known = [lag for lag in lags if lag is not None]
     if known:
@@ -516,6 +554,8 @@ def show(name: str, result: dict[str, Any]) -> None:
             parts.append(
                 f"{op} {figures['gb_per_s']:6.2f} GB/s ({figures['cpu_s_per_gb']} CPU s/GB)"
             )
+    if "host_mib" in result:
+        parts.append(f"{result['host_mib']} MiB of host memory")
     if "mode" in result:
         parts.append(f"mode {result['mode']}")
     if result.get("loop_lag_p99_ms") is not None:

@@ -27,12 +27,21 @@ class Cores:
     Args:
         host: Moves host memory, and syncs files.
         make_device: Makes the core for device memory from the host's, at the first such transfer.
+        make_rows: The same for gathers and scatters of device memory; None where that core moves
+            them as well.
     """
 
-    def __init__(self, host: Core, make_device: Callable[[Core], Core]) -> None:
+    def __init__(
+        self,
+        host: Core,
+        make_device: Callable[[Core], Core],
+        make_rows: Callable[[Core], Core] | None = None,
+    ) -> None:
         self.host = host
         self._make_device = make_device
+        self._make_rows = make_rows
         self._device: Core | None = None
+        self._device_rows: Core | None = None
         self._lock = threading.Lock()
 
     @property
@@ -55,8 +64,28 @@ class Cores:
                 self._device = self._make_device(self.host)
             return self._device
 
+    @property
+    def device_rows(self) -> Core:
+        """The core for rows in device memory; made now if there is none yet.
+
+        Raises:
+            ClosedError: The handle is closed.
+        """
+        if self._make_rows is None:
+            return self.device
+        return self._device_rows or run_interruptible(self._device_rows_made)
+
+    def _device_rows_made(self) -> Core:
+        with self._lock:
+            self.host.check_open()
+            if self._device_rows is None:
+                assert self._make_rows is not None
+                self._device_rows = self._make_rows(self.host)
+            return self._device_rows
+
     def _all(self) -> list[Core]:
-        return [self.host] if self._device is None else [self._device, self.host]
+        above = (self._device_rows, self._device)
+        return [*(core for core in above if core is not None), self.host]
 
     def check_open(self) -> None:
         """Raise `ClosedError` once operations are refused."""

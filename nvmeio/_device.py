@@ -135,7 +135,7 @@ class CudaCopier:
         stream = self._stream(device)
         # Grad mode is a thread's own: these are raw bytes, in a thread of nvmeio's.
         with torch.cuda.device(device), torch.no_grad(), torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            _begin_copy(target, source)
             return _CudaMark(stream)
 
     def _stream(self, device: torch.device) -> Any:

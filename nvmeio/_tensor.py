@@ -274,23 +274,6 @@ def device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
     )
 
 
-def staged_device_destination(tensor: torch.Tensor, copier: Copier) -> Memory:
-    """Host memory to read into in a device tensor's place; copied there when all of it is read."""
-    _check(tensor)
-    _check_writable(tensor)
-    staging, copy_back = _staged(tensor, _CPU)
-    device, ready = tensor.device, copier.now(tensor.device)
-
-    def upload() -> None:
-        ready.wait()
-        copier.finish(device, copy_back)
-
-    held = _holds.hold(tensor.untyped_storage())
-    return Memory(
-        staging.data_ptr(), _nbytes(staging), staging.untyped_storage(), upload, held=held
-    )
-
-
 def _on_device(
     tensor: torch.Tensor,
     copier: Copier,

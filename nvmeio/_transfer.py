@@ -127,21 +127,25 @@ def plan_rows(
     """
     direct = opened.direct_fd >= 0 and opened.alignment.offset > 0
     buffered = opcode is Opcode.WRITE or not direct
-    return Plan(file_offset, file_offset, direct, buffered), Transfer(
+    start = file_offset
+    transfer = Transfer(
         opcode,
         opened.direct_fd if direct else -1,
         opened.buffered_fd() if buffered else -1,
         memory.address,
         memory.nbytes,
         file_offset,
-        file_offset,
-        file_offset,
+        start,
+        start,
         opened.alignment.offset or 1,
         opened.alignment.memory or 1,
         False,
         False,
         memory.foreign,
     )
+    if memory.device is not None:  # as for `plan_device`
+        return Plan(start, start, False, buffered), DeviceTransfer.make(transfer, memory, opened)
+    return Plan(start, start, direct, buffered), transfer
 
 
 def plan_buffered(

@@ -9,6 +9,7 @@ import torch
 
 from nvmeio import _checks, _device, _tensor, _transfer, buffers
 from nvmeio._core import Core
+from nvmeio._cores import ring_core
 from nvmeio._tensor import Data
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
@@ -126,6 +127,10 @@ class GdsHandle(AioHandle):
 
     def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
         return functools.partial(_cufile_core, self._gds)
+
+    def _rows_maker(self, ring_bytes: int) -> Callable[[Core], Core] | None:
+        # cuFile takes a call for each row.
+        return functools.partial(ring_core, self._copier, ring_bytes, self._options)
 
     def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         core, memory = super()._memory(opcode, tensor)

@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -98,7 +98,9 @@ class AioHandle(HandleSettings, ClosingWork):
         started = select.start(engine, self._options)
         try:
             # What it is given knows nothing of self: in a cycle, a dropped handle would live on.
-            self._cores = Cores(Core(started), self._device_maker(ring_bytes))
+            self._cores = Cores(
+                Core(started), self._device_maker(ring_bytes), self._rows_maker(ring_bytes)
+            )
         except BaseException:
             started.stop()
             started.join()
@@ -126,6 +128,10 @@ class AioHandle(HandleSettings, ClosingWork):
     def _device_maker(self, ring_bytes: int) -> Callable[[Core], Core]:
         """Makes the core of device memory from the host's."""
         return functools.partial(ring_core, self._copier, ring_bytes, self._options)
+
+    def _rows_maker(self, ring_bytes: int) -> Callable[[Core], Core] | None:
+        """The same for its rows, where that one moves none."""
+        return None
 
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> BoundFile:
         """Open a file to be read and written through this handle.
@@ -275,7 +281,8 @@ class AioHandle(HandleSettings, ClosingWork):
         while it is done), and what is near is read at once, up to `block_size`, each sector once
         for all rows in it: `stats.row_blocks` and `stats.row_bytes_saved`. Rows that are aligned
         in the file and in memory, and far from others, are read in place, others copied. CUDA
-        tensors, on every handle, are read into host memory of their size, and copied from there.
+        tensors, on every handle, go through the ring, a chunk of rows at a time (rows are sorted
+        and read together within it): `ring_bytes` of host memory, however many rows there are.
         """
         return self._start_rows(Opcode.READ, out, file, file_offsets)
 
@@ -386,25 +393,25 @@ class AioHandle(HandleSettings, ClosingWork):
         self, opcode: Opcode, tensor: torch.Tensor, file: FileLike, file_offsets: FileOffsets
     ) -> Operation:
         self._cores.check_open()
-        memory = self._rows_memory(opcode, tensor, file)
+        core, memory = self._rows_memory(opcode, tensor, file)
         try:
             places = row_places(tensor, file_offsets)
         except BaseException:
             memory.end()
             raise
-        core, offset = self._cores.host, 0 if places is None else places.lowest
+        offset = 0 if places is None else places.lowest
         return Operation(core, core.start(opcode, memory, file, offset, None, places))
 
-    def _rows_memory(self, opcode: Opcode, tensor: torch.Tensor, file: FileLike) -> _tensor.Memory:
-        """Host memory for the rows, whatever the tensor lies on."""
+    def _rows_memory(
+        self, opcode: Opcode, tensor: torch.Tensor, file: FileLike
+    ) -> tuple[Core, _tensor.Memory]:
+        """The rows' memory, and the core that moves it."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"rows lie in a torch.Tensor, not in {type(tensor).__name__}")
+        device = _device.is_device(tensor)
+        core = self._cores.device_rows if device else self._cores.host
         try:
-            if opcode is Opcode.WRITE:
-                return _tensor.source(tensor)
-            if _device.is_device(tensor):
-                return _tensor.staged_device_destination(tensor, self._copier)
-            return _tensor.destination(tensor)
+            return core, self._memory_of(opcode, tensor, device)
         except OSError as failed:
             raise _transfer.not_there(ROWS_NAMES[opcode], file, failed) from failed
 
@@ -432,13 +439,14 @@ class AioHandle(HandleSettings, ClosingWork):
     def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         """A tensor's memory, and the core that moves it."""
         if isinstance(tensor, torch.Tensor) and _device.is_device(tensor):
-            core = self._cores.device
-            if opcode is Opcode.READ:
-                return core, _tensor.device_destination(tensor, self._copier)
-            return core, _tensor.device_source(tensor, self._copier)
-        if opcode is Opcode.READ:
-            return self._cores.host, _tensor.destination(tensor)
-        return self._cores.host, _tensor.source(tensor)
+            return self._cores.device, self._memory_of(opcode, tensor, True)
+        return self._cores.host, self._memory_of(opcode, tensor, False)
+
+    def _memory_of(self, opcode: Opcode, tensor: Any, device: bool) -> _tensor.Memory:
+        if device:
+            of = _tensor.device_destination if opcode is Opcode.READ else _tensor.device_source
+            return of(tensor, self._copier)
+        return (_tensor.destination if opcode is Opcode.READ else _tensor.source)(tensor)
 
     # --- all operations of the handle -------------------------------------------------------
 

@@ -207,7 +207,7 @@ class FakeCuda:
         self.current_stream().ask(lambda: change(inside))
 
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`copy_` from the device, on the current stream."""
+        """`copy_` to or from the device, on the current stream."""
         self.call("copy")
         if self.failure is not None:
             raise self.failure
@@ -216,7 +216,9 @@ class FakeCuda:
 
         def copy() -> None:
             self.before_copy(number)
-            target.copy_(self.inside(source))
+            there, here = self._behind(source), self._behind(target)
+            to = target if here is None else self.inside(target)
+            to.copy_(source if there is None else self.inside(source))
 
         stream.ask(copy)
 

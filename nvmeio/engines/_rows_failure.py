@@ -58,7 +58,8 @@ def with_cause(outcome: Outcome, raw: Any, rows: Rows) -> Outcome:
     return outcome._replace(cause=_cause(outcome.error, raw, rows))
 
 
-def _cause(code: int, raw: Any, rows: Rows) -> BaseException:
+def planning_failure(code: int, raw: Any) -> BaseException | None:
+    """Why rows may not be moved at all, given what sorting them told; None for other errors."""
     if code == errno.EEXIST:
         pair = ffi.new("uint64_t[2]")
         lib.nv_rows_overlap(raw, pair, pair + 1)
@@ -68,6 +69,13 @@ def _cause(code: int, raw: Any, rows: Rows) -> BaseException:
         )
     if code == errno.ERANGE:
         return ValueError("file_offsets were changed while the operation read them")
+    return None
+
+
+def _cause(code: int, raw: Any, rows: Rows) -> BaseException:
+    failure = planning_failure(code, raw)
+    if failure is not None:
+        return failure
     result = lib.nv_rows_outcome(raw)
 
     def mask() -> bytes:

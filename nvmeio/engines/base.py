@@ -352,9 +352,18 @@ def prepare(
     """
     if rows is None:
         return engine.prepare(cq, token, transfer)
+    check_rows(engine)
+    return cast("RowsEngine", engine).prepare_rows(cq, token, transfer, rows)
+
+
+def check_rows(engine: Engine) -> None:
+    """Whether an engine moves rows.
+
+    Raises:
+        BackendUnavailableError: It does not.
+    """
     if getattr(engine, "prepare_rows", None) is None:
         raise BackendUnavailableError(
             f"the engine {engine.name!r} moves no rows",
             remedy="give it a prepare_rows (nvmeio.engines.base.RowsEngine), or use 'libaio'",
         )
-    return cast("RowsEngine", engine).prepare_rows(cq, token, transfer, rows)

@@ -9,7 +9,7 @@ directions:
 
 There is never a copy of a whole tensor in host memory: the ring's size is all that it takes, made
 once, at the first transfer. Transfers take turns, part by part, so a small one does not wait
-behind a large one.
+behind a large one. What a part is, of a gather or scatter too, is in `_ring_parts`.
 
 One thread (the pump) does all of this. It sleeps on the eventfds of the host engine and of
 arriving transfers. CUDA's events cannot be slept on beside these, so while copies are under way it
@@ -32,20 +32,22 @@ from typing import Any
 import torch
 
 from nvmeio import _transfer
-from nvmeio._device import Copier, Mark
+from nvmeio._device import Copier
 from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES, Plan
+from nvmeio._plan import PAGE_BYTES
 from nvmeio._tensor import Memory
+from nvmeio.engines import base
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
+from nvmeio.engines._ring_parts import ActiveTransfer, DeviceRowsRequest, Part, taken_up
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
-    DeviceTransfer,
     Engine,
     Opcode,
     Options,
     Outcome,
     Request,
+    Rows,
     Transfer,
 )
 from nvmeio.errors import TransferError
@@ -60,54 +62,6 @@ DEFAULT_BYTES = CHUNKS * CHUNK_BYTES_MOST
 LEAST_BYTES = CHUNKS * 2 * PAGE_BYTES
 
 _LOOK_MS = 1  # how often copies under way are looked at
-
-
-@dataclass(eq=False)
-class _ActiveTransfer:
-    """A transfer in progress, and how far it got."""
-
-    request: DeviceRequest
-    next: int = 0  # the first byte of the tensor that no part has
-
-    @property
-    def transfer(self) -> DeviceTransfer:
-        return self.request.transfer
-
-    @property
-    def exhausted(self) -> bool:
-        return self.request.stop or self.next >= self.transfer.nbytes
-
-
-@dataclass(eq=False)
-class _Part:
-    """A part of a transfer in a chunk."""
-
-    active: _ActiveTransfer
-    start: int  # in the tensor
-    nbytes: int
-    chunk: torch.Tensor
-    shift: int  # where in the chunk it begins
-    moved: int = 0  # what the host engine moved
-    host: Request | None = None
-    plan: Plan | None = None
-    mark: Mark | None = None
-    cancelled: bool = False
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """Its part of the chunk."""
-        return self.chunk[self.shift : self.shift + self.nbytes]
-
-    @property
-    def on_device(self) -> torch.Tensor:
-        """Its part of the tensor."""
-        device = self.active.transfer.memory.device
-        assert device is not None
-        return device[self.start : self.start + self.nbytes]
-
-    @property
-    def file_offset(self) -> int:
-        return self.active.transfer.file_offset + self.start
 
 
 class RingEngine(QueuedEngine[DeviceRequest]):
@@ -155,6 +109,27 @@ class RingEngine(QueuedEngine[DeviceRequest]):
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request that the pump takes up once it is started."""
         return DeviceRequest(self, token, transfer, cq)
+
+    def prepare_rows(
+        self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
+    ) -> Request:
+        """The same for rows.
+
+        Raises:
+            BackendUnavailableError: The host engine moves no rows.
+        """
+        base.check_rows(self._host)
+        return DeviceRowsRequest(self, token, transfer, cq, rows)
+
+    def conclude(self, request: DeviceRequest) -> None:
+        """Count a request out; of rows, what the host engine has not counted."""
+        if isinstance(request, DeviceRowsRequest) and request.pieces:
+            rows, blocks = request.large_rows, request.pieces
+            counted = self._counters
+            self._counters = counted._replace(
+                rows=counted.rows + rows, row_blocks=counted.row_blocks + blocks
+            )
+        super().conclude(request)
 
     def nudge(self) -> None:
         with self.lock:
@@ -213,10 +188,10 @@ class _Pump:
     cq: CompletionQueue
     free: list[torch.Tensor] = field(default_factory=list)
     made: bool = False
-    unready: list[_ActiveTransfer] = field(default_factory=list)
-    ready: deque[_ActiveTransfer] = field(default_factory=deque)
-    at_drive: list[_Part] = field(default_factory=list)
-    at_device: list[_Part] = field(default_factory=list)
+    unready: list[ActiveTransfer] = field(default_factory=list)
+    ready: deque[ActiveTransfer] = field(default_factory=deque)
+    at_drive: list[Part] = field(default_factory=list)
+    at_device: list[Part] = field(default_factory=list)
 
     def run(self) -> None:
         """Until the engine is stopped and nothing is in flight."""
@@ -247,8 +222,7 @@ class _Pump:
     def _step(self) -> bool:
         """Move everything on that can be; whether anything was."""
         arrived = self.engine.arrived()
-        for request in arrived:
-            self.unready.append(_ActiveTransfer(request))
+        self.unready += map(taken_up, arrived)
         moved = bool(arrived)
         moved |= self._look_at_unready()
         moved |= self._look_at_drive()
@@ -260,6 +234,8 @@ class _Pump:
         moved = False
         for active in list(self.unready):
             ready = active.transfer.memory.ready
+            if not active.checked():
+                continue
             if not active.exhausted and not self._reached(active, ready):
                 continue
             self.unready.remove(active)
@@ -311,16 +287,18 @@ class _Pump:
             if active.exhausted:
                 continue
             self.ready.popleft()
+            moved = True
             part = self._cut(active)
+            if part is None:
+                continue
             if not active.exhausted:
                 self.ready.append(active)
             self._guard(part, self._begin)
-            moved = True
         return moved
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _has_chunk(self, active: _ActiveTransfer) -> bool:
+    def _has_chunk(self, active: ActiveTransfer) -> bool:
         if not self.made:
             try:
                 device = active.transfer.memory.device
@@ -336,27 +314,32 @@ class _Pump:
             self.made = True
         return bool(self.free)
 
-    def _cut(self, active: _ActiveTransfer) -> _Part:
-        """The next part. In chunks, bytes lie as they lie in the file's pages: no bounce."""
-        shift = (active.transfer.file_offset + active.next) % PAGE_BYTES
-        nbytes = min(self.engine.chunk_bytes - shift, active.transfer.nbytes - active.next)
-        part = _Part(active, active.next, nbytes, self.free.pop(), shift)
-        active.next += nbytes
+    def _cut(self, active: ActiveTransfer) -> Part | None:
+        """The next part; None where there can be none, and the transfer is over with it."""
+        try:
+            part = active.cut(self.free[-1])
+        except ValueError as failed:
+            active.request.fail(errno.ERANGE, failed)
+            self._retire(active)
+            return None
+        self.free.pop()
         active.request.parts_out += 1
         return part
 
-    def _begin(self, part: _Part) -> None:
+    def _begin(self, part: Part) -> None:
         if part.active.transfer.opcode == Opcode.READ:
             self._to_drive(part)
         else:
             part.mark = self.copier.download(part.bytes, part.on_device)
             self.at_device.append(part)
 
-    def _to_drive(self, part: _Part, buffered: bool = False) -> None:
+    def _to_drive(self, part: Part, buffered: bool = False) -> None:
         transfer = part.active.transfer
         held = part.bytes
         memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
-        plan = _transfer.plan_buffered if buffered else _transfer.plan
+        plan = _transfer.plan if part.rows is None else _transfer.plan_rows
+        if buffered:
+            plan = _transfer.plan_buffered
         try:
             part.plan, planned = plan(
                 Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
@@ -367,12 +350,12 @@ class _Pump:
             return
         self._submit(part, planned)
 
-    def _submit(self, part: _Part, planned: Transfer) -> None:
-        part.host = self.host.prepare(self.cq, 0, planned)
+    def _submit(self, part: Part, planned: Transfer) -> None:
+        part.host = base.prepare(self.host, self.cq, 0, planned, part.rows)
         part.host.start()
         self.at_drive.append(part)
 
-    def _after_drive(self, part: _Part) -> None:
+    def _after_drive(self, part: Part) -> None:
         assert part.host is not None and part.plan is not None
         request, outcome = part.active.request, part.host.outcome()
         self.engine.count_inside(part.active.transfer.opcode, part.nbytes, outcome)
@@ -382,37 +365,30 @@ class _Pump:
             )
             self._to_drive(part, buffered=True)
             return
-        if outcome.error and outcome.error != errno.ECANCELED:
-            request.fail(outcome.error)
+        part.active.landed(part, outcome)
         request.buffered += outcome.buffered_bytes
         request.bounced += outcome.direct_bytes + outcome.bounced_bytes
-        if part.active.transfer.opcode != Opcode.READ or outcome.error or request.cancelled:
-            self._drop(part)
-            return
-        if outcome.transferred < part.nbytes:
-            # The file ends here: nothing lies behind. Parts before it may still be on their way.
-            part.active.next = part.active.transfer.nbytes
-            part.nbytes = outcome.transferred
-        if not part.nbytes:
+        reads = part.active.transfer.opcode == Opcode.READ
+        if not reads or request.cancelled or not part.nbytes:
             self._drop(part)
             return
         part.mark = self.copier.upload(part.on_device, part.bytes)
         self.at_device.append(part)
 
-    def _after_device(self, part: _Part) -> None:
+    def _after_device(self, part: Part) -> None:
         request = part.active.request
         if part.active.transfer.opcode == Opcode.READ or request.stop:
             self._drop(part)
         else:
             self._to_drive(part)
 
-    def _drop(self, part: _Part) -> None:
+    def _drop(self, part: Part) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
         self.free.append(part.chunk)
         part.active.request.parts_out -= 1
         self._retire(part.active)
 
-    def _retire(self, active: _ActiveTransfer) -> None:
+    def _retire(self, active: ActiveTransfer) -> None:
         request = active.request
         if request.parts_out or not active.exhausted or request.done:
             return
@@ -421,7 +397,7 @@ class _Pump:
 
     # --- the device's errors ------------------------------------------------------------------
 
-    def _guard(self, part: _Part, step: Callable[[_Part], None]) -> None:
+    def _guard(self, part: Part, step: Callable[[Part], None]) -> None:
         """A step whose failure (torch's, say) is its transfer's, not the pump's end."""
         try:
             step(part)
@@ -431,7 +407,7 @@ class _Pump:
                 self._drop(part)
 
     @staticmethod
-    def _reached(active: _ActiveTransfer, mark: Any) -> bool:
+    def _reached(active: ActiveTransfer, mark: Any) -> bool:
         try:
             return mark is None or bool(mark.done())
         except Exception as failed:

@@ -1,0 +1,297 @@
+"""What goes through the ring: transfers of device memory, cut into parts of a chunk at most.
+
+A plain transfer is cut where it comes to a chunk's end. A gather or scatter is cut into as many
+rows as a chunk holds, in the caller's order: the host engine moves them as rows between the file
+and the chunk, where they lie as they lie on the device, so that one copy takes them all there. So
+rows are sorted, and read together, within a chunk. A row larger than a chunk goes in pieces, as
+plain transfers do.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nvmeio._checks import OFFSET_MAX
+from nvmeio._device import Mark
+from nvmeio._io.threads import start
+from nvmeio._plan import PAGE_BYTES, Plan
+from nvmeio._shim import ffi, lib
+from nvmeio.engines._queued import DeviceRequest, QueuedEngine
+from nvmeio.engines._rows_failure import RowsFailure, planning_failure
+from nvmeio.engines.base import (
+    CompletionQueue,
+    DeviceTransfer,
+    Opcode,
+    Outcome,
+    Request,
+    Rows,
+    Transfer,
+)
+
+_FEW_ROWS = 2048  # sorted in less time than a thread needs to begin
+_OFFSET_BYTES = 8
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a transfer in a chunk."""
+
+    active: ActiveTransfer
+    start: int  # in the tensor
+    nbytes: int
+    chunk: torch.Tensor
+    shift: int  # where in the chunk it begins
+    file_offset: int
+    rows: Rows | None = None  # of which it consists
+    host: Request | None = None
+    plan: Plan | None = None
+    mark: Mark | None = None
+    cancelled: bool = False
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """Its part of the chunk."""
+        return self.chunk[self.shift : self.shift + self.nbytes]
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """Its part of the tensor."""
+        device = self.active.transfer.memory.device
+        assert device is not None
+        return device[self.start : self.start + self.nbytes]
+
+
+@dataclass(eq=False)
+class ActiveTransfer:
+    """A transfer in progress, and how far it got."""
+
+    request: DeviceRequest
+    next: int = 0  # the first byte of the tensor that no part has
+
+    @property
+    def transfer(self) -> DeviceTransfer:
+        return self.request.transfer
+
+    @property
+    def exhausted(self) -> bool:
+        return self.request.stop or self.next >= self.transfer.nbytes
+
+    def checked(self) -> bool:
+        """Whether it may begin, or end, as far as the host has to look at it before."""
+        return True
+
+    def cut(self, chunk: torch.Tensor) -> Part:
+        """The next part. In chunks, bytes lie as they lie in the file's pages: no bounce."""
+        file_offset = self.transfer.file_offset + self.next
+        return self._piece(chunk, file_offset, self.transfer.nbytes - self.next)
+
+    def landed(self, part: Part, outcome: Outcome) -> None:
+        """Note how the host engine's part of it ended; the part's bytes are those to go on."""
+        if outcome.error:
+            if outcome.error != errno.ECANCELED:
+                self.request.fail(outcome.error)
+            part.nbytes = 0
+        elif self.transfer.opcode == Opcode.READ and outcome.transferred < part.nbytes:
+            # The file ends here: nothing lies behind. Parts before it may still be on their way.
+            self.next = self.transfer.nbytes
+            part.nbytes = outcome.transferred
+
+    def _piece(self, chunk: torch.Tensor, file_offset: int, most: int) -> Part:
+        shift = file_offset % PAGE_BYTES
+        nbytes = min(chunk.numel() - shift, most)
+        part = Part(self, self.next, nbytes, chunk, shift, file_offset)
+        self.next += nbytes
+        return part
+
+
+class DeviceRowsRequest(DeviceRequest):
+    """A gather or scatter of device memory.
+
+    Args:
+        engine, token, transfer, cq: As for any.
+        rows: Where they lie.
+
+    Raises:
+        MemoryError: There is no room to sort the rows of a scatter.
+    """
+
+    def __init__(
+        self,
+        engine: QueuedEngine[Any],
+        token: int,
+        transfer: Transfer,
+        cq: CompletionQueue,
+        rows: Rows,
+    ) -> None:
+        super().__init__(engine, token, transfer, cq)
+        self.rows = rows
+        self.sorting: _Sorting | None = None
+        if transfer.opcode == Opcode.WRITE and rows.number > 1:
+            self.sorting = _Sorting(rows)
+        self.pieces = 0  # of rows larger than a chunk
+        self._left: dict[int, int] = {}  # bytes of such rows that are still to come
+        self._ends: list[tuple[int, int, bytes | None]] = []  # first row, how many, which are whole
+        self._first: tuple[int, int, int] | None = None  # that failed: row, file_offset, errno
+
+    def cancel(self) -> None:
+        sorting = self.sorting
+        if sorting is not None:
+            sorting.stop()  # it takes long
+        super().cancel()
+
+    def outcome(self) -> Outcome:
+        plain = super().outcome()
+        if self._first is None or plain.error:
+            return plain
+        row, file_offset, code = self._first
+        whole = sum(number if mask is None else sum(mask) for _, number, mask in self._ends)
+        failure = RowsFailure(code, row, file_offset, self.rows, whole, self._mask)
+        return plain._replace(error=code, cause=failure)
+
+    def _mask(self) -> bytes:
+        whole = bytearray(self.rows.number)
+        for first, number, mask in self._ends:
+            whole[first : first + number] = b"\x01" * number if mask is None else mask
+        return bytes(whole)
+
+    @property
+    def large_rows(self) -> int:
+        """Rows moved whole that the host engine knows only pieces of."""
+        return len(self._ends) if self.pieces else 0
+
+    # --- for the engine -------------------------------------------------------------------
+
+    def rows_moved(self, first: int, number: int) -> None:
+        """These rows are whole."""
+        self._ends.append((first, number, None))
+
+    def some_moved(self, first: int, number: int, failed: RowsFailure) -> bytes:
+        """Not all of them are; a byte for each that says which."""
+        self.row_failed(first + failed.row, failed.file_offset, failed.errno)
+        mask = failed.mask()
+        self._ends.append((first, number, mask))
+        return mask
+
+    def row_failed(self, row: int, file_offset: int, code: int) -> None:
+        """The first counts."""
+        if self._first is None or row < self._first[0]:
+            self._first = row, file_offset, code
+
+    def piece_moved(self, row: int, nbytes: int) -> None:
+        """A piece of a row that is larger than a chunk."""
+        self.pieces += 1
+        left = self._left[row] = self._left.get(row, self.rows.row_bytes) - nbytes
+        if not left:
+            del self._left[row]
+            self.rows_moved(row, 1)
+
+
+class ActiveRows(ActiveTransfer):
+    """A gather or scatter in progress."""
+
+    request: DeviceRowsRequest
+
+    def checked(self) -> bool:
+        sorting = self.request.sorting
+        if sorting is None:
+            return True
+        if not sorting.begun:
+            sorting.begin()
+        if not sorting.done:
+            return False
+        if sorting.code and sorting.code != errno.ECANCELED:
+            self.request.fail(sorting.code, sorting.failure())
+        self.request.sorting = None
+        return True
+
+    def cut(self, chunk: torch.Tensor) -> Part:
+        rows = self.request.rows
+        row, within = divmod(self.next, rows.row_bytes)
+        if rows.row_bytes > chunk.numel():
+            return self._piece(chunk, self._offset_of(row) + within, rows.row_bytes - within)
+        number = min(chunk.numel() // rows.row_bytes, rows.number - row)
+        some = Rows(number, rows.row_bytes, rows.offsets + _OFFSET_BYTES * row)
+        nbytes = number * rows.row_bytes
+        part = Part(self, self.next, nbytes, chunk, 0, self.transfer.file_offset, some)
+        self.next += nbytes
+        return part
+
+    def _offset_of(self, row: int) -> int:
+        offset = int(ffi.cast("int64_t *", self.request.rows.offsets)[row])
+        if not 0 <= offset <= OFFSET_MAX - self.request.rows.row_bytes:
+            raise ValueError("file_offsets were changed while the operation read them")
+        return offset
+
+    def landed(self, part: Part, outcome: Outcome) -> None:
+        first = part.start // self.request.rows.row_bytes
+        if part.rows is None:
+            self._piece_landed(part, outcome, first)
+        elif not outcome.error:
+            self.request.rows_moved(first, part.rows.number)
+        elif isinstance(outcome.cause, RowsFailure):
+            mask = self.request.some_moved(first, part.rows.number, outcome.cause)
+            if self.transfer.opcode == Opcode.READ:  # what the chunk held before is nobody's row
+                whole = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+                part.bytes.view(part.rows.number, -1).mul_(whole.unsqueeze(1))
+        else:
+            if outcome.error != errno.ECANCELED:
+                self.request.fail(outcome.error, outcome.cause)
+            part.nbytes = 0
+
+    def _piece_landed(self, part: Part, outcome: Outcome, row: int) -> None:
+        if not outcome.error and outcome.transferred == part.nbytes:
+            self.request.piece_moved(row, part.nbytes)
+            return
+        if outcome.error != errno.ECANCELED:
+            within = part.start % self.request.rows.row_bytes
+            at = part.file_offset - within
+            self.request.row_failed(row, at, outcome.error or errno.ENODATA)
+        part.nbytes = 0
+
+
+class _Sorting:
+    """Whether rows of a scatter overlap: found out before any is written, and beside the ring.
+
+    Their offsets have to be kept until it is done.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        raw = lib.nv_rows_new(Opcode.WRITE, 0, *rows, PAGE_BYTES, 1, 1, False, False, 1)
+        if raw == ffi.NULL:
+            raise MemoryError(f"no memory to sort {rows.number} rows in")
+        self._raw = ffi.gc(raw, lib.nv_rows_free)
+        self._few = rows.number <= _FEW_ROWS
+        self.begun = self.done = False
+        self.code = 0
+
+    def begin(self) -> None:
+        """Have a thread sort them."""
+        self.begun = True
+        if self._few:
+            self._sort()
+            return
+        try:
+            start(self._sort, "nvmeio-rows", lambda _: self._sort())
+        except (RuntimeError, MemoryError):  # no thread can be had
+            self._sort()
+
+    def _sort(self) -> None:
+        self.code = -lib.nv_rows_plan(self._raw)
+        self.done = True
+
+    def stop(self) -> None:
+        """It is of no use any more."""
+        lib.nv_rows_stop(self._raw)
+
+    def failure(self) -> BaseException | None:
+        """Why the rows cannot be written."""
+        return planning_failure(self.code, self._raw)
+
+
+def taken_up(request: DeviceRequest) -> ActiveTransfer:
+    """A request that the ring takes up."""
+    return (ActiveRows if isinstance(request, DeviceRowsRequest) else ActiveTransfer)(request)
