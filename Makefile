@@ -169,7 +169,7 @@ $(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet transformers numpy psutil pydantic fastapi pyzmq requests orjson msgspec setproctitle ipython pillow \
 	    aiohttp uvloop interegular openai tiktoken partial_json_parser python-multipart prometheus-client einops triton \
 	    compressed-tensors sentencepiece gguf dill scipy pybase64 xxhash cloudpickle uvicorn modelscope soundfile av anthropic \
-	    datasets pytest pytest-timeout pytest-asyncio hypothesis
+	    datasets ninja pytest pytest-timeout pytest-asyncio hypothesis
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 llguidance \
 	    xgrammar outlines apache-tvm-ffi torchao
 	@sed -i -e 's/^@torch.library.register_fake(.*/@(lambda f: f)/' -e 's/^@register_meta(.*/@(lambda f: f)/' \

@@ -1,6 +1,7 @@
 """What lies where in a store: its two files, and which slot holds which block. No block is moved.
 
-Asked by the store's two threads, through `locked`: under a lock that is held for no I/O.
+Asked through `locked`, by whoever has a turn of the store and cannot be interrupted: under a lock
+that is held while records are written to the page cache, or the file grows, and no block is moved.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Catalog:
         self._seen = 0
         self._is_full = False
         self._is_failing = False
-        self._lock = threading.Lock()  # taken by the store's threads only
+        self._lock = threading.Lock()  # never taken by who may be interrupted
         with contextlib.ExitStack() as undo:
             self._table, blocks = self._open()
             undo.callback(self._table.close)

@@ -1,6 +1,7 @@
 """Which slot holds which block, which is free, and which goes next. No I/O here.
 
-All of it belongs to one thread. `Index.where` alone is read by others: one look into a dict.
+All of it is changed under the lock of its `Catalog`. `Index.where` alone is read without: one look
+into a dict.
 """
 
 from __future__ import annotations

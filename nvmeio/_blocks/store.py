@@ -8,10 +8,10 @@ checked against the block's CRC-32, so a slot that is overwritten under its hand
 All blocks of a batch are in flight together, and checksums are made while others go on. Loads and
 stores take turns among themselves, and neither waits for the other's drive. Each turn is done by
 its caller, or by a thread that nobody can interrupt where the caller's can be, or does not wait
-(`worker`). What lies where is changed in such turns alone, and under a lock that is held for no
-I/O: a thread of its own for that would cost two more switches of thread, which take longer than a
-small block. A single block that is small its turn moves itself (`in_place`): a load by a server's
-thread waits once, for the drive.
+(`worker`). What lies where is changed under a lock (`catalog`), by threads that nobody can
+interrupt: one of its own for that would cost two more switches of thread, which take longer than a
+small block. A few small blocks in a row are moved by the turn itself (`in_place`): a load by a
+server's thread waits once, for the drive.
 
 It is a cache. What cannot be stored is not there later; what cannot be read or is damaged is a miss
 and said so in the log. Nothing is synchronised with the drive: after a crash of the machine the
@@ -160,7 +160,7 @@ class BlockStore(Closing):
     # Asking
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """For each name, whether its block is there now. Costs a look into a dict each."""
+        """For each name, whether its block is there now. Costs a hash and a look in a dict each."""
         self._check_open()
         if self._catalog.is_behind:
             self._change(self._loads, self._catalog.follow)

@@ -47,7 +47,7 @@ class Transfers:
         handle: Moves them.
         file: The slots.
         slot_bytes: Of a slot.
-        in_place: Moves single blocks, if anybody else than the handle may.
+        in_place: Moves a few slots in a row, if anybody else than the handle may.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class HiCache:
         self._capacity = parse_size(extra["capacity_bytes"])
         self._lock = threading.Lock()
         self._stores: dict[str, BlockStore] = {}
-        self._stagings: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._stagings: dict[str, list[torch.Tensor]] = {}
         self._views: dict[str, tuple[Any, bool]] = {}
         self._closed = False
 
@@ -313,18 +313,20 @@ class HiCache:
                     page = rows[n - first, :nbytes].view(pool.dtype)
                     pool.set_from_flat_data_page(starts[n], page)
             yield there
+        self._stagings[name] = stagings
 
     def _staging(self, name: str, nbytes: int, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Memory for two parts, of this thread and pool, kept."""
-        key = (name, threading.get_ident())
+        """Memory for two parts; it is given back once all is copied.
+
+        Not where that raised, or was interrupted: the part behind is still read into it.
+        """
         most = max((last - first for first, last in parts), default=0)
         count = min(len(parts), 2)
-        kept = self._stagings.get(key, [])
+        kept = self._stagings.pop(name, [])
         if len(kept) < count or (kept and len(kept[0]) < most):
             slot = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
             rows = (max(most, 1), slot)
             kept = [buffers.empty_aligned(rows, dtype=torch.uint8) for _ in range(count)]
-            self._stagings[key] = kept
         return kept
 
     # Life

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from interrupting import at_places, at_random_times
+from support import thread
 
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.integrations import sglang_hicache
@@ -256,6 +258,55 @@ def test_an_interrupted_batch_can_be_asked_for_again(
         assert store(), where
         assert backend.batch_exists(keys) == 3, where
         assert all(a.equal(b) for a, b in zip(load(), expected, strict=True)), where
+
+
+def test_what_a_read_that_failed_left_behind_touches_no_other_read(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next part was still to be read, into the memory that the next read used as well: a page
+    got the bytes of another."""
+
+    class Hooked(Pool):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hooks: list[Callable[[], object]] = []
+
+        def set_from_flat_data_page(self, index: int, page: torch.Tensor) -> None:
+            if self.hooks:
+                self.hooks.pop(0)()
+            super().set_from_flat_data_page(index, page)
+
+    monkeypatch.setattr(sglang_hicache, "STAGING_BYTES", 768)  # a page a part
+    pool = Hooked()
+    pool.kv_buffer.copy_(filled().kv_buffer)
+    expected = pool.get_data_page(3 * PAGE).clone()
+    backend = opened(pool)
+    assert backend.batch_set_v1(list("abcd"), indices(0, 1, 2, 3)) == [True] * 4
+    loads = backend._stores["kv"]._loads.owner
+    gate = threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def let_go() -> None:
+        gate.set()
+        loads.call(int)  # behind what the first read left
+
+    pool.hooks = [lambda: loads.post(gate.wait), fail, let_go]
+
+    def read_twice() -> list[bool]:
+        with pytest.raises(ZeroDivisionError):
+            backend.batch_get_v1(list("abc"), indices(10, 11, 12))
+        found: list[bool] = backend.batch_get_v1(["d"], indices(13))
+        return found
+
+    try:
+        with thread(read_twice) as values:
+            pass
+    finally:
+        gate.set()
+    assert values == [[True]]
+    assert pool.get_data_page(13 * PAGE).equal(expected)
 
 
 def test_a_backend_that_is_closed_while_it_reads_ends_the_read(

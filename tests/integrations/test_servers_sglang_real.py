@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,19 @@ from nvmeio.integrations import sglang as for_sglang
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 START_S = 420  # of an engine, on a busy machine
+COMPILE_S = 420  # 15 s by itself
 LAYERS = 4
+
+# What SGLang compiles when it is first used is kept with its environment: another one's is of
+# another torch.
+COMPILING = {
+    "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch-extensions"),
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+}
+HASH = """
+from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
+assert get_native_hash([1, 2, 3, 4], None, 4)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +47,46 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(make, tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def hashing() -> None:
+    """SGLang's `hicache_hash_cpp` is compiled.
+
+    An engine does that in the background when it first needs the name of a page. Until it is there
+    no page is stored or found, by any backend.
+    """
+    compiling = subprocess.Popen(
+        [sys.executable, "-c", HASH],
+        env=os.environ | COMPILING,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # to end its compiler as well
+    )
+    try:
+        said, _ = compiling.communicate(timeout=COMPILE_S)
+    except BaseException as error:
+        os.killpg(compiling.pid, signal.SIGKILL)
+        compiling.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        # Where it was killed, a file "lock" stays, which SGLang removes when it compiles again.
+        pytest.fail(
+            f"SGLang's hicache_hash_cpp was not compiled within {COMPILE_S} s; run the test again "
+            f"on a machine with less to do, and if that does not help remove "
+            f"{COMPILING['TORCH_EXTENSIONS_DIR']}"
+        )
+    if compiling.returncode:
+        pytest.fail(
+            "SGLang's hicache_hash_cpp cannot be compiled: it takes a C++ compiler, ninja and "
+            f"OpenSSL's headers (apt-get install g++ ninja-build libssl-dev):\n{said[-4000:]}"
+        )
+
+
 def engine(
     model: Path, config: Path | None, prompt: tuple[str, ...] = (), **options: Any
 ) -> tuple[Any, str]:
     """What an engine found, if it started, and its log."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **COMPILING, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop(for_sglang.VARIABLE, None)
     if config is not None:
         environment[for_sglang.VARIABLE] = str(config)
@@ -108,6 +156,7 @@ def test_an_engine_with_another_offloader_does_not_start(model: Path, tmp_path: 
     assert "Start it with no --cpu-offload-gb" in log
 
 
+@pytest.mark.usefixtures("hashing")
 def test_a_prompt_seen_before_is_read_by_the_next_engine(tmp_path: Path) -> None:
     """`NvmeHiCache` below SGLang's hierarchical cache, through its command line's options."""
     make = functools.partial(llama, LAYERS, 128, max_position_embeddings=2048)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -315,6 +316,41 @@ def test_ranks_of_one_server_answer_with_the_same_tokens(tmp_path: Path) -> None
     said = log.read_text()
     assert "load_format=nvmeio" in said
     assert "shards (nvmeio)" not in said  # every rank would have read every byte
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="vLLM wants a core for each rank")
+def test_ranks_read_every_byte_of_the_files_once_among_them(tmp_path: Path) -> None:
+    """Read direct, every rank read all of them: twice as much for two ranks."""
+    model = tmp_path / "model"
+    saved(lambda: llama(8, width=256, vocab_size=32000), model, max_shard_size="12MB")
+    nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = str(Path(__file__).with_name("_vllm_rank.py"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    with contextlib.ExitStack() as undo:
+        ranks = []
+        for rank, log in enumerate(logs):
+            said = undo.enter_context(log.open("w"))
+            command = [sys.executable, script, str(model), str(port), str(rank), "2"]
+            process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            ranks.append(process)
+        codes = [process.wait(START_S) for process in ranks]
+    assert codes == [0, 0], [log.read_text()[-4000:] for log in logs]
+    found = []
+    for log in logs:
+        (line,) = (line for line in log.read_text().splitlines() if line.startswith("FOUND "))
+        found.append(json.loads(line.removeprefix("FOUND ")))
+    for each in found:
+        assert each["nvmeio"]["hashes"] == each["auto"]["hashes"]
+    read = {name: sum(each[name]["read"] for each in found) for name in ("nvmeio", "auto")}
+    if read["auto"] < nbytes:
+        pytest.skip("the files stay in memory here: the kernel counts no bytes of a drive")
+    assert nbytes <= read["nvmeio"] < 1.25 * nbytes
 
 
 def test_an_offloader_that_a_loader_sets_has_nothing_to_move_on_a_cpu(tmp_path: Path) -> None:
