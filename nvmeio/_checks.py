@@ -102,6 +102,16 @@ def size(name: str, value: int | str | None) -> int | None:
         raise ValueError(f"{name}: {error}") from error
 
 
+def timeout(value: float) -> None:
+    """How long a rank may make no progress, in seconds.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    if not value > 0:
+        raise ValueError(f"timeout_s must be more than 0 seconds, not {value!r}")
+
+
 @overload
 def dtype(name: str, value: torch.dtype | str) -> torch.dtype: ...
 @overload

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from nvmeio import tuned
+from nvmeio._io.ending import do_all
 from nvmeio._io.handles import new_handle
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -109,11 +109,4 @@ class DriveHandles:
 
     def close(self) -> None:
         """Close those that it made; idempotent."""
-        failure: Any = None
-        for handle in self._own:
-            try:
-                handle.close()
-            except BaseException as failed:
-                failure = failure or failed
-        if failure is not None:
-            raise failure
+        do_all(handle.close for handle in self._own)

@@ -20,7 +20,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nvmeio._io.owner import OwnerThread
@@ -193,6 +193,25 @@ class _FailsAtLast:
             self._stream.flush()
         if sys._getframe().f_back is None:
             raise OSError("what was to be saved at the end of the program is lost")
+
+
+def do_all(
+    steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
+) -> None:
+    """Do each of these, whatever the ones before failed of, and raise the first failure.
+
+    Args:
+        steps: In their order.
+        caught: What does not keep the others from being done.
+    """
+    failure: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except caught as failed:
+            failure = failure or failed
+    if failure is not None:
+        raise failure
 
 
 def _at_exit() -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from typing import Any
 
 from nvmeio.errors import TransferError
@@ -153,6 +155,70 @@ class RankStore:
                 detail=f"the store of torch.distributed cannot be reached ({failed}): the rank "
                 "that serves it is gone, or the process group was destroyed before this was closed",
             ) from failed
+
+
+class Calls:
+    """Numbers what the ranks of a group do together, all of them in the same order.
+
+    A call that is refused before its group is known has no number, and the others give it up in
+    vain. The next one finds that out, and leaves those numbers out.
+
+    Args:
+        operation: What is done, as errors say it; a part of the keys' names.
+        failed: The key, below the number, under which a rank tells all others (in JSON, with
+            "errno") that it does not go on.
+    """
+
+    def __init__(self, operation: str, failed: str = "failed") -> None:
+        self._operation = operation
+        self._failed = failed
+        self._counts: dict[str, int] = {}  # by the keys' names
+        self._refused = 0  # since the last number was taken
+
+    def begin(
+        self, group: Any, otherwise: str, path: str, of: str = ""
+    ) -> tuple[RankStore, int] | None:
+        """One more call of all ranks; everything that this one can be refused for comes before.
+
+        Args:
+            group: As a caller gave it; None for a process alone.
+            otherwise: What a process does that is no member.
+            path: What errors name.
+            of: What is counted by itself, beside the group.
+
+        Returns:
+            The store that all calls of the group share, and the number of this one, from 1; None
+            where there is no other rank.
+
+        Raises:
+            TypeError: `group` is no process group.
+            ValueError: This process is no member of it.
+            TransferError: The store cannot be reached.
+        """
+        if group is None:
+            return None
+        try:
+            _, size, members = checked_group(group, otherwise)
+            if size == 1:
+                return None
+            digest = sha256(f"{members} {of}".encode()).hexdigest()[:16]
+            store = RankStore.of_group(group, f"{self._operation}/{digest}", path, self._operation)
+            number = self._counts.get(digest, 0) + 1
+            for _ in range(self._refused):
+                if not self._given_up(store, number):
+                    break
+                number += 1
+        except BaseException:
+            self._refused += 1
+            raise
+        self._counts[digest] = number
+        self._refused = 0
+        return store, number
+
+    def _given_up(self, store: RankStore, number: int) -> bool:
+        """Whether the others have waited for this rank, and do so no longer."""
+        key = f"{number}/{self._failed}"
+        return store.check([key]) and json.loads(store.get(key))["errno"] == errno.ETIMEDOUT
 
 
 def _prefixed(name: str, store: Any) -> Any:

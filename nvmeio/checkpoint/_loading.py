@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvmeio import _checks
 from nvmeio._formats import pickle_values, torch_pickle, torch_unpickling
 from nvmeio._formats.sniff import TruncatedFileError, check_older
 from nvmeio._formats.torch_file import (
@@ -143,6 +144,7 @@ def load(
     """
     ranks = LoadingRanks.of_group(process_group, timeout_s, path)
     with ranks.telling():
+        _checks.timeout(timeout_s)
         options = LoadOptions.checked(
             map_location, pickle_module, weights_only, mmap, pickle_load_args
         )
@@ -173,6 +175,7 @@ async def async_load(
     """
     ranks = LoadingRanks.of_group(process_group, timeout_s, path)
     with ranks.telling():
+        _checks.timeout(timeout_s)
         options = LoadOptions.checked(
             map_location, pickle_module, weights_only, mmap, pickle_load_args
         )

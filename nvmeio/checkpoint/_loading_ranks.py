@@ -26,7 +26,7 @@ from nvmeio._formats.torch_file import TorchFile, read_buffered
 from nvmeio._io.caller import Cancellation
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.rank_store import RankStore, checked_group
+from nvmeio._io.rank_store import Calls, RankStore
 from nvmeio._io.shared_spans import read_together
 from nvmeio._io.spans import Span
 from nvmeio.checkpoint._ranks import Messages
@@ -40,8 +40,7 @@ _MESSAGES = ("which", "there", "file", "beat")
 # The end of an archive is its directory, with the CRC-32 of every record.
 _TAIL_BYTES = 64 << 10
 
-# Loads so far, by group: the ranks call them in the same order.
-_loads: dict[str, int] = {}
+_loads = Calls("load")
 
 
 class LoadingRanks:
@@ -66,23 +65,14 @@ class LoadingRanks:
 
     @classmethod
     def of_group(cls, group: Any, timeout_s: float, path: Any) -> LoadingRanks:
-        """Those of a process group; None for a process alone.
+        """Those of a process group; `ALONE` for a process alone.
 
         Raises:
             TypeError: `group` is no process group.
-            ValueError: This process is no member of it; `timeout_s` is not positive.
+            ValueError: This process is no member of it.
         """
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be more than 0 seconds, not {timeout_s!r}")
-        if group is None:
-            return ALONE
-        _, size, members = checked_group(group, "call load without it")
-        if size == 1:
-            return ALONE
-        number = _loads[members] = _loads.get(members, 0) + 1
-        name = f"load/{sha256(members.encode()).hexdigest()[:16]}"
-        store = RankStore.of_group(group, name, str(path), "load")
-        return cls(store, number, timeout_s)
+        found = _loads.begin(group, "call load without it", str(path))
+        return ALONE if found is None else cls(*found, timeout_s)
 
     @property
     def is_alone(self) -> bool:

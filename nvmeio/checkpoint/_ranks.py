@@ -14,11 +14,10 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Any
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._io.rank_store import MOST_PAUSE_S, RankStore, checked_group, pauses
+from nvmeio._io.rank_store import MOST_PAUSE_S, Calls, RankStore, checked_group, pauses
 from nvmeio.errors import TransferError
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -28,8 +27,15 @@ _BEAT_S = 0.5
 # TCPStore refuses values of 8 MiB and more.
 _MOST_VALUE_BYTES = 1 << 20
 
-# Checkpointers made so far, by group and directory: the ranks make them in the same order.
-_made: dict[tuple[str, str], int] = {}
+_NO_MEMBER = "make no Checkpointer"
+
+# Checkpointers that were made for a directory.
+_made = Calls("save")
+
+
+def ranks_of(group: Any) -> int:
+    """How many ranks save together. Raises as `store_of`."""
+    return 1 if group is None else checked_group(group, _NO_MEMBER)[1]
 
 
 def store_of(group: Any, directory: str) -> RankStore:
@@ -43,15 +49,11 @@ def store_of(group: Any, directory: str) -> RankStore:
         TypeError: `group` is no process group.
         ValueError: This process is no member of it.
     """
-    if group is None:
+    found = _made.begin(group, _NO_MEMBER, directory, os.path.abspath(directory))
+    if found is None:
         return RankStore(None, 0, 1, directory, "save")
-    rank, size, members = checked_group(group, "make no Checkpointer")
-    if size == 1:
-        return RankStore(None, rank, size, directory, "save")
-    key = (members, directory)
-    number = _made[key] = _made.get(key, 0) + 1
-    digest = sha256(f"{members} {os.path.abspath(directory)}".encode()).hexdigest()
-    return RankStore.of_group(group, f"{digest[:16]}/{number}", directory, "save")
+    store, number = found
+    return store.within(str(number), directory, "save")
 
 
 class Messages:

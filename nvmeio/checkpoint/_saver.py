@@ -229,16 +229,9 @@ class Saver:
         Raises:
             Exception: One has failed, and nobody has been told.
         """
-        failed: BaseException | None = None
         for each in self.under_way:
             each.wait()
-            if not each.seen:
-                try:
-                    each.result()
-                except BaseException as error:
-                    failed = failed or error
-        if failed is not None:
-            raise failed
+        ending.do_all(each.result for each in self.under_way if not each.seen)
 
     def _close(self) -> None:
         with self._turn:

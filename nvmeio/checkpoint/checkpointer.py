@@ -20,7 +20,7 @@ from nvmeio._storage.directories import check_above
 from nvmeio.checkpoint import _guard, _retention, _writers
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._loading import LoadOptions, MapLocation
-from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
+from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, ranks_of, store_of
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Wanted, restore
 from nvmeio.checkpoint._saver import JOBS, SaveCall, Saver
@@ -121,10 +121,11 @@ class Checkpointer(ClosingWork):
             _checks.integer("memory_bytes", memory_bytes, 1)
         if layout not in JOBS:
             raise ValueError(f"layout must be 'one' or 'per_rank', not {layout!r}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be more than 0 seconds, not {timeout_s!r}")
+        _checks.timeout(timeout_s)
         if handle is not None and not isinstance(handle, AioHandle):
             raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
+        # A rank that is refused has not been counted, and may try again.
+        writers = _writers.checked(writers, layout, ranks_of(process_group))
         self._store = store_of(process_group, path)
         self._keep = keep
         self._closing: UnderWay[None] | None = None
@@ -138,7 +139,7 @@ class Checkpointer(ClosingWork):
             bool(checksum),
             layout,
             bool(recycle),
-            _writers.checked(writers, layout, self._store.size),
+            writers,
         )
 
     # Saving

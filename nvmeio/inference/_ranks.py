@@ -20,7 +20,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.caller import Cancellation
 from nvmeio._io.exchange import Exchange
-from nvmeio._io.rank_store import RankStore, checked_group
+from nvmeio._io.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
@@ -35,8 +35,7 @@ DEFAULT_TIMEOUT_S = 120.0
 # Of a file that no checksums tell apart from another of the same shape.
 _TAIL_BYTES = 64 << 10
 
-# Streams so far, by group: the ranks open them in the same order.
-_streams: dict[str, int] = {}
+_streams = Calls("stream", "failed/0")
 
 
 class Ranks:
@@ -61,18 +60,13 @@ class Ranks:
 
         Raises:
             TypeError: `group` is no process group.
-            ValueError: This process is no member of it; `timeout_s` is not positive.
+            ValueError: This process is no member of it.
         """
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be more than 0 seconds, not {timeout_s!r}")
-        if group is None:
+        found = _streams.begin(group, "call stream_model without it", path)
+        if found is None:
             return None
-        _, size, members = checked_group(group, "call stream_model without it")
-        if size == 1:
-            return None
-        number = _streams[members] = _streams.get(members, 0) + 1
-        name = f"stream/{sha256(members.encode()).hexdigest()[:16]}/{number}"
-        return cls(RankStore.of_group(group, name, path, "stream"), timeout_s)
+        store, number = found
+        return cls(store.within(str(number), path, "stream"), timeout_s)
 
     # --- meeting --------------------------------------------------------------------------------
 

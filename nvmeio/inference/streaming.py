@@ -142,6 +142,7 @@ def stream_model(
     rank = None if ranks is None else ranks.rank
     with contextlib.ExitStack() as stack:
         stack.enter_context(_telling(ranks))
+        _checks.timeout(timeout_s)
         told = long_call.checked(progress)
         resident_bytes = _checks.size("resident_bytes", resident_bytes)
         dtype = _checks.dtype("dtype", dtype)

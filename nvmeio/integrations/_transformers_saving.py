@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nvmeio._io.ending import do_all
 from nvmeio._storage.durable import sync_directory
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.handle import AioHandle
@@ -80,14 +81,7 @@ class TrainerSaving:
 
     def wait(self) -> None:
         """Until the last checkpoint is durable and has its name; raises what failed, once."""
-        failed: Exception | None = None
-        for saver in self.savers:
-            try:
-                saver.wait()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        do_all((saver.wait for saver in self.savers), Exception)
 
     def release(self) -> None:
         """Give the memory back."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.ending import Ending
+from nvmeio._io.ending import Ending, do_all
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _memory_plan
@@ -357,14 +357,7 @@ class StateSwapper:
             ends.insert(0, self.gradients.close)
         ends.append(self.handles.close)
         ends.append(functools.partial(self.directory.release, remove))
-        failure: BaseException | None = None
-        for end in ends:
-            try:
-                end()
-            except BaseException as failed:
-                failure = failure or failed
-        if failure is not None:
-            raise failure
+        do_all(ends)
 
     def _free(self) -> None:
         self._buffers.free()

@@ -265,6 +265,50 @@ def files(me: Rank) -> None:
     assert same(load(path), state)
 
 
+def refused(me: Rank) -> None:
+    """What one rank alone is refused leaves the ranks together.
+
+    Each counted its calls for itself: after a call that one rank was refused before it was counted,
+    no load of these ranks came about again.
+    """
+    state = replicated(7)
+    path = written(me, "state.pt", state)
+    with me.raises(ValueError if me.rank == 0 else nvmeio.TransferError, "timeout_s must be"):
+        load(path, **({"timeout_s": 0} if me.rank == 0 else {}))
+    assert same(load(path), state)
+    if me.rank == 0:  # it cannot tell the others, who give it up
+        with me.raises(TypeError, "process_group must be"):
+            nvmeio.load(path, process_group="world")  # type: ignore[arg-type]
+    else:
+        with me.raises(TimeoutError, "rank 0 of", "did not call load"):
+            load(path, timeout_s=LIMIT_S)
+    me.meet_others()
+    assert same(load(path), state)
+    if me.rank == 0:  # or who is refused comes again while they wait
+        with me.raises(TypeError, "process_group must be"):
+            nvmeio.load(path, process_group="world")  # type: ignore[arg-type]
+    assert same(load(path), state)
+    # A file that one rank does not have is no reason to leave a call out
+    with me.raises(TypeError, "process_group must be"):
+        nvmeio.load(path, process_group="world")  # type: ignore[arg-type]
+    if me.rank != 0:
+        with me.raises(FileNotFoundError):
+            load(me.notes / "nowhere")
+    me.meet_others()
+    if me.rank == 0:
+        with me.raises(FileNotFoundError, "rank 1 of"):
+            load(path)
+    assert same(load(path), state)
+    # Checkpointers are counted as well
+    with me.raises(ValueError, "writers must be") if me.rank == 0 else contextlib.nullcontext():
+        me.new(writers=me.world + 1 if me.rank == 0 else "all").close()
+    if me.rank == 0:
+        me.new().close()
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 1)
+        me.meet_others()
+
+
 def late(me: Rank) -> None:
     """A rank that does not come is given up by all, and the next load is whole."""
     state = replicated(6)
@@ -495,6 +539,7 @@ WORK: dict[str, Callable[..., bool | None]] = {
         chunks,
         fail,
         files,
+        refused,
         late,
         killed,
         hangs,

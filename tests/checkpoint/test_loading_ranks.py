@@ -91,6 +91,10 @@ def test_files_that_differ_and_damaged_ones(ranks: Any, tmp_path: Path) -> None:
     ranks(4, "files", tmp_path)
 
 
+def test_a_call_that_one_rank_is_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, "refused", tmp_path)
+
+
 def test_a_rank_that_does_not_come(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "late", tmp_path)
 

@@ -357,8 +357,14 @@ def wrong(me: Rank) -> None:
             nvmeio.stream_model(path)
     with me.raises(ValueError, "timeout_s must be more than 0"):
         stream(first, timeout_s=0)
-    with me.raises(TypeError, "process_group must be"):
-        nvmeio.stream_model(first, process_group=3)
+    refused(ValueError, "timeout_s must be", at=0, timeout_s=0 if me.rank == 0 else PATIENCE_S)
+    # What one rank is refused before the others can be told of it, they give up; all stay together
+    with me.raises(TypeError if me.rank == 1 else TimeoutError):
+        if me.rank == 1:
+            nvmeio.stream_model(first, process_group=3)
+        stream(first, timeout_s=LIMIT_S)
+    me.meet_others()
+    stream(first).weight_stream.close()
     with me.raises((ValueError, nvmeio.TransferError), "packed for"):
         stream(parts, layers=["model.layers.0", "model.layers.1.mlp"])
     me.meet_others()
