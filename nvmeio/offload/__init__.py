@@ -2,11 +2,12 @@
 
 Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), `_store`
 (generations), `_transactions` (one thread changes it all), `_state_swapper` and `_step`,
-`optimizer`, `gradients`, `module`. docs/offload.md has the arithmetic.
+`optimizer`, `gradients`, `module`, `activations`. docs/offload.md has the arithmetic.
 """
 
 from nvmeio.offload._memory_plan import MemoryPlan as MemoryPlan
 from nvmeio.offload._pipeline import Times as Times
+from nvmeio.offload.activations import SwappedActivations as SwappedActivations
 from nvmeio.offload.config import Offloaded as Offloaded
 from nvmeio.offload.config import offload as offload
 from nvmeio.offload.converting import follow as follow
@@ -17,6 +18,7 @@ from nvmeio.offload.optimizer import SwappedOptimizer as SwappedOptimizer
 __all__ = [
     "MemoryPlan",
     "Offloaded",
+    "SwappedActivations",
     "SwappedModule",
     "SwappedOptimizer",
     "Times",

@@ -10,7 +10,7 @@ import torch
 from interrupts._trials import Scenario
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload import SwappedActivations, SwappedModule, SwappedOptimizer
 
 WIDTH = 24
 CLASS, ARGUMENTS = torch.optim.AdamW, {"lr": 1e-2}
@@ -407,7 +407,62 @@ class Modules(Scenario):
         assert not left, left
 
 
+class Activations(Scenario):
+    """Forward, whose saved tensors go to the drive, and backward, which has them read."""
+
+    modes = ("timer", "opcodes", "hooks", "twice")
+
+    def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
+        super().__init__(folder, handle)
+        self.reference = InMemory()
+        self.made = net()
+        self.made[1].register_forward_pre_hook(lambda *_: self.poke())
+        self.made[4][0].register_full_backward_hook(lambda *_: self.poke())
+        self.activations = SwappedActivations(
+            swap_dir=folder, resident_bytes=8192, min_bytes=1, handle=handle
+        )
+
+    def prepare(self) -> None:
+        self.made.zero_grad()
+
+    def work(self) -> Any:
+        with self.activations.saving():
+            # Many more than the window holds, so that the first of them are written.
+            losses = [loss_of(self.made, 0) for _ in range(4)]
+        losses[0].register_hook(lambda _: self.poke())
+        losses[0].backward()
+
+    def again(self) -> Any:
+        self.made.zero_grad()
+        return self.work()
+
+    def check(self, found: Any) -> None:
+        wanted = self.reference.gradients_of(0)
+        assert_same([p.grad for p in self.made.parameters()], wanted, "gradients")
+        store = self.activations._store
+        self.until(lambda: store.in_memory_bytes + store._file.used_bytes == 0)
+
+    def close(self) -> None:
+        self.activations.close()
+
+
+class ActivationsMade(Scenario):
+    """From making it to closing it."""
+
+    modes = ("timer", "opcodes")
+
+    def work(self) -> Any:
+        with SwappedActivations(swap_dir=self.folder, handle=self.given) as activations:
+            return activations.resident_bytes
+
+    def check(self, found: Any) -> None:
+        assert found == 1 << 30
+        assert not list(self.folder.iterdir())
+
+
 SCENARIOS: dict[str, type[Scenario]] = {
+    "swapped-activations": Activations,
+    "swapped-activations-made": ActivationsMade,
     "swapped-module-forward": Forward,
     "swapped-module-passes": Passes,
     "swapped-module-passes-disk": PassesOnDisk,

@@ -1,0 +1,497 @@
+"""The storages that autograd has saved: in memory, or in a file and read ahead of backward.
+
+All that changes belongs to one thread (`OwnerThread`). What a caller holds is a lease, which dies
+with the graph that saved the tensor, however that ends.
+
+*What is written.* Only what nobody else has: once every tensor over a storage is gone but those
+that autograd has saved, its bytes cannot change any more. So they are written from where they are,
+and its memory is free when they are. What somebody still holds (a parameter, a buffer, the input)
+takes its memory all the same, and stays. The oldest go first: what was saved last is needed first.
+
+*What is read.* Backward goes the other way round. When it asks for one, those that were saved
+before it are read ahead, as far as there is memory for them.
+
+One half of the budget is for what forward has saved, the other for what is read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import concurrent.futures
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nvmeio import _device
+from nvmeio._io.drives import DriveHandles
+from nvmeio._io.ending import Ending, leave
+from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.profiling import profiled
+from nvmeio._io.scratch_file import ScratchFile
+from nvmeio._residency.lent import LentPool
+from nvmeio._residency.reader import Fill, Reader, WantedBytes
+from nvmeio._storage import crc32, directories, private
+from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
+from nvmeio.handle import AioHandle
+from nvmeio.offload._swap_dirs import Paths, directory_paths
+from nvmeio.operation import Operation
+
+logger = logging.getLogger("nvmeio")
+
+Value = TypeVar("Value")
+
+_CLOSED = "the swapped activations are closed"
+
+# Writes under way at a time, or two of them: the queue of a lane, and what it is refilled with.
+_WRITING_BYTES = 160 << 20
+
+
+class SavedStorage:
+    """A storage that autograd has saved, and where its bytes are.
+
+    In memory (`storage`), being written (`storage` and `writing`), or on the drive (`place` alone).
+    """
+
+    __slots__ = (
+        "ahead",
+        "device",
+        "fill",
+        "holds",
+        "nbytes",
+        "number",
+        "out",
+        "place",
+        "storage",
+        "sum",
+        "wanted",
+        "writing",
+    )
+
+    def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
+        self.number = number
+        self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.storage: torch.UntypedStorage | None = storage
+        self.holds = 0  # how many saved tensors lie over it
+        self.place = 0  # in the file
+        self.writing: list[Operation] | None = None
+        self.wanted = False  # while it was being written: it stays
+        self.sum: int | None = None  # the CRC-32 of what is in the file
+        self.fill: Fill | None = None  # while it is read
+        self.ahead: torch.Tensor | None = None  # what it is, or was, read into; not handed out yet
+        self.out: Any = None  # of what was handed out
+
+    def is_alone(self) -> bool:
+        """Whether nobody else has the storage, so that its bytes cannot change any more."""
+        storage = self.storage
+        if storage is None:
+            return False
+        tensors: int = torch._C._storage_Use_Count(storage._cdata)
+        return tensors == 1 and sys.getrefcount(storage) == _ALONE
+
+
+def _references_of_one_alone() -> int:
+    """What `sys.getrefcount` says in `is_alone`."""
+
+    class Holder:
+        storage: Any
+
+    holder = Holder()
+    holder.storage = torch.empty(1).untyped_storage()
+    storage = holder.storage
+    return sys.getrefcount(storage)
+
+
+_ALONE = _references_of_one_alone()
+
+
+class ActivationStore:
+    """Keeps what autograd saved within a budget.
+
+    Args:
+        resident_bytes: The budget.
+        checksum: Compare what is read with what was written.
+
+    Attributes:
+        written_bytes: So far.
+        read_bytes: So far.
+    """
+
+    def __init__(self, resident_bytes: int, checksum: bool) -> None:
+        self.resident_bytes = resident_bytes
+        self._checksum = checksum
+        self._most = resident_bytes // 2  # in memory as forward has saved it
+        self._enough = self._most // 2  # from here on, the oldest are written
+        self.closed = False
+        self.written_bytes = self.read_bytes = 0
+        self._pid = os.getpid()
+        self._numbers = 0
+        self._in_memory: dict[int, SavedStorage] = {}  # by storage, the last saved last
+        self._memory_bytes = 0
+        self._writing: dict[SavedStorage, None] = {}
+        self._writing_bytes = 0
+        self._numbers_on_drive: list[int] = []
+        self._on_drive: dict[int, SavedStorage] = {}
+        self._ahead_bytes = 0  # of device memory
+        self._pool: LentPool | None = None
+        self._failed: BaseException | None = None  # a write, which nobody was told of yet
+        self._resources = contextlib.ExitStack()
+        self._owner = OwnerThread("nvmeio-activations", _CLOSED)
+
+    def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
+        """Make the files; returns what closes them. Interrupted: as `ParamStore.open`."""
+        try:
+            return self._owner.call(self._open, swap_dir, handle)
+        except KeyboardInterrupt:
+            leave(self._owner)
+            with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
+                self._owner.call(bool)
+            raise
+
+    def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
+        ending = Ending(self._owner, self._close)
+        paths = directory_paths("swap_dir", swap_dir)
+        for path in paths:
+            directories.make_directory(path, mode=private.DIRECTORY_MODE, durable=False)
+        self._file = ScratchFile(paths)
+        self._resources.callback(self._file.close)
+        self._handles = DriveHandles(handle, paths)
+        self._resources.callback(self._handles.close)
+        self._reader = Reader(self._handles)
+        self._resources.callback(self._reader.stop)
+        return ending
+
+    # What callers ask for
+
+    def save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Lease]:
+        """Keep a storage's bytes for as long as the lease lives.
+
+        Raises:
+            TransferError: They do not fit into memory, and could not be written (ENOSPC, EIO).
+        """
+        return self._ask(storage.device, partial(self._save, storage))
+
+    def bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """A storage with the same bytes, in memory.
+
+        Raises:
+            TransferError: They could not be read.
+            IntegrityError: They are not what was written.
+        """
+        with profiled("wait", "saved activations"):
+            return self._ask(saved.device, partial(self._bytes_of, saved))
+
+    def _ask(self, device: torch.device, work: Callable[[], Value]) -> Value:
+        # Transfers of device memory come after what the caller's stream was asked so far.
+        return self._owner.call(work if device.type == "cpu" else _device.as_here(work))
+
+    # Saving
+
+    def _save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Lease]:
+        key = storage._cdata
+        saved = self._in_memory.pop(key, None)
+        self._numbers += 1
+        if saved is None:
+            saved = SavedStorage(self._numbers, storage)
+            self._memory_bytes += saved.nbytes
+        elif saved.writing is not None:
+            saved.wanted = True
+        else:
+            saved.number = self._numbers
+        self._in_memory[key] = saved
+        saved.holds += 1
+        lease = self._owner.lease(self._let_go, saved)
+        del storage
+        self._make_room()
+        return saved, lease
+
+    def _make_room(self) -> None:
+        """Begin to write what is too much, and wait while it is far too much."""
+        while True:
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                raise failed
+            self._begin_writes()
+            if self._memory_bytes <= self._most or not self._writing:
+                return
+            oldest = next(iter(self._writing))
+            for operation in oldest.writing or ():
+                _ended(operation)
+            self._written(oldest)
+
+    def _begin_writes(self) -> None:
+        for saved in self._in_memory.values():
+            if self._memory_bytes - self._writing_bytes <= self._enough:
+                return
+            if self._writing_bytes >= _WRITING_BYTES and len(self._writing) > 1:
+                return
+            if saved.writing is None and saved.is_alone():
+                self._begin_write(saved)
+
+    def _begin_write(self, saved: SavedStorage) -> None:
+        try:
+            place = self._file.take(saved.nbytes)
+        except TransferError as full:
+            raise with_context(
+                full,
+                f"room for {saved.nbytes} bytes more of saved activations beside "
+                f"{self._file.used_bytes} (or raise resident_bytes={self.resident_bytes})",
+            ) from full
+        memory = _bytes_over(saved.storage)
+        begun: list[Operation] = []
+        try:
+            for span in self._file.spans(place, saved.nbytes):
+                part = memory[span.start : span.start + span.nbytes]
+                begun.append(self._handles.async_pwrite(part, span.file, span.file_offset))
+        except BaseException:
+            _stop(begun)
+            self._file.give_back(place, saved.nbytes)
+            raise
+        saved.place, saved.writing, saved.wanted = place, begun, False
+        self._writing[saved] = None
+        self._writing_bytes += saved.nbytes
+        if self._checksum and saved.device.type == "cpu":  # while it is written
+            saved.sum = crc32.of_tensor(memory)
+        for operation in begun:
+            operation.add_done_callback(partial(_tell, self._owner, self._end_write, saved))
+
+    def _end_write(self, saved: SavedStorage) -> None:
+        """A part of it is written: what waits is begun, if nothing is wrong."""
+        self._written(saved)
+        if self._failed is None and not self.closed:
+            try:
+                self._begin_writes()
+            except BaseException as failed:
+                self._failed = failed
+
+    def _written(self, saved: SavedStorage) -> None:
+        operations = saved.writing
+        if operations is None or not all(operation.done() for operation in operations):
+            return
+        saved.writing = None
+        del self._writing[saved]
+        self._writing_bytes -= saved.nbytes
+        failures = [_ended(operation) for operation in operations]
+        failed = next((each for each in failures if each is not None), None)
+        cancelled = any(operation.cancelled() for operation in operations)
+        if failed is None and not cancelled:
+            self.written_bytes += saved.nbytes
+            if saved.holds and not saved.wanted:
+                self._forget(saved)
+                self._on_drive[saved.number] = saved
+                bisect.insort(self._numbers_on_drive, saved.number)
+                return
+        self._file.give_back(saved.place, saved.nbytes)
+        if not saved.holds:
+            self._forget(saved)
+        elif failed is not None:  # its bytes are still there
+            self._failed = failed
+            logger.warning("saved activations could not be written: %s", failed)
+
+    def _forget(self, saved: SavedStorage) -> None:
+        """Its memory is not ours any more."""
+        storage, saved.storage = saved.storage, None
+        assert storage is not None
+        del self._in_memory[storage._cdata]
+        self._memory_bytes -= saved.nbytes
+
+    def _let_go(self, saved: SavedStorage) -> None:
+        """A saved tensor is gone."""
+        saved.holds -= 1
+        if saved.holds or self.closed:
+            return
+        if saved.writing is not None:
+            for operation in saved.writing:
+                operation.cancel()
+            self._written(saved)
+        elif saved.storage is not None:
+            self._forget(saved)
+        else:
+            self._drop_ahead(saved)
+            del self._on_drive[saved.number]
+            del self._numbers_on_drive[bisect.bisect_left(self._numbers_on_drive, saved.number)]
+            self._file.give_back(saved.place, saved.nbytes)
+
+    # Reading
+
+    def _bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
+        if saved.storage is not None:
+            saved.wanted = True  # whoever gets it may change it while it is being written
+            self._look_ahead(saved.number)
+            return saved.storage
+        if saved.out is not None:
+            alive = _locked(saved.out)
+            if alive is not None:
+                return alive
+        if saved.ahead is None:
+            self._begin_read(saved, needed=True)
+        self._look_ahead(saved.number)
+        fill, memory = saved.fill, saved.ahead
+        assert fill is not None and memory is not None
+        fill.done.wait()
+        try:
+            if fill.error is not None:
+                raise fill.error
+            if saved.sum is not None:
+                self._check(saved, crc32.of_tensor(memory))
+        finally:
+            self._forget_ahead(saved)
+        self.read_bytes += saved.nbytes
+        storage = memory.untyped_storage()
+        saved.out = _Mark(storage)
+        return storage
+
+    def _check(self, saved: SavedStorage, found: int) -> None:
+        if found != saved.sum:
+            raise IntegrityError(
+                f"{self._file.describe(saved.place, saved.nbytes)}: saved activations are not what "
+                "was written there: look at `dmesg` and `smartctl -a`, and run the pass again "
+                "(checksum=False takes them as they are)",
+                expected=f"CRC-32 {saved.sum:08x}",
+                found=f"{found:08x}",
+            )
+
+    def _look_ahead(self, number: int) -> None:
+        """Begin to read what was saved before this one, the last first."""
+        numbers = self._numbers_on_drive
+        for at in range(bisect.bisect_left(numbers, number) - 1, -1, -1):
+            saved = self._on_drive[numbers[at]]
+            if saved.ahead is not None or (saved.out is not None and not saved.out.expired()):
+                continue
+            if not self._begin_read(saved, needed=False):
+                return
+
+    def _begin_read(self, saved: SavedStorage, needed: bool) -> bool:
+        """Whether there was memory for it."""
+        memory = self._room(saved)
+        if memory is None and needed:
+            for number in self._numbers_on_drive:  # those that are needed last
+                if self._on_drive[number].ahead is not None:
+                    self._drop_ahead(self._on_drive[number])
+                    memory = self._room(saved)
+                    if memory is not None:
+                        break
+            else:
+                memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
+                self._ahead_bytes += saved.nbytes * (saved.device.type != "cpu")
+        if memory is None:
+            return False
+        wanted = [
+            WantedBytes(
+                span.file,
+                span.file_offset,
+                memory[span.start : span.start + span.nbytes],
+                span.start,
+            )
+            for span in self._file.spans(saved.place, saved.nbytes)
+        ]
+        saved.ahead, saved.fill = memory, Fill(wanted)
+        self._reader.submit(saved.fill)
+        return True
+
+    def _room(self, saved: SavedStorage) -> torch.Tensor | None:
+        """Memory of the budget, free with the last tensor over it; None where there is none."""
+        most = self.resident_bytes - self._most
+        if saved.device.type != "cpu":
+            if self._ahead_bytes + saved.nbytes > most:
+                return None
+            try:
+                memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
+            except RuntimeError:  # the device is full
+                return None
+            self._ahead_bytes += saved.nbytes
+            return memory
+        if self._pool is None:
+            self._pool = LentPool(most)
+            self._resources.callback(self._pool.close)
+        slot = self._pool.take(saved, saved.nbytes)
+        return None if slot is None else slot.memory
+
+    def _drop_ahead(self, saved: SavedStorage) -> None:
+        """What was read is not wanted; nothing touches its memory any more."""
+        if saved.fill is not None:
+            self._reader.cancel(saved.fill)
+        self._forget_ahead(saved)
+
+    def _forget_ahead(self, saved: SavedStorage) -> None:
+        if saved.ahead is not None and saved.device.type != "cpu":
+            self._ahead_bytes -= saved.nbytes
+        saved.fill = saved.ahead = None
+
+    # The end
+
+    def check_open(self) -> None:
+        """Raise if it cannot be used here."""
+        if self.closed:
+            raise ClosedError(_CLOSED)
+        if os.getpid() != self._pid:
+            raise ClosedError("this process was forked from the activations' owner: make one here")
+
+    def _close(self) -> None:
+        self.closed = True
+        for saved in list(self._writing):
+            _stop(saved.writing or [])
+            saved.writing = None
+        for saved in self._in_memory.values():
+            saved.storage = None
+        self._writing.clear()
+        self._in_memory.clear()
+        self._resources.close()
+
+    # How it is
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Of what was saved, as forward has left it."""
+        return self._owner.call(lambda: self._memory_bytes)
+
+    @property
+    def on_drive_bytes(self) -> int:
+        """Of what was saved, on the drive alone."""
+        return self._owner.call(lambda: sum(s.nbytes for s in self._on_drive.values()))
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files take on all drives."""
+        return self._owner.call(lambda: self._file.nbytes)
+
+
+def _tell(owner: OwnerThread, work: Callable[..., object], saved: Any, _: Operation) -> None:
+    owner.post(work, saved)
+
+
+def _ended(operation: Operation) -> BaseException | None:
+    """Wait for it; what went wrong. None if it was cancelled."""
+    try:
+        return operation.exception()
+    except concurrent.futures.CancelledError:
+        return None
+
+
+def _stop(operations: list[Operation]) -> None:
+    for operation in operations:
+        operation.cancel()
+    for operation in operations:
+        _ended(operation)
+
+
+def _bytes_over(storage: torch.UntypedStorage | None) -> torch.Tensor:
+    assert storage is not None
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return memory.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+_Mark: Any = StorageWeakRef  # has no types
+
+
+def _locked(mark: Any) -> torch.UntypedStorage | None:
+    """The storage, if anybody still has it."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(mark.cdata)
+    return found

@@ -1,0 +1,232 @@
+"""`SwappedActivations`: what autograd saves for backward, on the drive but for a window."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from nvmeio import _device
+from nvmeio._closing import Closing
+from nvmeio._io.owner import Lease
+from nvmeio._residency import calls
+from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backward, kept, unpack
+from nvmeio.handle import AioHandle
+from nvmeio.offload import _arguments
+from nvmeio.offload._activation_store import ActivationStore, SavedStorage
+from nvmeio.offload._swap_dirs import Paths
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+class SwappedActivations(Closing):
+    """Tensors that autograd saves in forward, on the drive until backward needs them.
+
+    ::
+
+        with SwappedActivations(swap_dir="/mnt/nvme", resident_bytes="4G") as activations:
+            for batch in batches:
+                with activations.saving():
+                    loss = model(batch)
+                loss.backward()
+                optimizer.step()
+
+    What forward saves first is written beside what it computes next, and its memory is free;
+    backward has it read ahead, the last saved first. Gradients are those without, bit for bit.
+
+    Written is only what nobody but autograd has any more. So parameters, buffers and their views,
+    and whatever you hold yourself, are neither written nor held twice; nor are tensors of less than
+    `min_bytes`, subclasses (DTensor), sparse and quantised ones, and memory that torch did not
+    allocate: they stay in memory, as without this.
+
+    With activation checkpointing (either kind) the regions' inputs are what is saved. Gradients
+    may accumulate, graphs be kept (`retain_graph`, `create_graph`) or dropped, and several threads
+    may use it, each within a block of its own.
+
+    Args:
+        swap_dir: A directory on a fast drive, made where it is missing (not those above it), or a
+            list of them, one on each drive. The files in it have no name: nothing is left there.
+        resident_bytes: The window: half of it for what was saved last and is not written, half
+            for what is read ahead. Of a CUDA device, its own memory.
+        min_bytes: Smaller storages stay in memory.
+        checksum: Compare what is read with what was written (CRC-32; not of device memory).
+        handle: Moves the bytes and stays open; None makes one for each drive.
+
+    Raises:
+        TransferError: The directory cannot be used.
+        TypeError, ValueError: An argument is none.
+
+    After an error. A drive that is full (ENOSPC) or fails is told by the forward pass, which may be
+    run again; what could not be written is still in memory. One that cannot be read is told by
+    `backward` (`TransferError`, or `IntegrityError`): no gradient is computed from it.
+
+    Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it; the file is
+    as large as the most that was on the drive at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        swap_dir: Paths,
+        resident_bytes: int | str = "1G",
+        min_bytes: int | str = "1M",
+        checksum: bool = True,
+        handle: AioHandle | None = None,
+    ) -> None:
+        window = _arguments.size("resident_bytes", resident_bytes)
+        least = _arguments.size("min_bytes", min_bytes)
+        _arguments.integer("resident_bytes", window, 8192)
+        _arguments.integer("min_bytes", least, 1)
+        _arguments.handle(handle)
+        if not isinstance(checksum, bool):
+            raise TypeError(f"checksum must be true or false, not {checksum!r:.80}")
+        self._min_bytes = least
+        self._store = ActivationStore(window, checksum)
+        self._ending = self._store.open(swap_dir, handle)
+
+    def saving(self) -> _Saving:
+        """What autograd saves within this block is this object's.
+
+        Backward may come within the block or after it. What backward itself saves (`create_graph`)
+        stays in memory. Blocks may be nested; the innermost has its way.
+
+        Raises:
+            ClosedError: By the block: it is closed, or another process's.
+        """
+        return _Saving(self)
+
+    def attach(self, module: Module) -> Module:
+        """Have each call of a module be such a block, for trainers that have the loop.
+
+        Args:
+            module: Called as ever; returned as it is.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+
+        def around(call: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return call(*args, **kwargs)
+            hooks = self._hooks()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                del hooks
+
+        calls.wrap(module, around)
+        return module
+
+    def _hooks(self) -> calls.Undone:
+        self._store.check_open()
+        others = calls.saved_tensors_hooks_around()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if not self._takes(tensor):
+                return kept(tensor, others)
+            return _Saved(self, tensor)
+
+        return calls.saved_tensors_hooks(pack, unpack)
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or not has_memory(tensor) or in_backward():
+            return False
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return False
+        if isinstance(tensor._base, torch.nn.Parameter):
+            return False
+        storage = tensor.untyped_storage()
+        # Memory that torch did not allocate may change, or be held, by others that nobody sees.
+        return (
+            storage.nbytes() >= self._min_bytes
+            and storage.resizable()
+            and not (storage.device.type == "cpu" and storage.is_shared())
+        )
+
+    def close(self) -> None:
+        """Give up files and memory. Graphs that were saved here cannot be gone through any more."""
+        self._ending.close()
+
+    @property
+    def resident_bytes(self) -> int:
+        """The window."""
+        return self._store.resident_bytes
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Of what is saved now, in memory as forward has left it, including what others hold."""
+        return self._store.in_memory_bytes
+
+    @property
+    def on_drive_bytes(self) -> int:
+        """Of what is saved now, on the drive."""
+        return self._store.on_drive_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files take on all drives; it does not grow from one equal step to the next."""
+        return self._store.file_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Written since this was made."""
+        return self._store.written_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Read for backward since this was made."""
+        return self._store.read_bytes
+
+    def __repr__(self) -> str:
+        state = "closed" if self._store.closed else f"{self.bytes_written} bytes written"
+        return f"<SwappedActivations, resident_bytes={self.resident_bytes}, {state}>"
+
+    def __reduce__(self) -> Any:
+        _arguments.refuse_pickling(self, "make one there")
+
+
+class _Saving:
+    """One block, or one after the other."""
+
+    def __init__(self, activations: SwappedActivations) -> None:
+        self._activations = activations
+        self._hooks: list[calls.Undone] = []
+
+    def __enter__(self) -> SwappedActivations:
+        self._hooks.append(self._activations._hooks())
+        return self._activations
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.pop()
+
+
+class _Saved:
+    """A tensor that autograd keeps, by its place in a saved storage."""
+
+    __slots__ = ("_activations", "_lease", "_place", "_size", "_storage", "_version", "_witness")
+
+    _lease: Lease
+    _storage: SavedStorage
+
+    def __init__(self, activations: SwappedActivations, tensor: torch.Tensor) -> None:
+        self._activations = activations  # which must not end before
+        self._place = Place(tensor)
+        self._size = tuple(tensor.shape)
+        self._version = tensor._version
+        # It has the tensor's version, which others may change, and none of its memory.
+        self._witness = tensor.detach()
+        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._storage, self._lease = activations._store.save(tensor.untyped_storage())
+
+    def get(self) -> torch.Tensor:
+        """The tensor, with the bytes that it had."""
+        check_unchanged(self._witness, self._version, self._size)
+        self._activations._store.check_open()
+        found = self._place.over(self._activations._store.bytes_of(self._storage))
+        _device.used_here(found)
+        return found
