@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from nvmeio import _memory, buffers
+from nvmeio import _checks, _memory, buffers
 
 logger = logging.getLogger("nvmeio")
 
@@ -66,23 +66,36 @@ class Copier(Protocol):
 
 
 class Beside(Protocol):
-    """Copies out of one device's memory, beside the caller's work on it.
+    """Copies to and from one device's memory, beside the caller's work on it.
 
     Neither the caller nor his stream is waited for: `follow` and `precede` let streams wait for
     each other.
     """
 
-    def follow(self) -> None:
-        """What is begun from now on comes after what the calling thread's stream was asked."""
+    def follow(self, stream: Any = None) -> None:
+        """What is begun from now on comes after what a stream was asked.
+
+        Args:
+            stream: Which; None for that of the calling thread.
+        """
 
     def precede(self) -> None:
         """What the calling thread's stream is asked from now on comes after what was begun."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy to host memory, best page-locked; both of the same shape and dtype."""
+        """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
 
     def mark(self) -> Mark:
         """What was begun so far."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device for copies into it.
+
+        What it was before may still be read: `follow` whoever did. Others use it after a `mark`.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no more.
+        """
 
 
 class CudaCopier:
@@ -155,9 +168,10 @@ class _SideStream:
         with torch.cuda.device(device):
             self._stream = cuda.Stream(device)
 
-    def follow(self) -> None:
+    def follow(self, stream: Any = None) -> None:
         with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            there = torch.cuda.current_stream(self._device) if stream is None else stream
+            self._stream.wait_stream(there)
 
     def precede(self) -> None:
         with torch.cuda.device(self._device):
@@ -170,6 +184,10 @@ class _SideStream:
     def mark(self) -> Mark:
         return _CudaMark(self._stream)
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return _empty(nbytes, self._device)
+
 
 class _InOrder:
     """`Beside` for devices that are not CUDA's: a copy is done when it has begun."""
@@ -177,7 +195,7 @@ class _InOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def follow(self) -> None:
+    def follow(self, stream: Any = None) -> None:
         torch.get_device_module(self._device).synchronize(self._device)
 
     def precede(self) -> None:
@@ -189,6 +207,9 @@ class _InOrder:
 
     def mark(self) -> Mark:
         return _Reached()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return _empty(nbytes, self._device)
 
 
 class _Reached:
@@ -221,6 +242,11 @@ class _CudaMark:
         with torch.cuda.device(self._device):
             self._event.synchronize()
 
+    def hold_back(self, stream: Any) -> None:
+        """What a stream is asked from now on comes after this."""
+        with torch.cuda.device(self._device):
+            stream.wait_event(self._event)
+
 
 def is_device(tensor: object) -> bool:
     """Whether it is a tensor in a device's memory that engines reach through a `Copier`."""
@@ -232,8 +258,43 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return tensor.device
 
 
+def stream_here(device: torch.device) -> Any:
+    """Where the calling thread's work on a device is queued; None for one without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def come_after(stream: Any, mark: Mark) -> None:
+    """What a stream of `stream_here` is asked from now on comes after a mark; nobody waits."""
+    if isinstance(mark, _CudaMark):
+        mark.hold_back(stream)
+
+
+def usable(name: str, value: str | int | torch.device) -> torch.device:
+    """The CPU, or a CUDA device that is there, with its number.
+
+    Raises:
+        BackendUnavailableError: There is no such device.
+        ValueError: It is neither.
+    """
+    found = _checks.device(name, value)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise ValueError(f"{name} must be the CPU or a CUDA device, not {str(found)!r}")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor's values in new memory of a device, or of the CPU, which waits for them."""
+    return tensor.detach().to(device, copy=True)
+
+
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
+
+
+def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def new_copier() -> Copier:

@@ -138,6 +138,27 @@ class ThereAndBack(Generic[Unit]):
         """Nothing: a pass that ended early has begun at the front as any other."""
 
 
+class Limited(Generic[Unit]):
+    """Another order, which looks ahead less far.
+
+    Args:
+        order: The other.
+        limit: What it is to tell of what the other expects.
+    """
+
+    def __init__(
+        self, order: Order[Unit], limit: Callable[[Iterator[Unit]], Iterator[Unit]]
+    ) -> None:
+        self.stays = order.stays
+        self.note, self.may_go, self.forget = order.note, order.may_go, order.forget
+        self._order = order
+        self._limit = limit
+
+    def upcoming(self) -> Iterator[Unit]:
+        """As far as the limit allows."""
+        return self._limit(self._order.upcoming())
+
+
 class Phase(enum.Enum):
     """What a unit is used in."""
 

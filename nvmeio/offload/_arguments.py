@@ -37,3 +37,15 @@ def ratio(value: float) -> None:
         raise TypeError(f"ratio must be a number, not {value!r:.80}")
     if not 0 <= value <= 1:
         raise ValueError(f"ratio must lie between 0 and 1, not {value}")
+
+
+def device_bytes(value: int | str | None, device: torch.device) -> int | None:
+    """A window on a device; None where there is no device, or none was asked for."""
+    nbytes = size("device_bytes", value)
+    if nbytes is None:
+        return None
+    if device.type == "cpu":
+        raise ValueError(
+            "device_bytes is the window on a CUDA device, and device is 'cpu': leave it out"
+        )
+    return integer("device_bytes", nbytes, 4096)

@@ -1,4 +1,4 @@
-"""The parameters of a swapped module: their file, and the window of memory that they come through.
+"""The parameters of a swapped module: their file, and the windows that they come through.
 
 All that changes belongs to one thread (`OwnerThread`); methods without an underscore are for
 callers and hand their work to it. What a caller holds is a lease, which ends with the call, the
@@ -7,6 +7,9 @@ in backward the other way round (`ThereAndBack`).
 
 Memory is never taken from under a tensor: a unit that goes only loses the parameters' views of it
 (`LentPool`).
+
+For a device there is a second window above the one in host memory, and parameters lie over that
+one. Whoever computes hands over his stream, which then waits for the copies; he does not.
 """
 
 from __future__ import annotations
@@ -14,18 +17,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _device
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.striping import FileSpan, StripedFile
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
-from nvmeio._residency.order import ThereAndBack
+from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceWindow
+from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
@@ -62,7 +67,7 @@ class Gathered(NamedTuple):
     """
 
     lease: Lease
-    slots: list[Slot]
+    slots: Sequence[Slot | DeviceSlot[Unit]]
     written: list[bool]
 
 
@@ -71,20 +76,31 @@ class ParamStore(Keeper[Unit, Slot]):
 
     Args:
         units: All of them.
-        resident_bytes: The window.
+        resident_bytes: The window in host memory.
+        device: Where they are computed with.
+        device_bytes: The window there; 0 for the CPU, which needs no other.
     """
 
-    def __init__(self, units: Sequence[Unit], resident_bytes: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        resident_bytes: int,
+        device: torch.device | None = None,
+        device_bytes: int = 0,
+    ) -> None:
         self.units = list(units)
         self.resident_bytes = resident_bytes
+        self.device = torch.device("cpu") if device is None else device
+        self.device_bytes = device_bytes
+        self._on_device: DeviceWindow[Unit] | None = None  # as soon as all have been made
         self.closed = False
         self.locked = False
         self._pid = os.getpid()
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
         self._by_address: dict[int, Unit] = {}
-        self._absent = {unit: [absent(span) for span in unit.spans] for unit in units}
-        self._gathered_now: list[list[Slot]] = []  # by blocks that have not ended
+        self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
+        self._gathered_now: list[Sequence[Slot | DeviceSlot[Unit]]] = []  # in blocks
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -114,11 +130,46 @@ class ParamStore(Keeper[Unit, Slot]):
         self._pool = LentPool(self.resident_bytes)
         self._resources.callback(self._pool.close)
         self.resident_bytes, self.locked = self._pool.budget_bytes, self._pool.locked
-        reader = Reader(self._handles)
+        self._reader = reader = Reader(self._handles)
         self._resources.callback(reader.stop)
-        order: ThereAndBack[Unit] = ThereAndBack(lambda unit: len(unit.stages) == 1)
+        order: Limited[Unit] | ThereAndBack[Unit] = _new_order()
+        if self.device_bytes:
+            order = Limited(order, self._not_on_device)
         self._window: Window[Unit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
         return ending
+
+    # The device
+
+    def go_on_device(self) -> None:
+        """All parameters were made, in host memory: from now on they are the device's."""
+        if self.device_bytes:
+            self._owner.call(self._go_on_device)
+
+    def _go_on_device(self) -> None:
+        self._window.drop_all()
+        self._device_pool = DevicePool(self.device, self.device_bytes)
+        self._on_device = DeviceWindow(
+            self._window,
+            self._reader,
+            self._device_pool,
+            _new_order(),
+            lambda unit: unit.nbytes,
+            self._lay_over,
+            self._lay_over_nothing,
+        )
+
+    def _not_on_device(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
+        there = self._on_device
+        return upcoming if there is None else (u for u in upcoming if not there.has(u))
+
+    def _let_compute(self, slots: Sequence[Slot | DeviceSlot[Unit]], stream: Any) -> None:
+        if self._on_device is not None:
+            self._on_device.let_compute([s for s in slots if isinstance(s, DeviceSlot)], stream)
+
+    @property
+    def _top(self) -> Window[Unit, Any]:
+        """The window that parameters lie over."""
+        return self._window if self._on_device is None else self._on_device
 
     # What computing asks for
 
@@ -130,11 +181,14 @@ class ParamStore(Keeper[Unit, Slot]):
             TransferError: They could not be read.
         """
         with profiled("wait", units[0].stages[0].name if units else ""):
-            return self._owner.call(self._hold, units, in_backward())
+            stream = _device.stream_here(self.device)
+            return self._owner.call(self._hold, units, in_backward(), stream)
 
-    def _hold(self, units: Sequence[Unit], backward: bool) -> Lease:
-        held = self._window.hold(units, backward=backward)
-        return self._owner.lease(self._window.let_go, held)
+    def _hold(self, units: Sequence[Unit], backward: bool, stream: Any) -> Lease:
+        held = self._top.hold(units, backward=backward)
+        lease = self._owner.lease(self._top.let_go, held)
+        self._let_compute(held, stream)
+        return lease
 
     def memory_of(self, unit: Unit) -> torch.Tensor:
         """A unit's bytes; they stay what they are for as long as this storage lives.
@@ -142,16 +196,20 @@ class ParamStore(Keeper[Unit, Slot]):
         Where they have arrived the owner is told, and not waited for.
         """
         backward = in_backward()
-        slot = self._window.arrived(unit)
-        memory = None if slot is None else slot.memory
-        if memory is None:
+        top, stream = self._top, _device.stream_here(self.device)
+        slot = top.arrived(unit)
+        memory: torch.Tensor | None = None if slot is None else slot.memory
+        if slot is None or memory is None:
             with profiled("wait", unit.stages[0].name):
-                return self._owner.call(self._memory_of, unit, backward)
-        self._owner.post(self._window.note, unit, backward)
+                return self._owner.call(self._memory_of, unit, backward, stream)
+        self._let_compute([slot], stream)
+        self._owner.post(top.note, unit, backward)
         return memory
 
-    def _memory_of(self, unit: Unit, backward: bool) -> torch.Tensor:
-        memory = self._window.need(unit, backward=backward).memory
+    def _memory_of(self, unit: Unit, backward: bool, stream: Any) -> torch.Tensor:
+        slot = self._top.need(unit, backward=backward)
+        self._let_compute([slot], stream)
+        memory: torch.Tensor | None = slot.memory
         assert memory is not None
         return memory
 
@@ -161,7 +219,11 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def evict(self) -> None:
         """Let go of all copies in memory that are not in use."""
-        self._owner.call(self._window.drop_idle)
+        self._owner.call(self._drop_idle)
+
+    def _drop_idle(self) -> None:
+        self._top.drop_idle()
+        self._window.drop_idle()
 
     def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let go of all copies in memory that are not in use: these change on the drive.
@@ -178,7 +240,7 @@ class ParamStore(Keeper[Unit, Slot]):
                 "the parameters are gathered: at its end the block of gather() would write its "
                 "values over those of the optimizer. Step, load and resume outside of the block"
             )
-        self._window.drop_idle()
+        self._drop_idle()
 
     # Changing
 
@@ -191,46 +253,68 @@ class ParamStore(Keeper[Unit, Slot]):
         slot = self._window.blank(unit)
         slot.holds += 1
         for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
-            if not value.is_meta and value.device.type == "cpu" and value.numel():
-                tensor.copy_(value)
+            if not value.is_meta and value.numel() and not is_absent(value):
+                is_there = _device.is_device(value)
+                tensor.copy_(_device.moved(value, tensor.device) if is_there else value)
             setattr(parameter, _ATTRIBUTE, self)
         return self._gathered([slot])
 
     def gather(self, units: Sequence[Unit]) -> Gathered:
         """Have units in memory to be changed."""
-        return self._owner.call(self._gather, units)
+        return self._owner.call(self._gather, units, _device.stream_here(self.device))
 
-    def _gather(self, units: Sequence[Unit]) -> Gathered:
-        return self._gathered(self._window.hold(units, computing=False))
+    def _gather(self, units: Sequence[Unit], stream: Any) -> Gathered:
+        slots = self._top.hold(units, computing=False)
+        gathered = self._gathered(slots)
+        self._let_compute(slots, stream)
+        return gathered
 
-    def _gathered(self, slots: list[Slot]) -> Gathered:
+    def _gathered(self, slots: Sequence[Slot | DeviceSlot[Unit]]) -> Gathered:
         written: list[bool] = []
         self._gathered_now.append(slots)
         return Gathered(self._owner.lease(self._scatter, slots, written), slots, written)
 
     def write(self, gathered: Gathered) -> None:
         """Write what was gathered to where it lives."""
-        self._owner.call(self._write, gathered.slots, gathered.written)
+        stream = _device.stream_here(self.device)
+        self._owner.call(self._write, gathered.slots, gathered.written, stream)
 
-    def _write(self, slots: Sequence[Slot], written: list[bool]) -> None:
+    def _write(
+        self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool], stream: Any
+    ) -> None:
         for slot in slots:
-            move_all(self._handles, slot.host, self._moves(slot.unit), writing=True)
+            host = slot.host
+            if isinstance(slot, DeviceSlot):
+                host = self._window.need(slot.unit, computing=False).host
+                assert slot.memory is not None
+                self._device_pool.download(host, slot.memory, stream)
+            move_all(self._handles, host, self._moves(slot.unit), writing=True)
         written.append(True)
 
-    def _scatter(self, slots: Sequence[Slot], written: list[bool]) -> None:
+    def _scatter(self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool]) -> None:
         """A block that changed units is over. If it failed they have the values of the drive."""
         self._gathered_now = [each for each in self._gathered_now if each is not slots]
-        self._window.let_go(slots)
+        top = self._top
+        top.let_go(slots)
         if written:
             return
         for slot in slots:
-            if slot.holds and self._window.slot(slot.unit) is slot:
+            if isinstance(slot, DeviceSlot):
+                self._window.drop(slot.unit)
+            if slot.holds and top.slot(slot.unit) is slot:
                 try:
-                    move_all(self._handles, slot.host, self._moves(slot.unit), writing=False)
+                    self._read_again(slot)
                     continue
                 except Exception:
                     slot.holds = 0  # whoever has it computes NaN
-            self._window.drop(slot.unit)
+            top.drop(slot.unit)
+
+    def _read_again(self, slot: Slot | DeviceSlot[Unit]) -> None:
+        if isinstance(slot, DeviceSlot):
+            assert self._on_device is not None
+            self._on_device.copy_again(slot)
+        else:
+            move_all(self._handles, slot.host, self._moves(slot.unit), writing=False)
 
     def load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
         """Change parameters on the drive.
@@ -239,19 +323,37 @@ class ParamStore(Keeper[Unit, Slot]):
             unit: Which hold them.
             given: Their values, by id.
         """
-        self._owner.call(self._load, unit, given)
+        host = torch.device("cpu")
+        here = {k: _device.moved(t, host) if _device.is_device(t) else t for k, t in given.items()}
+        self._owner.call(self._load, unit, here)
 
     def _load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
         slots = self._window.hold([unit], computing=False)
         written: list[bool] = []
         try:
             with torch.no_grad():
-                for parameter in unit.parameters:
+                tensors = zip(unit.parameters, _over(slots[0]), strict=True)
+                for parameter, tensor in tensors:
                     if id(parameter) in given:
-                        parameter.copy_(given[id(parameter)])
-            self._write(slots, written)
+                        tensor.copy_(given[id(parameter)])
+                        torch.autograd.graph.increment_version(parameter)
+            self._write(slots, written, None)
         finally:
+            self._loaded(slots, written)
+
+    def _loaded(self, slots: Sequence[Slot], written: list[bool]) -> None:
+        if self._on_device is None:
             self._scatter(slots, written)
+            return
+        self._window.let_go(slots)
+        for slot in slots:
+            if not written:
+                self._window.drop(slot.unit)  # of its values and those of the drive, some of each
+            above = self._on_device.slot(slot.unit)
+            if above is not None and above.holds:
+                self._on_device.copy_again(above)
+            elif above is not None:
+                self._on_device.drop(slot.unit)
 
     # What the window asks for
 
@@ -274,14 +376,24 @@ class ParamStore(Keeper[Unit, Slot]):
         )
 
     def bind(self, slot: Slot) -> None:
-        """Lay the parameters over their bytes."""
-        self._by_address[slot.host.data_ptr()] = slot.unit
-        for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
-            parameter.data = tensor
+        """Lay the parameters over their bytes, unless they are a device's."""
+        if self._on_device is None:
+            self._lay_over(slot)
 
     def unbind(self, slot: Slot) -> None:
         """Let them lie over nothing."""
-        self._by_address.pop(slot.host.data_ptr(), None)
+        if self._on_device is None:
+            self._lay_over_nothing(slot)
+
+    def _lay_over(self, slot: Slot | DeviceSlot[Unit]) -> None:
+        assert slot.memory is not None
+        self._by_address[slot.memory.data_ptr()] = slot.unit
+        for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
+            parameter.data = tensor
+
+    def _lay_over_nothing(self, slot: Slot | DeviceSlot[Unit]) -> None:
+        assert slot.memory is not None
+        self._by_address.pop(slot.memory.data_ptr(), None)
         for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
             parameter.data = nothing
 
@@ -295,6 +407,10 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def take_anyway(self, unit: Unit) -> Slot:
         """What looks free may be held by a tensor in a cycle."""
+        while self._on_device is not None and self._device_pool.wait_for_one():
+            slot = self.take(unit)
+            if slot is not None:
+                return slot
         gc.collect()
         slot = self.take(unit)
         if slot is not None:
@@ -385,6 +501,8 @@ class ParamStore(Keeper[Unit, Slot]):
             for parameter in unit.parameters:
                 vars(parameter).pop(_ATTRIBUTE, None)
         try:
+            if self._on_device is not None:
+                self._on_device.close()
             if hasattr(self, "_window"):
                 self._window.drop_all()
         finally:
@@ -393,12 +511,23 @@ class ParamStore(Keeper[Unit, Slot]):
     @property
     def held(self) -> list[Unit]:
         """What somebody holds."""
-        return self._owner.call(lambda: [s.unit for s in self._window.there if s.holds])
+        return self._owner.call(lambda: [s.unit for s in self._top.there if s.holds])
 
     @property
     def in_use_bytes(self) -> int:
         """What is taken of the budget, by units and by tensors that outlive them."""
         return self._owner.call(lambda: self._pool.in_use_bytes)
+
+    @property
+    def device_in_use_bytes(self) -> int:
+        """What is taken of the window on the device, likewise."""
+        if self._on_device is None:
+            return 0
+        return self._owner.call(self._count_on_device)
+
+    def _count_on_device(self) -> int:
+        self._device_pool.take_back()
+        return self._device_pool.in_use_bytes
 
     @property
     def bytes_read(self) -> int:
@@ -412,20 +541,25 @@ def store_of(parameter: torch.Tensor) -> ParamStore | None:
     return found
 
 
-def _over(slot: Slot) -> list[torch.Tensor]:
+def _new_order() -> ThereAndBack[Unit]:
+    return ThereAndBack(lambda unit: len(unit.stages) == 1)
+
+
+def _over(slot: Slot | DeviceSlot[Unit]) -> list[torch.Tensor]:
     """The parameters' tensors over the unit's memory."""
     assert slot.memory is not None
     return laid_over(slot.memory, ((s.offset, s.dtype, s.shape) for s in slot.unit.spans))
 
 
-def absent(span: SlotSpan) -> torch.Tensor:
+def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
     """What stands for a parameter that is on the drive: of its shape, and NaN where it can be.
 
     One element of memory. Reading it gives no result that could pass for one, and writing to it is
     refused by torch, since its elements share their memory.
     """
     fill = float("nan") if span.dtype.is_floating_point or span.dtype.is_complex else 0
-    return torch.full((), fill, dtype=span.dtype).expand(span.shape)
+    value = torch.full((), fill, dtype=span.dtype)
+    return (value if device.type == "cpu" else _device.moved(value, device)).expand(span.shape)
 
 
 def is_absent(parameter: torch.Tensor) -> bool:

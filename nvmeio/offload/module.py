@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nvmeio import _checks
+from nvmeio import _checks, _device
 from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
@@ -36,21 +36,29 @@ class SwappedModule(Closing, torch.nn.Module):
             made part by part, never all at once.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             subdirectory is made in it and locked. Or a list of them, as for `SwappedOptimizer`.
-        resident_bytes: The window. At least the largest part of the module; two or three of them
-            let reading and computing overlap.
+        resident_bytes: The window in host memory. At least the largest part of the module; two or
+            three of them let reading and computing overlap.
         stage_bytes: How large a part may be that is brought in as one; None: a quarter of the
-            window. A larger module comes child by child, if its forward calls its children.
+            (smaller) window. A larger module comes child by child, if its forward calls its
+            children.
+        device: Where it computes: the CPU, or a CUDA device, which no such machine has run yet.
+            The host's window is then the way there, and keeps what it has room for; copies have
+            a stream of their own, and yours waits for them by events. Buffers are moved there,
+            and gradients are made there. Bring inputs there yourself.
+        device_bytes: The window on the device, for a CUDA device only. None: three of the largest
+            parts.
         init: For parameters on the meta device: called with each module that has some, in the
             order of `modules()`, once they have memory. None: its `reset_parameters`.
         handle: Moves the bytes and stays open; None makes one for each drive.
 
     Raises:
-        ValueError: The window cannot hold a part; a buffer is on the meta device; a parameter is on
-            a GPU or sharded, or swapped already.
+        BackendUnavailableError: There is no such device.
+        ValueError: A window cannot hold a part; a buffer is on the meta device; a parameter is on
+            another device or sharded, or swapped already.
         TypeError: A parameter on the meta device has nobody who makes it.
         TransferError: The directory is missing, full, or in use (EBUSY).
 
-    Cost: the window; a pass forward and one backward read each parameter once each, less
+    Cost: the windows; a pass forward and one backward read each parameter once each, less
     what stays in the window from one to the other. A parameter under autocast is kept as its
     converted copy for the backward pass, as without this class.
     """
@@ -62,6 +70,8 @@ class SwappedModule(Closing, torch.nn.Module):
         swap_dir: Paths,
         resident_bytes: int | str,
         stage_bytes: int | str | None = None,
+        device: str | torch.device = "cpu",
+        device_bytes: int | str | None = None,
         init: Callable[[torch.nn.Module], object] | None = None,
         handle: AioHandle | None = None,
     ) -> None:
@@ -74,12 +84,20 @@ class SwappedModule(Closing, torch.nn.Module):
         if stage_bytes is not None:
             _arguments.integer("stage_bytes", stage_bytes, 1)
         _arguments.handle(handle)
-        _check_module(module)
+        there = _device.usable("device", device)
+        device_bytes = _arguments.device_bytes(device_bytes, there)
+        _check_module(module, there)
         made_by = _materialised(module)
-        stages = find_stages(module, stage_bytes or resident_bytes // 4)
+        window_bytes = resident_bytes if device_bytes is None else min(resident_bytes, device_bytes)
+        stages = find_stages(module, stage_bytes or window_bytes // 4)
         units = find_units(stages)
-        _check_budget(module, stages, units, resident_bytes)
-        store = ParamStore(units, resident_bytes)
+        largest, which = _largest(module, stages, units)
+        if device_bytes is None and there.type != "cpu":
+            device_bytes = _READ_AHEAD * largest
+        _check_budget("resident_bytes", resident_bytes, largest, which)
+        if device_bytes is not None:
+            _check_budget("device_bytes", device_bytes, largest, which)
+        store = ParamStore(units, resident_bytes, there, device_bytes or 0)
         self._store = store
         self._ending = store.open(swap_dir, handle)
         try:
@@ -91,6 +109,8 @@ class SwappedModule(Closing, torch.nn.Module):
                 finally:
                     del gathered
                 store.evict()
+            store.go_on_device()
+            _move_buffers(module, there)
             for stage in stages:
                 attach(store, stage)
         except BaseException:
@@ -203,6 +223,16 @@ class SwappedModule(Closing, torch.nn.Module):
         return self._store.resident_bytes
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._store.device
+
+    @property
+    def device_bytes(self) -> int:
+        """The window on the device, in bytes; 0 for the CPU, which has no other."""
+        return self._store.device_bytes
+
+    @property
     def bytes_read(self) -> int:
         """Read from the drive since this was made."""
         return self._store.bytes_read
@@ -241,15 +271,19 @@ class SwappedModule(Closing, torch.nn.Module):
 # Making
 
 
-def _check_module(module: torch.nn.Module) -> None:
+_READ_AHEAD = 3  # parts: one computes, one comes, one is there to begin with
+
+
+def _check_module(module: torch.nn.Module, device: torch.device) -> None:
     for name, parameter in module.named_parameters():
         if is_sharded(parameter):
             raise ValueError(
                 f"{name} is sharded: FSDP brings parameters in by itself; swap its optimizer only"
             )
-        if parameter.device.type not in ("cpu", "meta"):
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ValueError(
-                f"{name} is on {parameter.device}: parameters are swapped from the CPU"
+                f"{name} is on {parameter.device}, and the module is to compute on {device}: "
+                "have its parameters on the CPU, or on that device"
             )
         if store_of(parameter) is not None:
             raise ValueError(f"{name} is swapped already, by another SwappedModule")
@@ -264,6 +298,23 @@ def _check_module(module: torch.nn.Module) -> None:
                 f"the buffer {name} is on the meta device, and nobody could fill it: make buffers "
                 "on the CPU (device='cpu' in register_buffer)"
             )
+        if buffer.device.type != "cpu" and buffer.device != device:
+            raise ValueError(
+                f"the buffer {name} is on {buffer.device}, and the module is to compute on "
+                f"{device}: move it to the CPU first, or to that device"
+            )
+
+
+def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+    if device.type == "cpu":
+        return
+    moved: dict[int, torch.Tensor] = {}
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = _device.moved(buffer, device)
+                each._buffers[name] = moved[id(buffer)]
 
 
 def _materialised(module: torch.nn.Module) -> dict[int, torch.nn.Module]:
@@ -306,9 +357,10 @@ def _make(
         reset()
 
 
-def _check_budget(
-    module: torch.nn.Module, stages: Sequence[Stage], units: Sequence[Unit], resident_bytes: int
-) -> None:
+def _largest(
+    module: torch.nn.Module, stages: Sequence[Stage], units: Sequence[Unit]
+) -> tuple[int, str]:
+    """What is needed at once at most, and by which part."""
     largest = 0
     which = ""
     for stage in stages:
@@ -316,8 +368,12 @@ def _check_budget(
         need = sum(u.nbytes for u in units if mine & {id(p) for p in u.parameters})
         if need > largest:
             largest, which = need, stage.name or type(module).__name__
-    if largest > resident_bytes:
+    return largest, which
+
+
+def _check_budget(name: str, nbytes: int, largest: int, which: str) -> None:
+    if largest > nbytes:
         raise ValueError(
-            f"resident_bytes={resident_bytes} is too small: {which} alone takes {largest} bytes; "
-            f"give at least that, and {3 * largest} to read ahead"
+            f"{name}={nbytes} is too small: {which} alone takes {largest} bytes; "
+            f"give at least that, and {_READ_AHEAD * largest} to read ahead"
         )

@@ -1,0 +1,256 @@
+"""A window on a device above one in host memory: its units come from there, by copies beside work.
+
+It is a `Window` as the one below it. What is needed is needed of the one below first; what comes
+next is begun as soon as it has arrived there. Nobody waits for a copy: the stream that computes
+does, by an event, and the copies wait for what was computed in the memory that they go into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nvmeio import _device
+from nvmeio._device import Mark
+from nvmeio._residency.lent import LentSlot
+from nvmeio._residency.order import Limited, Order
+from nvmeio._residency.reader import Fill, Reader
+from nvmeio._residency.window import Keeper, Slot, Window
+
+Unit = TypeVar("Unit", bound=Hashable)
+_AHEAD = 2
+
+
+class DeviceSlot(Slot[Unit]):
+    """A unit's memory on a device.
+
+    Attributes:
+        memory: Its bytes, for as long as the slot has them.
+        copied: When they are there, for streams of the device; None before the copy was begun.
+    """
+
+    def __init__(self, unit: Unit, memory: torch.Tensor) -> None:
+        super().__init__(unit, memory.new_empty(0))
+        self.memory: torch.Tensor | None = memory
+        self.copied: Mark | None = None
+
+
+class DevicePool:
+    """A budget of a device's memory; what was lent is free with the last tensor over it.
+
+    One thread takes and copies.
+
+    Args:
+        device: Whose.
+        budget_bytes: How much.
+    """
+
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.refused: BaseException | None = None  # the device had less than the budget
+        self._copies = _device.beside(device)
+        self._streams: list[Any] = []  # that have worked on it
+        self._lent: list[tuple[Any, int]] = []
+        self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Memory, which copies may go into; None where it is not free now."""
+        self.take_back()
+        if self.in_use_bytes + nbytes > self.budget_bytes:
+            return None
+        try:
+            memory = self._copies.empty(nbytes)
+        except torch.OutOfMemoryError as refused:
+            self.refused = refused.with_traceback(None)
+            return None
+        # Whoever had it before may still be at work there, though no tensor is over it.
+        for stream in tuple(self._streams):
+            self._copies.follow(stream)
+        end: Any = StorageWeakRef
+        self._lent.append((end(memory.untyped_storage()), nbytes))
+        return memory
+
+    def take_back(self) -> None:
+        """What nobody has any more: memory of the device, and of the host below."""
+        self._lent = [each for each in self._lent if not each[0].expired()]
+        while self._sources and self._sources[0][0].done():
+            self._sources.popleft()
+
+    def upload(self, memory: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Begin to copy; the source is kept until that is done."""
+        self._copies.copy(memory, source)
+        mark = self._copies.mark()
+        self._sources.append((mark, source))
+        return mark
+
+    def download(self, target: torch.Tensor, memory: torch.Tensor, stream: Any) -> None:
+        """Copy to the host what a stream was asked to make of memory, and wait for that."""
+        self._copies.follow(stream)
+        self._copies.copy(target, memory)
+        self._copies.mark().wait()
+
+    def used_by(self, stream: Any) -> None:
+        """A stream works on it from now on. From any thread."""
+        if stream not in self._streams:
+            self._streams.append(stream)
+
+    def after_compute(self) -> None:
+        """What is copied from now on comes after all that streams were asked."""
+        for stream in tuple(self._streams):
+            self._copies.follow(stream)
+
+    def wait_for_one(self) -> bool:
+        """Until the oldest copy that is under way is made, whose source is free then.
+
+        Returns:
+            Whether there was one.
+        """
+        if not self._sources:
+            return False
+        self._sources[0][0].wait()
+        self._sources.popleft()
+        return True
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What tensors hold of it."""
+        return sum(nbytes for _, nbytes in self._lent)
+
+
+class _OnDevice(Keeper[Unit, DeviceSlot[Unit]]):
+    def __init__(
+        self,
+        pool: DevicePool,
+        below: Window[Unit, LentSlot[Unit]],
+        nbytes_of: Callable[[Unit], int],
+        bind: Callable[[DeviceSlot[Unit]], None],
+        unbind: Callable[[DeviceSlot[Unit]], None],
+    ) -> None:
+        self._pool = pool
+        self._below = below
+        self._nbytes_of = nbytes_of
+        self._bind = bind
+        self._unbind = unbind
+
+    def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
+        memory = self._pool.take(self._nbytes_of(unit))
+        return None if memory is None else DeviceSlot(unit, memory)
+
+    def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
+        gc.collect()  # what looks free may be held by a tensor in a cycle
+        self._pool.refused = None
+        slot = self.take(unit)
+        if slot is not None:
+            return slot
+        nbytes, pool = self._nbytes_of(unit), self._pool
+        if pool.refused is not None:
+            raise MemoryError(
+                f"{pool.device} has no {nbytes} bytes for one more part, and device_bytes="
+                f"{pool.budget_bytes} would allow it ({pool.in_use_bytes} are in use): lower "
+                "device_bytes, or what else is kept there (batch, activations)"
+            ) from pool.refused
+        raise MemoryError(
+            f"device_bytes={pool.budget_bytes} is too small: {nbytes} bytes are needed for one "
+            f"more part, and {pool.in_use_bytes} are held by the modules that run now or by "
+            "tensors over parameters: raise device_bytes, or checkpoint smaller regions"
+        )
+
+    def fill(self, slot: DeviceSlot[Unit]) -> Fill:
+        below = self._below.need(slot.unit, computing=False).memory
+        assert below is not None
+
+        def copy() -> None:
+            assert slot.memory is not None and below is not None
+            slot.copied = self._pool.upload(slot.memory, below)
+
+        return Fill((), finished=copy)
+
+    def bind(self, slot: DeviceSlot[Unit]) -> None:
+        self._bind(slot)
+
+    def unbind(self, slot: DeviceSlot[Unit]) -> None:
+        self._unbind(slot)
+
+    def rest(self, slot: DeviceSlot[Unit]) -> bool:
+        return False
+
+    def give_back(self, slot: DeviceSlot[Unit]) -> None:
+        slot.memory = None
+
+
+class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
+    """Units on a device.
+
+    Args:
+        below: The window in host memory, whose order leaves out what `has` tells.
+        reader: Of that one.
+        pool: The memory.
+        order: Of their use; one of its own.
+        nbytes_of: How long a unit is.
+        bind: Lays parameters over a slot's memory.
+        unbind: Lets them show nothing again.
+    """
+
+    def __init__(
+        self,
+        below: Window[Unit, LentSlot[Unit]],
+        reader: Reader,
+        pool: DevicePool,
+        order: Order[Unit],
+        nbytes_of: Callable[[Unit], int],
+        bind: Callable[[DeviceSlot[Unit]], None],
+        unbind: Callable[[DeviceSlot[Unit]], None],
+    ) -> None:
+        keeper = _OnDevice(pool, below, nbytes_of, bind, unbind)
+        super().__init__(reader, keeper, Limited(order, self._arrived_below), _AHEAD)
+        self._below = below
+        self._pool = pool
+
+    def _arrived_below(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
+        return takewhile(lambda unit: self.has(unit) or self._below.arrived(unit), upcoming)
+
+    def has(self, unit: Unit) -> bool:
+        """Whether it is on the device, or its copy was begun. From any thread."""
+        return unit in self._slots
+
+    def need(self, unit: Unit, computing: bool = True, backward: bool = False) -> DeviceSlot[Unit]:
+        """See `Window.need`; `let_compute` says when it may be used."""
+        if unit not in self._slots:
+            self._below.need(unit, computing, backward)
+        elif computing:
+            self._below.note(unit, backward)
+        return super().need(unit, computing, backward)
+
+    def note(self, unit: Unit, backward: bool = False) -> None:
+        """See `Window.note`."""
+        self._below.note(unit, backward)
+        super().note(unit, backward)
+
+    def let_compute(self, slots: Iterable[DeviceSlot[Unit]], stream: Any) -> None:
+        """What a stream is asked from now on finds the bytes there. From any thread."""
+        self._pool.used_by(stream)
+        for slot in slots:
+            if slot.copied is not None:
+                _device.come_after(stream, slot.copied)
+
+    def copy_again(self, slot: DeviceSlot[Unit]) -> None:
+        """Have the bytes of the window below, which are others now, in the same memory."""
+        self._pool.after_compute()
+        below = self._below.need(slot.unit, computing=False).memory
+        assert slot.memory is not None and below is not None
+        slot.copied = self._pool.upload(slot.memory, below)
+
+    def close(self) -> None:
+        """Let everything go, and wait until nothing is under way."""
+        self.drop_all()
+        with contextlib.suppress(RuntimeError):  # a device that failed copies no more
+            while self._pool.wait_for_one():
+                pass
