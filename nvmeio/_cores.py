@@ -59,7 +59,7 @@ class Cores:
 
     def _device_made(self) -> Core:
         with self._lock:
-            self.host.check_open()
+            self.host.live.check_open()
             if self._device is None:
                 self._device = self._make_device(self.host)
             return self._device
@@ -89,7 +89,7 @@ class Cores:
 
     def check_open(self) -> None:
         """Raise `ClosedError` once operations are refused."""
-        self.host.check_open()
+        self.host.live.check_open()
 
     # --- waiting --------------------------------------------------------------------------
 
@@ -97,13 +97,13 @@ class Cores:
         """See `AioHandle.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for core in self._all():
-            core.wait_for_live(deadline)
+            core.watchers.wait_for_live(deadline)
         return self._collect()
 
     async def drain(self) -> int:
         """See `AioHandle.drain`."""
         for core in self._all():
-            await core.settle_live()
+            await core.watchers.settle_live()
         return self._collect()
 
     def _collect(self) -> int:
@@ -111,7 +111,7 @@ class Cores:
         finished: int = 0
         errors: list[BaseException] = []
         for core in self._all():
-            more, failed = core.take()
+            more, failed = core.live.take()
             finished += more
             errors += failed
         if errors:
@@ -124,14 +124,14 @@ class Cores:
         """Await the writes to a file that have been started up to now."""
         loop = asyncio.get_running_loop()
         for core in self._all():
-            for record in core.live_writes(inode):
-                await core.watch(record, loop)
+            for record in core.live.writes_to(inode):
+                await core.watchers.watch(record, loop)
 
     def wait_for_writes_to(self, inode: tuple[int, int]) -> None:
         """`writes_to`, blocking."""
         for core in self._all():
-            for record in core.live_writes(inode):
-                core.wait_settled(record, None)
+            for record in core.live.writes_to(inode):
+                core.watchers.wait_settled(record, None)
 
     # --- closing --------------------------------------------------------------------------
 
@@ -150,14 +150,14 @@ class Cores:
     def _refusing(self) -> list[Core]:
         with self._lock:  # no device core is made any more
             for core in self._all():
-                core.refuse()
+                core.live.refuse()
         return self._all()
 
     def abandon(self) -> None:
         """The handle was dropped: finish what is in flight in the background."""
         cores = self._all()
         for core in cores:
-            core.refuse()
+            core.live.refuse()
         if not self.in_flight:
             for core in cores:
                 core.release()
@@ -174,7 +174,7 @@ class Cores:
     @property
     def closed(self) -> bool:
         """Whether operations are refused."""
-        return self.host.closed
+        return bool(self.host.live.refusal)
 
     @property
     def released(self) -> bool:
@@ -184,7 +184,7 @@ class Cores:
     @property
     def in_flight(self) -> int:
         """Operations that have been started and are not over."""
-        return sum(core.in_flight for core in self._all())
+        return sum(len(core.live) for core in self._all())
 
     def counters(self) -> Counters:
         """Both engines' counters, each transfer counted once."""
@@ -202,9 +202,8 @@ def _user_of(storage: int) -> Record | None:
     """What is in flight in a storage, given its `_cdata`."""
     cores: list[Core] = list(_unreleased.cores)
     for core in cores:
-        for record in list(core._live.values()):
-            if record.uses(storage):
-                return record
+        if (record := core.live.user_of(storage)) is not None:
+            return record
     return None
 
 

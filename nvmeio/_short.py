@@ -17,7 +17,7 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio._record import Record, make_room
 from nvmeio._tensor import LOOKED_UP_BYTES, Memory
 from nvmeio.engines.base import Opcode, ShortRequest, Transfer
-from nvmeio.errors import ClosedError, TransferError
+from nvmeio.errors import TransferError
 from nvmeio.files import Descriptors
 from nvmeio.operation import Operation
 
@@ -152,13 +152,13 @@ def start_short(
 
     The tensor is contiguous, on the CPU, and has the bytes that it says.
     """
-    if core._refusal or way.alignment is not way.opened.alignment:
+    live, queues = core.live, core.queues
+    if live.refusal or way.alignment is not way.opened.alignment:
         return None
-    completions = core._completions
-    loop, cq = completions.latest
+    loop, cq = queues.latest
     if loop is not _running_loop():
-        cq = completions.here()
-    token, storage = next(core._tokens), tensor.untyped_storage()
+        cq = queues.here()
+    token, storage = next(live.tokens), tensor.untyped_storage()
     record = ShortRecord(token, way, file_offset, storage)
     try:
         record.home = cq
@@ -169,19 +169,19 @@ def start_short(
         record.nbytes = nbytes = tensor.nbytes
         most = way.most if request.held else way.most_foreign
         if not 0 < nbytes <= most or (file_offset | nbytes) & way.mask:
-            core._withdraw(record)
+            core.withdraw(record)
             return None
         if way.reads:
             record.changed = tensor
         way.opened.retain(record)
-        with core._lock:
-            if core._refusal:
-                raise ClosedError(core._refusal)
-            core._live[token] = record
+        with live.lock:  # `live.add`, without the call: a hundredth of what this takes
+            if live.refusal:
+                live.check_open()
+            live.records[token] = record
         request.start_at(address, nbytes, file_offset)
     except BaseException:
-        core._withdraw(record)
+        core.withdraw(record)
         raise
-    if not token % REAP_EVERY and cq is completions.default:
-        core.reap(cq, True)
-    return Operation(core, record)
+    if not token % REAP_EVERY and cq is queues.default:
+        core.settler.reap(cq, True)
+    return Operation(core.watchers, record)

@@ -383,7 +383,7 @@ class AioHandle(HandleSettings, ClosingWork):
             raise _transfer.not_there(f"{NAMES[opcode]}_batch", "an item", failed) from failed
         batch = _batch.laid_out(opcode, *found[1:], files, file_offsets)
         core = found[0] or self._cores.host
-        return Operation(core, core.start_batch(opcode, batch))
+        return Operation(core.watchers, core.start_batch(opcode, batch))
 
     @property
     def _usual_core(self) -> Core | None:
@@ -400,7 +400,7 @@ class AioHandle(HandleSettings, ClosingWork):
             memory.end()
             raise
         offset = 0 if places is None else places.lowest
-        return Operation(core, core.start(opcode, memory, file, offset, None, places))
+        return Operation(core.watchers, core.start(opcode, memory, file, offset, None, places))
 
     def _rows_memory(
         self, opcode: Opcode, tensor: torch.Tensor, file: FileLike
@@ -434,7 +434,7 @@ class AioHandle(HandleSettings, ClosingWork):
         except BaseException:
             memory.end()
             raise
-        return Operation(core, core.start(opcode, memory, file, offset, check))
+        return Operation(core.watchers, core.start(opcode, memory, file, offset, check))
 
     def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
         """A tensor's memory, and the core that moves it."""
@@ -502,7 +502,7 @@ class AioHandle(HandleSettings, ClosingWork):
 
     def _sync(self, data_only: bool, opened: files.Descriptors) -> Operation:
         core, opcode = self._cores.host, Opcode.FDATASYNC if data_only else Opcode.FSYNC
-        return Operation(core, core.start_sync(opcode, opened))
+        return Operation(core.watchers, core.start_sync(opcode, opened))
 
     def _opened_for_sync(self, file: FileLike) -> files.Descriptors:
         self._cores.check_open()

@@ -1,6 +1,6 @@
 """An operation: one transfer that has been started, as an awaitable and as a future.
 
-What is known of it, and who changes that, is in `_record` and `_core`.
+What is known of it is in `_record`, who changes that in `_settling`, who is told in `_watching`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NoReturn
 
 from nvmeio import _checks
-from nvmeio._core import Core
 from nvmeio._record import Record
+from nvmeio._watching import Watchers
 
 logger = logging.getLogger("nvmeio")
 
@@ -33,10 +33,10 @@ class Operation(Coroutine[Any, Any, int]):
     happened is unknown.
     """
 
-    __slots__ = ("__weakref__", "_core", "_driven", "_record")
+    __slots__ = ("__weakref__", "_driven", "_record", "_watchers")
 
-    def __init__(self, core: Core, record: Record) -> None:
-        self._core = core
+    def __init__(self, watchers: Watchers, record: Record) -> None:
+        self._watchers = watchers
         self._record = record
         self._driven: dict[asyncio.Task[Any] | None, Generator[Any, Any, int]] | None = None
 
@@ -49,15 +49,15 @@ class Operation(Coroutine[Any, Any, int]):
             try:
                 if thrown is not None:
                     raise thrown
-                yield from self._core.watch(record, loop)
+                yield from self._watchers.watch(record, loop)
             except asyncio.CancelledError:
                 self.cancel()
                 while record.state == "pending":
                     try:
-                        yield from self._core.watch(record, loop)
+                        yield from self._watchers.watch(record, loop)
                     except asyncio.CancelledError:
                         continue  # asked again; the kernel is not done all the same
-                self._core.retrieved(record)
+                self._watchers.retrieved(record)
                 raise
         elif thrown is not None:
             raise thrown
@@ -112,7 +112,7 @@ class Operation(Coroutine[Any, Any, int]):
     def done(self) -> bool:
         """Whether it has finished, failed, or been cancelled. Never blocks."""
         if self._record.state == "pending":
-            self._core.poll(self._record)
+            self._watchers.poll(self._record)
         return self._record.state != "pending"
 
     def result(self, timeout: float | None = None) -> int:
@@ -136,7 +136,7 @@ class Operation(Coroutine[Any, Any, int]):
         self._wait(timeout)
         if self._record.state == "cancelled":
             raise concurrent.futures.CancelledError(f"{self!r} was cancelled")
-        self._core.retrieved(self._record)
+        self._watchers.retrieved(self._record)
         return self._record.error
 
     def cancel(self) -> bool:
@@ -160,7 +160,7 @@ class Operation(Coroutine[Any, Any, int]):
         It runs in the thread that notices the end: of the event loop on which the operation was
         started, else a thread of the handle. An exception in it is logged.
         """
-        if not self._core.on_settled(self._record, functools.partial(self._call, callback)):
+        if not self._watchers.on_settled(self._record, functools.partial(self._call, callback)):
             self._call(callback)
 
     # --- what happened ------------------------------------------------------------------------
@@ -210,13 +210,14 @@ class Operation(Coroutine[Any, Any, int]):
 
     def _wait(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self._record.state == "pending" and not self._core.wait_settled(self._record, deadline):
+        record = self._record
+        if record.state == "pending" and not self._watchers.wait_settled(record, deadline):
             raise concurrent.futures.TimeoutError(f"{self!r} is not done after {timeout} s")
 
     def _value(self) -> int:
         error = self._record.error
         if error is not None:
-            self._core.retrieved(self._record)
+            self._watchers.retrieved(self._record)
             raise error
         return self.nbytes
 
@@ -240,7 +241,7 @@ class _OperationFuture(concurrent.futures.Future[int]):
         self._operation = operation
         # Whoever waits for this may have no event loop, or outlive the one it was made on.
         follow = functools.partial(self._follow, operation)
-        if not operation._core.on_settled(operation._record, follow, anywhere=True):
+        if not operation._watchers.on_settled(operation._record, follow, anywhere=True):
             self._follow(operation)
 
     def cancel(self) -> bool:

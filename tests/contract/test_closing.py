@@ -86,7 +86,7 @@ async def test_a_loop_that_comes_while_another_thread_closes_opens_no_port(
 ) -> None:
     """Nobody would close it: `nothing_leaks` looks at the descriptors."""
     handle = make_handle()
-    queues = handle._cores.host._completions
+    queues = handle._cores.host.queues
     of = queues.of
 
     def late(loop: asyncio.AbstractEventLoop) -> Any:
