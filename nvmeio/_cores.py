@@ -77,7 +77,7 @@ class Cores:
 
     def _device_rows_made(self) -> Core:
         with self._lock:
-            self.host.check_open()
+            self.host.live.check_open()
             if self._device_rows is None:
                 assert self._make_rows is not None
                 self._device_rows = self._make_rows(self.host)
