@@ -17,48 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._checks import switch
 from nvmeio.errors import AlignmentError
 from nvmeio.handle import AioHandle
+from nvmeio.offload._config_words import (
+    AIO,
+    DEVICES,
+    OPTIMIZER,
+    PARAM,
+    TOP,
+    ZERO,
+    check_activations,
+    flag,
+    known,
+    number,
+)
 from nvmeio.offload._pipeline import Times
 from nvmeio.offload.module import SwappedModule
 from nvmeio.offload.optimizer import DEFAULT_SUBGROUP_BYTES, SwappedOptimizer
 
-_DEVICES = ("none", "cpu", "nvme")
-_TOP = ("zero_optimization", "offload_optimizer", "offload_param", "aio", "bf16", "fp16", "resume")
-_ZERO = ("stage", "offload_optimizer", "offload_param", "sub_group_size")
-_OPTIMIZER = (
-    "device",
-    "nvme_path",
-    "pin_memory",
-    "buffer_count",
-    "buffer_size",
-    "pipeline_read",
-    "pipeline_write",
-    "pipeline",
-    "ratio",
-    "fast_init",
-)
-_PARAM = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
-_AIO = (
-    "block_size",
-    "queue_depth",
-    "single_submit",
-    "overlap_events",
-    "intra_op_parallelism",
-    "thread_count",
-    "use_gds",
-)
-# What DeepSpeed has and what becomes of it here; said where somebody asks for it.
-_IMPOSSIBLE = {
-    "gradient_clipping": "call optimizer.clip_grad_norm_(max_norm) before each step",
-    "optimizer": "pass the class, and its arguments by name",
-    "scheduler": "make one from torch.optim.lr_scheduler over the optimizer",
-    "train_batch_size": "batches are the training loop's own",
-    "train_micro_batch_size_per_gpu": "batches are the training loop's own",
-    "gradient_accumulation_steps": "call backward() as often as you like before step()",
-    "super_offload": "there is one pipeline, and it overlaps by itself",
-}
 _DEFAULT_WINDOW_BUFFERS = 5  # DeepSpeed's buffer_count for parameters
 _DEFAULT_WINDOW_SIZE = 100_000_000  # and its buffer_size, in elements
 
@@ -119,11 +95,16 @@ def offload(
 
             ``offload_param``: device, nvme_path, pin_memory, buffer_count and buffer_size (whose
             product is the window, in elements), max_in_cpu (elements to keep in memory; the window
-            is the larger of the two). With the parameters, gradients go to the drive as well.
+            is the larger of the two). With the parameters, gradients go to the drive as well. With
+            offload_optimizer on the "cpu" these stay in memory; that needs bf16's masters.
 
             ``sub_group_size``: elements of a subgroup. ``bf16``: ``{"enabled": True}`` steps in
             fp32 on master weights. ``aio``: the parameters of `AioHandle`; thread_count is
             intra_op_parallelism. ``resume``: as for `SwappedOptimizer`.
+
+            ``activation_checkpointing``: cpu_checkpointing (where a module on the CPU has its
+            activations anyway; `SwappedActivations` has them on the drive). Which regions are
+            checkpointed says the model.
         params: Parameter groups of the (swapped) module; None: all its parameters.
         init: As for `SwappedModule`.
         handle: Moves the bytes; None makes one as "aio" says.
@@ -139,13 +120,13 @@ def offload(
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be a mapping, not {type(config).__name__}")
-    zero = _or_empty(_known("config", config, _TOP), "zero_optimization")
-    zero = _known("zero_optimization", zero, _ZERO)
+    zero = _or_empty(known("config", config, TOP), "zero_optimization")
+    zero = known("zero_optimization", zero, ZERO)
     stage = zero.get("stage", 3)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization: stage must be 0, 1, 2 or 3, not {stage!r}")
-    state = _section("offload_optimizer", config, zero, _OPTIMIZER)
-    weights = _section("offload_param", config, zero, _PARAM)
+    state = _section("offload_optimizer", config, zero, OPTIMIZER)
+    weights = _section("offload_param", config, zero, PARAM)
     if weights["device"] != "none" and stage != 3:
         raise ValueError(f"zero_optimization: offload_param needs stage 3, not {stage!r}")
     if state["device"] != "none" and stage == 0:
@@ -157,16 +138,13 @@ def offload(
                     f'offload_param: {key} is for device "nvme", not {weights["device"]!r}: there '
                     "all parameters are in memory"
                 )
-    if weights["device"] == "nvme" and state["device"] != "nvme":
-        raise ValueError(
-            'offload_param: device "nvme" needs offload_optimizer with device "nvme" too, which '
-            "writes the new weights there"
-        )
     master_dtype = _master_dtype(config)
-    resume = _flag(config, "resume", False)
+    _check_places(module, weights, state, master_dtype)
+    check_activations(_or_empty(config, "activation_checkpointing"), _is_on_device(module))
+    resume = flag(config, "resume", False)
     if resume and state["device"] != "nvme":
         raise ValueError('resume: true needs offload_optimizer with device "nvme"')
-    _known("aio", _or_empty(config, "aio"), _AIO)
+    known("aio", _or_empty(config, "aio"), AIO)
     own_handle = None
     if handle is None and "nvme" in (state["device"], weights["device"]):
         handle = own_handle = _handle(_or_empty(config, "aio"))
@@ -183,7 +161,7 @@ def offload(
                 init=init,
                 handle=handle,
             )
-            if _flag(weights, "pin_memory", False) and not swapped.pinned:
+            if flag(weights, "pin_memory", False) and not swapped.pinned:
                 raise _not_pinned("offload_param")
         chosen = swapped.parameters() if params is None else params(swapped)
         if state["device"] == "none":
@@ -198,7 +176,7 @@ def offload(
                 zero,
                 handle,
                 master_dtype,
-                weights["device"] == "nvme",
+                weights["device"] == state["device"] == "nvme",
                 resume,
                 optimizer_args,
             )
@@ -213,6 +191,44 @@ def offload(
                 own_handle.close()
 
 
+def _check_places(
+    module: torch.nn.Module,
+    weights: Mapping[str, Any],
+    state: Mapping[str, Any],
+    master_dtype: torch.dtype | None,
+) -> None:
+    """Raise where parameters and state cannot be where they are wanted, together."""
+    if weights["device"] == "cpu":
+        if flag(weights, "pin_memory", False):
+            raise ValueError(
+                'offload_param: pin_memory is for device "nvme": on the "cpu" parameters are in '
+                "the memory that the module was made in, and nothing is copied from there"
+            )
+        if _is_on_device(module):
+            raise ValueError(
+                'offload_param: device "cpu" with a module on a device is not done: parameters '
+                'would come from memory part by part. Keep them there (device "none"), or on the '
+                'drive (device "nvme")'
+            )
+    if weights["device"] != "nvme" or state["device"] == "nvme":
+        return
+    if state["device"] == "none":
+        raise ValueError(
+            'offload_param: device "nvme" needs offload_optimizer with device "nvme" or "cpu": a '
+            "plain optimizer finds no parameters in memory to step"
+        )
+    if master_dtype is None:
+        raise ValueError(
+            'offload_param: device "nvme" with offload_optimizer on the "cpu" needs master weights '
+            '(bf16: {"enabled": true}). Without them the parameters live in the state files, which '
+            'device "nvme" has'
+        )
+
+
+def _is_on_device(module: torch.nn.Module) -> bool:
+    return any(p.device.type not in ("cpu", "meta") for p in module.parameters())
+
+
 def _optimizer(
     optimizer_class: Any,
     chosen: Any,
@@ -224,24 +240,24 @@ def _optimizer(
     resume: bool,
     arguments: dict[str, Any],
 ) -> SwappedOptimizer:
-    read, write = _flag(state, "pipeline_read", True), _flag(state, "pipeline_write", True)
+    read, write = flag(state, "pipeline_read", True), flag(state, "pipeline_write", True)
     if "pipeline" in state:
-        read = write = _flag(state, "pipeline", True)
+        read = write = flag(state, "pipeline", True)
     needed = 1 + read + write
-    count = _number("offload_optimizer", state, "buffer_count", needed)
+    count = number("offload_optimizer", state, "buffer_count", needed)
     if count < needed:
         raise ValueError(
             f"offload_optimizer: buffer_count {count} is impossible: the pipeline needs {needed} "
             "buffers; leave it out (it is computed), or switch pipeline_read or pipeline_write off"
         )
-    size = _number("offload_optimizer", state, "buffer_size", 0)
+    size = number("offload_optimizer", state, "buffer_size", 0)
     ratio = state.get("ratio", 1.0)
     if state["device"] == "cpu":
         if state.get("ratio", 0.0) not in (0, 0.0):
             raise ValueError('offload_optimizer: ratio is for device "nvme"')
         ratio = 0.0
     element_bytes = 4
-    group = _number("zero_optimization", zero, "sub_group_size", 0)
+    group = number("zero_optimization", zero, "sub_group_size", 0)
     in_memory = state["device"] == "cpu"
     path = tempfile.mkdtemp(prefix="nvmeio-offload-") if in_memory else state["nvme_path"]
     optimizer = SwappedOptimizer(
@@ -261,7 +277,7 @@ def _optimizer(
     )
     if in_memory:  # nothing but the manifest is there
         weakref.finalize(optimizer, shutil.rmtree, path, ignore_errors=True)
-    if _flag(state, "pin_memory", False) and not optimizer.pinned:
+    if flag(state, "pin_memory", False) and not optimizer.pinned:
         optimizer.close()
         raise _not_pinned("offload_optimizer")
     return optimizer
@@ -283,8 +299,8 @@ def _or_empty(section: Mapping[str, Any], key: str) -> Any:
 
 def _window_bytes(module: torch.nn.Module, weights: Mapping[str, Any]) -> int:
     widest = max((p.dtype.itemsize for p in module.parameters()), default=4)
-    count = _number("offload_param", weights, "buffer_count", _DEFAULT_WINDOW_BUFFERS)
-    size = _number("offload_param", weights, "buffer_size", _DEFAULT_WINDOW_SIZE)
+    count = number("offload_param", weights, "buffer_count", _DEFAULT_WINDOW_BUFFERS)
+    size = number("offload_param", weights, "buffer_size", _DEFAULT_WINDOW_SIZE)
     kept = weights.get("max_in_cpu", 0)
     if isinstance(kept, bool) or not isinstance(kept, (int, float)) or kept < 0:
         raise ValueError(f"offload_param: max_in_cpu must be a number >= 0, not {kept!r}")
@@ -294,73 +310,41 @@ def _window_bytes(module: torch.nn.Module, weights: Mapping[str, Any]) -> int:
 
 
 def _section(
-    name: str, config: Mapping[str, Any], zero: Mapping[str, Any], known: tuple[str, ...]
+    name: str, config: Mapping[str, Any], zero: Mapping[str, Any], words: tuple[str, ...]
 ) -> dict[str, Any]:
     """A section with its device and path checked; device "none" where there is none."""
     if name in config and name in zero:
         raise ValueError(f"{name} is given twice: at the top and under zero_optimization")
-    found = dict(_known(name, _or_empty(config if name in config else zero, name), known))
+    found = dict(known(name, _or_empty(config if name in config else zero, name), words))
     device = found.setdefault("device", "none")
-    if device not in _DEVICES:
-        raise ValueError(f"{name}: device must be one of {_DEVICES}, not {device!r}")
+    if device not in DEVICES:
+        raise ValueError(f"{name}: device must be one of {DEVICES}, not {device!r}")
     path = found.get("nvme_path")
     if device == "nvme" and path is None:
         raise ValueError(f'{name}: device "nvme" needs an nvme_path')
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{name}: nvme_path must be a path, not {path!r}")
-    _flag(found, "pin_memory", False)
+    flag(found, "pin_memory", False)
     return found
 
 
-def _known(name: str, section: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{name} must be a mapping, not {section!r:.80}")
-    for key in section:
-        if key in known:
-            continue
-        remedy = _IMPOSSIBLE.get(str(key))
-        if remedy is not None:
-            raise ValueError(f"{name}: {key!r} is not of offloading: {remedy}")
-        raise ValueError(f"{name}: unknown key {key!r}; known are {', '.join(known)}")
-    return section
-
-
-def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = section.get(key, default)
-    if not isinstance(value, (bool, str)):
-        raise ValueError(f"{key} must be true or false, not {value!r}")
-    try:
-        return switch(key, value)  # tuners print them as strings
-    except TypeError as refused:
-        raise ValueError(str(refused)) from None
-
-
-def _number(name: str, section: Mapping[str, Any], key: str, default: int) -> int:
-    """A positive number; 1e9, as JSON files have it, is one too."""
-    value = section.get(key, default)
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole or (key in section and value < 1):
-        raise ValueError(f"{name}: {key} must be a positive number, not {value!r}")
-    return int(value)
-
-
 def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    half = _known("fp16", _or_empty(config, "fp16"), ("enabled",))
-    if _flag(half, "enabled", False):
+    half = known("fp16", _or_empty(config, "fp16"), ("enabled",))
+    if flag(half, "enabled", False):
         raise ValueError("fp16: scale losses with torch.amp.GradScaler, which works as ever")
-    bf16 = _known("bf16", _or_empty(config, "bf16"), ("enabled",))
-    return torch.float32 if _flag(bf16, "enabled", False) else None
+    bf16 = known("bf16", _or_empty(config, "bf16"), ("enabled",))
+    return torch.float32 if flag(bf16, "enabled", False) else None
 
 
 def _handle(aio: Any) -> AioHandle:
-    known = dict(_known("aio", aio, _AIO))
-    if _flag(known, "use_gds", False):
+    words = dict(known("aio", aio, AIO))
+    if flag(words, "use_gds", False):
         raise ValueError("aio: use_gds is impossible: state passes through host memory here")
-    known.pop("use_gds", None)
-    threads = known.pop("thread_count", None)
-    if threads is not None and known.setdefault("intra_op_parallelism", threads) != threads:
+    words.pop("use_gds", None)
+    threads = words.pop("thread_count", None)
+    if threads is not None and words.setdefault("intra_op_parallelism", threads) != threads:
         raise ValueError("aio: thread_count and intra_op_parallelism are the same; give one")
     try:
-        return AioHandle(**known)
+        return AioHandle(**words)
     except (TypeError, ValueError, AlignmentError) as refused:
         raise ValueError(f"aio: {refused}") from refused

@@ -116,7 +116,27 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
     ("config", "says"),
     [
         ({"offload_optimiser": {}}, "unknown key 'offload_optimiser'"),
-        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "unknown key"),
+        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "follows from the window"),
+        ({"zero_optimization": {"overlap_comm": True}}, "FSDP2"),
+        ({"zero_optimization": {"cpu_offload": True}}, "an older name: write offload_optimizer"),
+        ({"zero_optimization": {"stage4": 1}}, "unknown key 'stage4'"),
+        ({"offload_optimizer": {**NVME, "super_offload": True}}, "there is one pipeline"),
+        ({"offload_optimizer": {**NVME, "cpuadam_cores_perc": 0.8}}, "torch.set_num_threads"),
+        ({"offload_param": {"device": "cpu", "pin_memory": True}}, "pin_memory is for device"),
+        ({"activation_checkpointing": {"cpu_checkpoint": True}}, "unknown key 'cpu_checkpoint'"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "no model parallelism"),
+        ({"activation_checkpointing": {"profile": "true"}}, "profile is impossible: torch.prof"),
+        (
+            {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+            "SwappedActivations has them contiguous",
+        ),
+        (
+            {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
+            "synchronize_checkpoint_boundary is impossible",
+        ),
+        ({"activation_checkpointing": {"number_checkpoints": 0}}, "must be a positive number"),
+        ({"activation_checkpointing": {"cpu_checkpointing": 3}}, "true or false"),
+        ({"activation_checkpointing": 3}, "must be a mapping"),
         ({"offload_optimizer": {"device": "gpu"}}, "device must be one of"),
         ({"offload_optimizer": {"device": "nvme"}}, "needs an nvme_path"),
         ({"offload_optimizer": {**NVME, "nvme_path": 3}}, "must be a path"),
@@ -158,6 +178,76 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
 def test_what_is_unknown_or_impossible_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         offload(gpt(), torch.optim.Adam, config)
+
+
+def test_words_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
+    """As configurations for DeepSpeed have them, with its defaults written out."""
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "offload_optimizer": {"device": "cpu", "super_offload": False},
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": True,
+            "contiguous_memory_optimization": False,
+            "number_checkpoints": None,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        },
+    }
+    ours, theirs = gpt(), gpt()
+    made = offload(ours, torch.optim.Adam, config)
+    assert made.module is ours
+    losses = train(ours, made.optimizer, 2)
+    assert losses == train(theirs, torch.optim.Adam(theirs.parameters()), 2)
+    made.close()
+
+
+def test_parameters_on_the_drive_and_their_state_in_memory(tmp_path: Path) -> None:
+    """With masters, which are state; without them the two are one on the drive."""
+    ours, theirs = gpt(torch.bfloat16), gpt(torch.bfloat16)
+    config: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"sub_group_size": 20_000},
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 5e4},
+    }
+    made = offload(ours, torch.optim.Adam, config, lr=1e-2)
+    assert isinstance(made.module, SwappedModule)
+    assert isinstance(made.optimizer, SwappedOptimizer)
+    assert made.optimizer.plan.state_bytes == 0
+    losses = train(made.module, made.optimizer, 4)
+    assert made.module.bytes_read > 0
+    made.close()
+    (tmp_path / "theirs").mkdir()
+    reference = SwappedOptimizer(
+        torch.optim.Adam,
+        theirs.parameters(),
+        swap_dir=tmp_path / "theirs",
+        master_dtype=torch.float32,
+        lr=1e-2,
+    )
+    assert losses == train(theirs, reference, 4)
+    reference.close()
+    with pytest.raises(ValueError, match="needs master weights"):
+        offload(gpt(), torch.optim.Adam, {**config, "bf16": {}})
+    plain = {**config, "bf16": {}, "offload_optimizer": {"device": "none"}}
+    with pytest.raises(ValueError, match="finds no parameters in memory to step"):
+        offload(gpt(), torch.optim.Adam, plain)
+
+
+def test_a_module_on_a_device_is_told_what_is_not_done() -> None:
+    """A stand-in for one: only the devices of its parameters are looked at."""
+
+    class There(torch.nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([type("Parameter", (), {"device": torch.device("cuda")})()])
+
+    for config in (
+        {"offload_param": {"device": "cpu"}},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+    ):
+        with pytest.raises(ValueError, match="not done"):
+            offload(There(), torch.optim.Adam, config)
 
 
 def test_a_path_that_is_missing_leaves_the_module_as_it_was(tmp_path: Path) -> None:
