@@ -4,7 +4,9 @@
                                                             # SGLang's backend where SGLang is
 Every contender stores and loads the same pages in the same memory, batch by batch, in turns, of
 which each begins one; files are written back and dropped from the page cache before a load. A store
-is timed twice: until it returns, and until the file system says that it is on the drive ("synced").
+is timed three times: until it returns, until its pages have left memory for the drive, batch by
+batch ("written": nothing more to wait for where it was direct), and until the file system says that
+all of the turn is there ("synced": with what it keeps of names and sizes).
 Of small batches a turn has several, one after the other, 8 MiB or 32 of them. fio has as many pages
 in flight, waits for all of them like the others, and does so for 64 MiB at least, since it counts
 in milliseconds. vLLM's interface is called by the main thread and SGLang's by another one, as the
@@ -14,6 +16,8 @@ servers do. Medians, and ratios to nvmeio. Takes minutes.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import importlib.util
 import json
 import mmap
@@ -39,16 +43,21 @@ BATCHES = (1, 16, 256)
 MOST_BYTES = 1 << 30  # of a batch
 FIO_BYTES = 64 << 20
 TURN_BYTES, TURN_BATCHES = 8 << 20, 32
-VERBS = ("store", "synced", "load")
+VERBS = ("store", "written", "synced", "load")
+_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Contender(NamedTuple):
-    """Attributes: `store` and `load` move one batch of pages, given its number."""
+    """Attributes: `store` and `load` move one batch of pages, given its number; what is stored
+    through the page cache makes files in `cached`.
+    """
 
     name: str
     store: Callable[[int], None]
     load: Callable[[int], None]
     close: Callable[[], None]
+    cached: Path | None = None
 
 
 def vllm_spec() -> Any:
@@ -161,6 +170,7 @@ def of_sglang(directory: Path, page: int, batch: int) -> list[Contender]:
                 lambda number, run=run, backend=backend: run(backend.batch_set_v2, number),
                 lambda number, run=run, backend=backend: run(backend.batch_get_v2, number),
                 getattr(backend, "close", lambda: None),
+                directory / "file" if name == "HiCacheFile" else None,
             )
         )
     return found
@@ -201,18 +211,42 @@ def measure(
             for turn in range(len(contenders)):
                 place = (number + turn) % len(contenders)
                 work = getattr(contenders[place], verb)
+                cached = contenders[place].cached if verb == "store" else None
                 own = getattr(work, "seconds", None)
+                known = set(os.listdir(cached)) if cached else set()
+                aside = waited = 0.0
                 began = time.perf_counter()
                 for batch in range(1 if own else batches):
                     work(number * batches + batch)
-                seconds = [(time.perf_counter() - began) / batches]
+                    if cached:
+                        paused = time.perf_counter()
+                        new = [cached / name for name in os.listdir(cached) if name not in known]
+                        known.update(path.name for path in new)
+                        looked = time.perf_counter()
+                        _write_back(new)
+                        aside += time.perf_counter() - paused
+                        waited += time.perf_counter() - looked
+                seconds = [time.perf_counter() - began - aside]
                 if verb == "store":
+                    seconds.append(seconds[0] + waited)
+                    syncing = time.perf_counter()
                     os.sync()
-                    seconds.append((time.perf_counter() - began) / batches)
+                    seconds.append(seconds[1] + time.perf_counter() - syncing)
                 if number:
-                    for name, each in zip((verb, "synced"), seconds, strict=False):
-                        taken[name][place].append(own[0] if own else each)
+                    names = ("store", "written", "synced") if verb == "store" else (verb,)
+                    for name, each in zip(names, seconds, strict=True):
+                        taken[name][place].append(own[0] if own else each / batches)
     return {verb: [statistics.median(each) for each in times] for verb, times in taken.items()}
+
+
+def _write_back(paths: list[Path]) -> None:
+    """Have the pages of files on the drive."""
+    with contextlib.ExitStack() as undo:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY)
+            undo.callback(os.close, fd)
+            if _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE_AND_WAIT):
+                raise OSError(ctypes.get_errno(), f"sync_file_range of {path}")
 
 
 def _here(work: Callable[..., Any], *arguments: Any) -> Future[Any]:

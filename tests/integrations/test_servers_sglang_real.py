@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -19,6 +21,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed: make serve-sglang", allow_module_level=True)
 
 from inference._models import llama, saved
+from integrations._serving_commands import commands
 
 from nvmeio.integrations import _sglang_checks
 from nvmeio.integrations import sglang as for_sglang
@@ -186,6 +189,20 @@ def test_a_prompt_seen_before_is_read_by_the_next_engine(tmp_path: Path) -> None
     assert read is not None, log[-4000:]
     assert read["tokens"] == computed["tokens"]
     assert (computed["cached"], read["cached"]) == (0, 1020)
+
+
+def test_the_commands_of_the_documentation_are_sglangs() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    caching, streaming = (parser.parse_args(each) for each in commands("sglang.launch_server"))
+    assert caching.model_path == streaming.model_path == "MODEL"
+    assert caching.enable_hierarchical_cache
+    assert caching.hicache_storage_backend == "dynamic"
+    extra = json.loads(caching.hicache_storage_backend_extra_config)
+    assert hasattr(importlib.import_module(extra["module_path"]), extra["class_name"])
+    assert streaming.disable_cuda_graph
 
 
 def test_what_is_refused_is_where_sglang_has_it() -> None:

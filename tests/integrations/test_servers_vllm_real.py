@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -29,6 +31,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vllm is not installed: make serve-vllm")
     from inference._models import gpt2, llama, saved
+    from integrations._serving_commands import commands
     from safetensors.torch import load_file, save_file
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
@@ -351,6 +354,19 @@ def test_ranks_read_every_byte_of_the_files_once_among_them(tmp_path: Path) -> N
     if read["auto"] < nbytes:
         pytest.skip("the files stay in memory here: the kernel counts no bytes of a drive")
     assert nbytes <= read["nvmeio"] < 1.25 * nbytes
+
+
+def test_the_commands_of_the_documentation_are_vllms() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    loading, caching = (parser.parse_args(each) for each in commands("vllm serve"))
+    assert loading.model_tag == caching.model_tag == "MODEL"
+    assert loading.load_format == "nvmeio"
+    (tier,) = caching.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]
+    taken = inspect.signature(getattr(importlib.import_module(tier["module_path"]), tier["type"]))
+    assert set(tier) - {"type", "module_path"} <= set(taken.parameters)
 
 
 def test_an_offloader_that_a_loader_sets_has_nothing_to_move_on_a_cpu(tmp_path: Path) -> None:
