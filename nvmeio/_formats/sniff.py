@@ -10,10 +10,11 @@ from typing import Literal
 
 from nvmeio import files
 from nvmeio._formats.torch_file import read_buffered
+from nvmeio._formats.torch_part import MAGIC as PART_MAGIC
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
 from nvmeio.errors import NvmeioError
 
-Kind = Literal["torch", "torch legacy", "safetensors"]
+Kind = Literal["torch", "torch legacy", "safetensors", "part"]
 
 _HEAD_BYTES = 64
 
@@ -55,6 +56,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         return "torch"
     if _LEGACY.match(head):
         return "torch legacy"
+    if head.startswith(PART_MAGIC):
+        return "part"
     raise _foreign(file.path, head, "checkpoint of torch or safetensors")
 
 
@@ -93,6 +96,11 @@ def _has_json(head: bytes) -> bool:
 def _foreign(path: str, head: bytes, what: str) -> NoCheckpointError:
     if _has_json(head):
         remedy = "it looks like safetensors: nvmeio.load_safetensors reads that"
+    elif head.startswith(PART_MAGIC):
+        remedy = (
+            "it is the part of one rank, whose others are on other drives: "
+            "nvmeio.Checkpointer([directory, …], shared=False).restore() puts them together"
+        )
     elif not head.strip(b"\0"):
         remedy = "it begins with zeros, as a file does whose data a crash has lost"
     else:

@@ -89,7 +89,7 @@ class TorchFile:
         return {
             name: self.read(name)
             for name in self.records
-            if name == _PICKLE or (not name.startswith("data/") and self.is_text(name))
+            if is_asked_for(name, self.records[name].nbytes)
         }
 
     @property
@@ -124,10 +124,6 @@ class TorchFile:
             )
         return self._read_few([(entry.offset, entry.nbytes)])[0]
 
-    def is_text(self, name: str) -> bool:
-        """Whether a record is as small as those that are neither storages nor the pickle."""
-        return self.records[name].nbytes <= _MAX_TEXT_BYTES
-
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         if len(wanted) <= _FEW:
             return self._read_few(wanted)
@@ -140,6 +136,11 @@ class TorchFile:
 
     def _read_few(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]
+
+
+def is_asked_for(name: str, nbytes: int) -> bool:
+    """Whether torch asks for a record beside the storages: the pickle, and small ones."""
+    return name == _PICKLE or (not name.startswith("data/") and nbytes <= _MAX_TEXT_BYTES)
 
 
 def scan_pickle(checkpoint: TorchFile) -> torch_pickle.Scan:

@@ -77,6 +77,7 @@ def write_part(
     *,
     checksum: bool = True,
     flight: InFlight | None = None,
+    shift: int = 0,
 ) -> list[Crc]:
     """Write [start, end) of a file; blocks.
 
@@ -88,6 +89,8 @@ def write_part(
         end: A multiple of 4096; None for `padded_nbytes`.
         checksum: Compute the CRCs; without, 0 stands in their place.
         flight: What is in flight, for somebody else to cancel; nothing is after this returns.
+        shift: Added to offsets of the layout they are those in the file, which has only this part
+            then; a multiple of 4096.
 
     Returns:
         The CRC of each piece of a record in the part, in the order of the file; none without
@@ -107,7 +110,7 @@ def write_part(
         raise ValueError(f"[{start}, {end}) is not a part of whole pages of {PAGE_BYTES} bytes")
     flight = InFlight() if flight is None else flight
     with flight:
-        return _Writer(handle, file, layout, flight, checksum).write(start, end)
+        return _Writer(handle, file, layout, flight, checksum, shift).write(start, end)
 
 
 def finish(
@@ -116,6 +119,8 @@ def finish(
     layout: FileLayout,
     parts: Sequence[tuple[int, int]],
     crcs: Sequence[Crc],
+    own: tuple[int, int] | None = None,
+    shift: int = 0,
 ) -> None:
     """After all parts are written: put the CRCs into the pages that no part could complete.
 
@@ -126,6 +131,8 @@ def finish(
             CRC.
         parts: The [start, end) of all parts; together, the whole file.
         crcs: What `write_part` returned for all of them, in any order.
+        own: Where each has a file of its own: the part of it that this file has.
+        shift: As for `write_part`.
 
     Raises:
         ValueError: Parts or CRCs do not make up the whole.
@@ -135,9 +142,9 @@ def finish(
     if not joined:
         return
     with InFlight() as flight:
-        writer = _Writer(handle, file, layout, flight, True)
+        writer = _Writer(handle, file, layout, flight, True, shift)
         writer.know(joined)
-        for page in unfinished_pages(layout, parts):
+        for page in unfinished_pages(layout, parts, own):
             writer.write_gathered(page, page + PAGE_BYTES)
 
 
@@ -162,8 +169,17 @@ def join_crcs(layout: FileLayout, crcs: Sequence[Crc]) -> list[int]:
     return joined
 
 
-def unfinished_pages(layout: FileLayout, parts: Sequence[tuple[int, int]]) -> list[int]:
+def unfinished_pages(
+    layout: FileLayout,
+    parts: Sequence[tuple[int, int]],
+    own: tuple[int, int] | None = None,
+) -> list[int]:
     """Offsets of the pages with a CRC that the part which wrote them did not know.
+
+    Args:
+        layout: Of the file.
+        parts: The [start, end) of all parts.
+        own: Which of them is looked at; None for all.
 
     Raises:
         ValueError: The parts do not make up the whole.
@@ -184,7 +200,8 @@ def unfinished_pages(layout: FileLayout, parts: Sequence[tuple[int, int]]) -> li
                 start, end = ordered[bisect_right(starts, byte) - 1]
                 if not (start <= record.offset and record.end <= end):
                     pages.add(byte // PAGE_BYTES * PAGE_BYTES)
-    return sorted(pages)
+    low, high = own or (0, position)
+    return sorted(page for page in pages if low <= page < high)
 
 
 class _Writer:
@@ -195,7 +212,9 @@ class _Writer:
         layout: FileLayout,
         flight: InFlight,
         checksum: bool,
+        shift: int,
     ) -> None:
+        self._shift = shift
         self._handle = handle
         self._file = file
         self._layout = layout
@@ -315,7 +334,7 @@ class _Writer:
     # What is in flight
 
     def _start(self, data: torch.Tensor, offset: int, staging: torch.Tensor | None) -> None:
-        begin = partial(self._handle.async_pwrite, data, self._file, offset)
+        begin = partial(self._handle.async_pwrite, data, self._file, offset + self._shift)
         done = None
         if staging is not None:
             done = partial(self._stagings[staging.nbytes].give_back, staging)

@@ -305,5 +305,30 @@ class Exchange:
         )
 
 
+class NoExchange(Exchange):
+    """Of a rank alone: it has what it has read, and asks nobody."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+
+    def start(self, memory: torch.Tensor, root: int) -> Any:
+        """Nothing is sent."""
+
+    def wait(self, work: Any) -> None:
+        """Nothing is under way."""
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """The body alone."""
+        yield
+
+    def share(self, data: bytes | None, root: int) -> bytes:
+        """What this rank has."""
+        return data or b""
+
+    def end(self, well: bool) -> None:
+        """Nothing is to be given back."""
+
+
 def _no_thread(failed: BaseException) -> None:
     logger.warning("a process group is given back by the end of the process: %s", failed)

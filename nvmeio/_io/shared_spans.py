@@ -12,9 +12,11 @@ and received into its place. For another device there are two rings of chunks.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,24 @@ class Part(NamedTuple):
     end: int
 
 
+class Source(NamedTuple):
+    """Bytes [start, end) of what is read, in a file that one rank has; whole pages.
+
+    Attributes:
+        start: The first of them.
+        end: The first behind them.
+        rank: Who has them.
+        file: Where they are, on that rank; None on others.
+        shift: Added to offsets of what is read they are those in the file.
+    """
+
+    start: int
+    end: int
+    rank: int
+    file: File | None
+    shift: int
+
+
 def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
     """Cut regions into rounds of even parts.
 
@@ -77,6 +97,42 @@ def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
         at += nbytes
 
 
+def rounds_by_source(
+    regions: Sequence[Region], sources: Sequence[Source], ranks: int, most: int
+) -> Iterator[list[Part]]:
+    """The same, where each rank can read only what it has.
+
+    Args:
+        regions: What is read.
+        sources: Who has what, in ascending order and without a gap; all of it once.
+        ranks: How many there are.
+        most: Bytes of a rank in a round, in whole pages.
+
+    Yields:
+        The parts of a round, one at most of each rank: each of them has something to do for as long
+        as it has bytes that are not read yet.
+    """
+    queues: list[list[Part]] = [[] for _ in range(ranks)]
+    starts = [source.start for source in sources]
+    before = -1  # the source of the part that was last
+    for number, region in enumerate(regions):
+        for run in region.runs:
+            low, end = run.start, run.end + -run.end % PAGE_BYTES
+            while low < end:
+                index = bisect_right(starts, low) - 1
+                source, queue = sources[index], queues[sources[index].rank]
+                at, stop = run.at + low - run.start, run.at + min(end, source.end) - run.start
+                low += stop - at
+                last = queue[-1] if queue else None
+                if last and before == index and (last.region, last.end) == (number, at):
+                    at = queue.pop().start
+                for start in range(at, stop, most):
+                    queue.append(Part(source.rank, number, start, min(start + most, stop)))
+                before = index
+    for parts in zip_longest(*queues):
+        yield [part for part in parts if part is not None]
+
+
 def read_together(
     handle: AioHandle,
     file: File,
@@ -84,6 +140,7 @@ def read_together(
     device: torch.device,
     exchange: Exchange,
     call: LongCall,
+    sources: Sequence[Source] = (),
 ) -> list[torch.Tensor]:
     """Read spans of one file, each rank its parts; the same spans on all of them.
 
@@ -94,6 +151,7 @@ def read_together(
         device: Where this rank wants them; others may want them elsewhere.
         exchange: Of the ranks.
         call: What it is the reading of: cancels it, and is told how far it is.
+        sources: Who has what of the file, where not all ranks have all of it.
 
     Returns:
         As `spans.read`.
@@ -107,13 +165,17 @@ def read_together(
         with exchange.agreeing():
             regions = plan(spans, [0] * len(spans), [file.size()])
             sizes = [region.nbytes for region in regions]
-            parts = list(rounds(sizes, exchange.size, PART_BYTES))
+            parts = list(
+                rounds_by_source(regions, sources, exchange.size, PART_BYTES)
+                if sources
+                else rounds(sizes, exchange.size, PART_BYTES)
+            )
             mine = [[part for part in each if part.rank == exchange.rank] for each in parts]
             if not on_host(device) and device.type != "meta":
                 opened.enter_context(_device.on(device))
             places = _new_places(spans, regions, exchange, device, max(map(len, mine), default=0))
             opened.enter_context(places)
-            ahead = _Ahead(handle, file, spans, regions, flight, mine)
+            ahead = _Ahead(handle, file, spans, regions, flight, mine, sources)
         call.expect(sum(sizes))
         for each, of_me in zip(parts, mine, strict=True):
             with exchange.agreeing():
@@ -137,7 +199,10 @@ class _Ahead:
         regions: Sequence[Region],
         flight: InFlight,
         parts: Sequence[Sequence[Part]],
+        sources: Sequence[Source],
     ) -> None:
+        self._sources = sources
+        self._starts = [source.start for source in sources]
         self._handle, self._file, self._flight = handle, file, flight
         self._spans, self._regions = spans, regions
         self._waiting = deque(part for each in parts for part in each)
@@ -162,17 +227,25 @@ class _Ahead:
         if not reads:  # behind the end of the file
             self._arrived()
             return
+        places = [self._place(run) for run in reads]
         begin = partial(
             self._handle.async_pread_batch,
             [memory[run.at - part.start :][: run.end - run.start] for run in reads],
-            [self._file] * len(reads),
-            [run.start for run in reads],
+            [file for file, _ in places],
+            [offset for _, offset in places],
         )
         nbytes = sum(run.end - run.start for run in reads)
         self._flight.start(begin, nbytes, self._arrived, lambda i: self._label(reads[i], region))
 
     def _arrived(self) -> None:
         self._there += 1
+
+    def _place(self, run: Run) -> tuple[File, int]:
+        if not self._sources:
+            return self._file, run.start
+        source = self._sources[bisect_right(self._starts, run.start) - 1]
+        assert source.file is not None  # a part is of a source that its rank has
+        return source.file, run.start + source.shift
 
     def _label(self, run: Run, region: Region) -> str:
         names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]

@@ -22,8 +22,8 @@ import logging
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.threads import Thread
 from nvmeio.checkpoint import _writers
+from nvmeio.checkpoint._drives import OwnDrives
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._guard import Guard
 from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
@@ -52,7 +53,10 @@ from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
 
-_MESSAGES = ("plan", "pieces", "place", "part", "end", "seen", "beat")
+_MESSAGES = (
+    *("plan", "pieces", "place", "part", "end", "seen", "beat"),
+    *("same", "durable", "named"),  # of parts on drives of their own
+)
 
 # The rank with the store may end its process once all know that the save is over: they ask for it
 # every 20 ms. One that died meanwhile is not waited for any longer than this.
@@ -74,6 +78,7 @@ class Setup(NamedTuple):
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
         writers: Which ranks write a file that all have; see `_writers`.
+        drives: This rank's own, where the ranks share no directory.
     """
 
     directory: str
@@ -87,13 +92,14 @@ class Setup(NamedTuple):
     get_handle: Callable[[], AioHandle]
     claim: Callable[[], None]
     writers: str | int = "all"
+    drives: OwnDrives | None = None
 
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
         return Messages(self.store, number, self.timeout_s, self.directory)
 
 
-class _Disagreement(ValueError):
+class Disagreement(ValueError):
     """Known to every rank, so nobody has to be told."""
 
 
@@ -127,6 +133,7 @@ class SaveJob(ABC):
         self._began = self._taken_at = 0.0
         self._recycled: bool | None = None
         self.writing = list(range(self.messages.size))  # the ranks that do, once all have agreed
+        self.shift = 0  # from offsets of the layout to those in the file
 
     @property
     @abstractmethod
@@ -158,6 +165,18 @@ class SaveJob(ABC):
         """The layout of what is saved."""
         return _planned(state, in_caller)
 
+    def claim(self) -> None:
+        """Become the one that saves there; before the ranks agree."""
+        if self.messages.rank == 0:
+            self.setup.claim()
+
+    def plan(self) -> dict[str, Any]:
+        """What this kind of save tells the others, beside what it saves."""
+        return {"shared": True}
+
+    def settle(self, plans: Sequence[dict[str, Any]]) -> None:  # noqa: B027
+        """All ranks have told what they save, and it is the same; nothing else to decide here."""
+
     # In the foreground
 
     def take(self, state: object, began: float, in_caller: InCaller) -> SaveReport:
@@ -180,8 +199,7 @@ class SaveJob(ABC):
         times = [time.perf_counter()]
         self._began = times[0]
         try:
-            if self.messages.rank == 0:
-                self.setup.claim()
+            self.claim()
             source = self._agreed(self.planned(state, in_caller))
             times.append(time.perf_counter())
             snapshot = self._new_snapshot(source)
@@ -216,17 +234,19 @@ class SaveJob(ABC):
         """The layout that all ranks write, with this rank's storages."""
         self.check_cancelled()
         if self.messages.size == 1:
+            self.settle([self.plan()])
             return layout
         plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
-        plan |= {"writers": self.setup.writers, "node": _writers.node()}
+        plan |= {"writers": self.setup.writers, "node": _writers.node(), **self.plan()}
         self.messages.put("plan", json.dumps(plan | fingerprint(layout)).encode())
         plans = [json.loads(told) for told in self.messages.gather("plan")]
         self.messages.check()  # one may have told its plan, and then given up
         self.setup.messages(self.number - 1).forget(_MESSAGES)  # all have left it
         wrong = explain(plans)
         if wrong is not None:
-            raise _Disagreement(f"{self.path}: {wrong}")
+            raise Disagreement(f"{self.path}: {wrong}")
         self.writing = _writers.chosen(self.setup.writers, [each["node"] for each in plans])
+        self.settle(plans)
         same = all(each["pieces"] == plans[0]["pieces"] for each in plans)
         return layout if same or self.LAYOUT != "one" else self._with_pieces_of_first(layout)
 
@@ -272,6 +292,7 @@ class SaveJob(ABC):
                     end,
                     checksum=self.setup.checksum,
                     flight=self.flight,
+                    shift=self.shift,
                 )
                 if snapshot is not None:
                     snapshot.check()
@@ -285,7 +306,7 @@ class SaveJob(ABC):
 
     def _finished(self, operation: Operation) -> None:
         if self.snapshot is not None:
-            self.snapshot.written(operation.file_offset + operation.nbytes)
+            self.snapshot.written(operation.file_offset + operation.nbytes - self.shift)
         self.messages.beat()
         self._call.moved(operation.nbytes)
 
@@ -293,7 +314,7 @@ class SaveJob(ABC):
         """End all of it; what is to be raised."""
         self.cancel()
         if not self.going_on:
-            if not isinstance(failed, _Disagreement):
+            if not isinstance(failed, Disagreement):
                 self.messages.fail(failed)
         else:
             self._ended.wait(None)

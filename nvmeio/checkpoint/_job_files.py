@@ -69,8 +69,7 @@ class OneFile(SaveJob):
         return None
 
     def _write_and_report(self) -> None:
-        place = self.messages.get("place", 0).decode()
-        with files.open(os.path.join(self.setup.directory, place), "r+") as file:
+        with files.open(_place_of_first(self), "r+") as file:
             crcs = self._write_part(file)
             sync_data(file)
             self.messages.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
@@ -126,8 +125,7 @@ class FileOfEachRank(SaveJob):
     def write(self) -> bool | None:
         """Write this rank's file, and commit all of them."""
         if self.messages.rank:
-            place = self.messages.get("place", 0).decode()
-            recycled = self._write_file(os.path.join(self.setup.directory, place))
+            recycled = self._write_file(_place_of_first(self))
             _wait_for_end(self)
             return recycled
         setup = self.setup
@@ -238,6 +236,21 @@ class FileOfEachRank(SaveJob):
 
 def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
+
+
+def _place_of_first(job: SaveJob) -> str:
+    """What rank 0 has made for all; a name that nothing else has."""
+    path = os.path.join(job.setup.directory, job.messages.get("place", 0).decode())
+    if os.path.exists(path):
+        return path
+    raise TransferError(
+        errno.ENOENT,
+        operation="open",
+        path=path,
+        detail=f"rank 0 has made it, and rank {job.messages.rank} does not see it there: they have "
+        "not the same directory. Where each rank has a drive of its own, all make their "
+        "Checkpointers with shared=False",
+    )
 
 
 def _wait_for_end(job: SaveJob) -> None:

@@ -260,17 +260,17 @@ def load_file(
     with ranks.loading(call), open_reading(path) as file:
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
         through_torch = older or options.mmap or _seam() is None
-        ranks.meet(file, together=not (through_torch or _nothing_to_read(options)))
+        ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
         if older and options.pickle_module is None:  # another one may read anything
             check_older(file)
             return in_caller(_load_older, file, options)
         if through_torch:
             return in_caller(_load_through_torch, path, options)
         with CallHandle(handle, path) as call_handle:
-            return _load_archive(file, options, call_handle, call, in_caller, ranks)
+            return load_archive(file, options, call_handle, call, in_caller, ranks)
 
 
-def _load_archive(
+def load_archive(
     file: File,
     options: LoadOptions,
     handle: CallHandle,
@@ -288,7 +288,7 @@ def _load_archive(
         scan = scan_pickle(checkpoint)
         if options.weights_only:
             check_calls(checkpoint, scan)
-        if _nothing_to_read(options):
+        if nothing_to_read(options):
             with same_file(file) as same:
                 return in_caller(_load_through_torch, same, options)
         spans = spans_of(checkpoint, file, scan)
@@ -347,7 +347,7 @@ def _load_older(file: File, options: LoadOptions) -> Any:
         ) from e
 
 
-def _nothing_to_read(options: LoadOptions) -> bool:
+def nothing_to_read(options: LoadOptions) -> bool:
     """Whether tensors without data are asked for: on the meta device, or fake ones."""
     where = options.map_location
     if isinstance(where, (str, torch.device)) and str(where).partition(":")[0] == "meta":

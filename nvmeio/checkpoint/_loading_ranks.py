@@ -164,13 +164,20 @@ class LoadingRanks:
         self._messages.put("file", json.dumps(mine).encode())
         told = [json.loads(each) for each in self._messages.gather("file")]
         self._messages.check()  # one may have told what it sees, and then given up
-        Messages(self._store, self._number - 1, self._timeout_s, "").forget(_MESSAGES)
+        self._forget_last()
         self._compare(file.path, told)
         if not together:
             self._is_over = True
             return
-        self._exchange = Exchange(
-            self._store.within(f"exchange/{self._number}", file.path, self._store.operation),
+        self._exchange = self._connected(file.path)
+
+    def _forget_last(self) -> None:
+        """All ranks have come to this load, so they have left the one before."""
+        Messages(self._store, self._number - 1, self._timeout_s, "").forget(_MESSAGES)
+
+    def _connected(self, path: str) -> Exchange:
+        return Exchange(
+            self._store.within(f"exchange/{self._number}", path, self._store.operation),
             self._timeout_s,
             self._messages.check,
             self._messages.fail,

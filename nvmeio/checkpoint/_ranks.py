@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +28,7 @@ _MOST_VALUE_BYTES = 1 << 20
 
 _NO_MEMBER = "make no Checkpointer"
 
-# Checkpointers that were made for a directory.
+# Checkpointers that were made.
 _made = Calls("save")
 
 
@@ -43,13 +42,14 @@ def store_of(group: Any, directory: str) -> RankStore:
 
     Args:
         group: A `torch.distributed.ProcessGroup`, of any backend; None for a process alone.
-        directory: Where they save: part of the keys' names, and of errors.
+        directory: Where this one saves, for errors. Not part of the keys' names: ranks that take
+            directories of their own for a shared one are to find that out from each other.
 
     Raises:
         TypeError: `group` is no process group.
         ValueError: This process is no member of it.
     """
-    found = _made.begin(group, _NO_MEMBER, directory, os.path.abspath(directory))
+    found = _made.begin(group, _NO_MEMBER, directory)
     if found is None:
         return RankStore(None, 0, 1, directory, "save")
     store, number = found
@@ -145,6 +145,10 @@ class Messages:
     def gather(self, name: str) -> list[bytes]:
         """What each rank told, by rank. Raises as `get`."""
         return [self.get(name, rank) for rank in range(self.size)]
+
+    def has_told(self, name: str, value: bytes) -> bool:
+        """Whether a rank has told just this; of those that have told something so far."""
+        return False
 
     def check(self) -> None:
         """Raise if a rank has failed, as `get` does."""

@@ -14,6 +14,7 @@ from nvmeio._io.caller import InCaller
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint._drives import parsed, parts_in
 from nvmeio.checkpoint._loading import LoadOptions, load_file
 from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks
 from nvmeio.checkpoint._retention import Generation
@@ -103,7 +104,7 @@ def _find(wanted: Wanted) -> Generation:
                 errno.ENOENT,
                 operation="open",
                 path=wanted.directory,
-                detail="there is no complete checkpoint yet",
+                detail=f"there is no complete checkpoint yet{_parts_there(wanted.directory)}",
             )
         return newest
     there = _retention.generations(wanted.directory)
@@ -114,9 +115,22 @@ def _find(wanted: Wanted) -> Generation:
             errno.ENOENT,
             operation="open",
             path=_retention.file_path(wanted.directory, wanted.step),
-            detail=f"there is no step {wanted.step}; there is {steps or 'none at all'}",
+            detail=f"there is no step {wanted.step}; there is {steps or 'none at all'}"
+            f"{_parts_there(wanted.directory)}",
         )
     return found[-1]
+
+
+def _parts_there(directory: str) -> str:
+    """What to say of parts that ranks with drives of their own have written."""
+    known = [parsed(os.path.basename(path)) for path in parts_in([directory])]
+    steps = sorted({each[0].step for each in known if each is not None})
+    if not steps:
+        return ""
+    return (
+        f"; but parts of step {', '.join(map(str, steps))}, whose others are on drives of other "
+        "ranks: a Checkpointer with shared=False restores them"
+    )
 
 
 def _load_directory(wanted: Wanted, path: str, load: _Loading) -> Any:

@@ -68,6 +68,7 @@ def explain(plans: Sequence[dict[str, Any]]) -> str | None:
     first = plans[0]
     for rank, plan in enumerate(plans[1:], 1):
         for name, what in (
+            ("shared", "with shared={}"),
             ("step", "step {}"),
             ("layout", "layout {!r}"),
             ("checksum", "checksum={}"),
@@ -89,8 +90,8 @@ def explain(plans: Sequence[dict[str, Any]]) -> str | None:
 
 
 _COMPARED = {
-    "one": ("step", "layout", "checksum", "writers", "records", "nbytes"),
-    "per_rank": ("step", "layout", "checksum"),
+    "one": ("shared", "step", "layout", "checksum", "writers", "records", "nbytes"),
+    "per_rank": ("shared", "step", "layout", "checksum"),
 }
 
 

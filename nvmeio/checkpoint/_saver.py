@@ -20,10 +20,13 @@ from nvmeio._io.rank_store import RankStore
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio.checkpoint import _retention
+from nvmeio.checkpoint._drives import OwnDrives
 from nvmeio.checkpoint._guard import Guard
 from nvmeio.checkpoint._job import SaveJob, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
+from nvmeio.checkpoint._job_parts import OwnFileOfEachRank, PartOfEachRank
 from nvmeio.checkpoint._loading_ranks import LoadingRanks
+from nvmeio.checkpoint._part_ranks import PartRanks
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
 from nvmeio.checkpoint._under_way import UnderWay
@@ -37,6 +40,10 @@ logger = logging.getLogger("nvmeio")
 _LOOK_S = 0.05
 
 JOBS: dict[str, type[SaveJob]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
+JOBS_ON_OWN_DRIVES: dict[str, type[SaveJob]] = {
+    PartOfEachRank.LAYOUT: PartOfEachRank,
+    OwnFileOfEachRank.LAYOUT: OwnFileOfEachRank,
+}
 
 
 class Saver:
@@ -54,6 +61,7 @@ class Saver:
         layout: str,
         recycle: bool,
         writers: str | int,
+        drives: OwnDrives | None,
     ) -> None:
         self.directory = directory
         self.setup = Setup(
@@ -68,8 +76,9 @@ class Saver:
             self.get_handle,
             self._claim,
             writers,
+            drives,
         )
-        self._new_job = JOBS[layout]
+        self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
         self._handle = handle
         self._own = handle is None
         self._opening = threading.Lock()
@@ -193,9 +202,16 @@ class Saver:
 
     def loading_ranks(self) -> LoadingRanks:
         """The ranks, for one more load of all of them together."""
+        return LoadingRanks(*self._next_load())
+
+    def part_ranks(self) -> PartRanks:
+        """The same, where each has parts on its own drive; a process alone has all of them."""
+        return PartRanks(*self._next_load())
+
+    def _next_load(self) -> tuple[RankStore, int, float]:
         self._loads += 1
         store = self.setup.store.within("restore", self.directory, "restore")
-        return LoadingRanks(store, self._loads, self.setup.timeout_s)
+        return store, self._loads, self.setup.timeout_s
 
     def _claim(self) -> None:
         """Make the directory, and be the only one that saves there."""

@@ -7,22 +7,24 @@ import contextlib
 import errno
 import os
 import warnings
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
 from nvmeio._closing import ClosingWork
-from nvmeio._io.caller import at_once, run_with_caller
+from nvmeio._io.caller import InCaller, at_once, run_with_caller
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._storage.directories import check_above
 from nvmeio.checkpoint import _guard, _retention, _writers
+from nvmeio.checkpoint._drives import OwnDrives, Save
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._loading import LoadOptions, MapLocation
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, ranks_of, store_of
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Wanted, restore
+from nvmeio.checkpoint._restoring_parts import WantedParts, restore_parts, whole_saves
 from nvmeio.checkpoint._saver import JOBS, SaveCall, Saver
 from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import TransferError
@@ -67,15 +69,22 @@ class Checkpointer(ClosingWork):
     complete when all ranks have written; where one fails or dies, all others get an error within
     `timeout_s`, and the checkpoint before stays the latest.
 
+    Ranks whose drives are their own, and not one directory that all see, say ``shared=False``: each
+    writes its part into a directory of its own, and a step is there when all of its parts are.
+    `restore`, `steps` and `latest_step` are for all ranks to call, then: they tell each other what
+    they have, and send each other what they read.
+
     Args:
         directory: Made by the first save if it is missing, one level. One Checkpointer saves into
-            it.
+            it. With ``shared=False`` each rank's own, or a list: it saves into the first, and
+            restores from all of them.
         keep: How many checkpoints stay whole at every moment, 1 or more. A directory with more
             loses its oldest ones at the first save.
         handle: Moves the bytes, and stays open. None opens one with the setting that is stored
             for the file system (`AioHandle.tuned`), at the first save.
         process_group: A `torch.distributed.ProcessGroup` of any backend. All its members make
-            their Checkpointers in the same order; the directory is one that all of them see.
+            their Checkpointers in the same order; the directory is one that all of them see, unless
+            `shared` says otherwise.
         memory_bytes: The most that snapshots may take, of each process; 64 MiB are needed. A state
             that is larger is saved all the same, but `save` takes as long as writing it. None: as
             much as the state, and no more than half of what the machine has available.
@@ -89,6 +98,8 @@ class Checkpointer(ClosingWork):
         writers: Of several ranks with one file, those that write: "all", "per_node" (the first one
             on each machine), or a number of them, as far apart as can be. Fewer writers have larger
             parts. The same on all ranks.
+        shared: Whether the ranks' directory is one that all of them see. False: each has one of its
+            own, on its own drive; what the ranks have is compared at the first save.
 
     Raises:
         TypeError, ValueError: A parameter is none of these.
@@ -102,7 +113,7 @@ class Checkpointer(ClosingWork):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         keep: int = 3,
         handle: AioHandle | None = None,
         process_group: ProcessGroup | None = None,
@@ -113,8 +124,10 @@ class Checkpointer(ClosingWork):
         recycle: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         writers: str | int = "all",
+        shared: bool = True,
     ) -> None:
-        path = _checked_directory(directory)
+        paths = _checked_directories(directory, shared)
+        path = paths[0]
         _checks.integer("keep", keep, 1)
         memory_bytes = _checks.size("memory_bytes", memory_bytes)
         if memory_bytes is not None:
@@ -140,6 +153,7 @@ class Checkpointer(ClosingWork):
             layout,
             bool(recycle),
             writers,
+            None if shared else OwnDrives(paths),
         )
 
     # Saving
@@ -312,6 +326,7 @@ class Checkpointer(ClosingWork):
             together: All ranks of the process group call this, and each reads an equal part of what
                 they want in common, and gets the rest from the others (see `nvmeio.load`). Rank 0
                 says which checkpoint is the latest. Each may have a `map_location` of its own.
+                With ``shared=False`` it is always so, and each reads what is on its drive.
 
         Returns:
             The state. Of a checkpoint with one file per rank, and without `rank`: this rank's own
@@ -328,12 +343,9 @@ class Checkpointer(ClosingWork):
         one fails then, dies or does not come, all others raise a `TransferError` that says which.
         """
         options = LoadOptions.checked(map_location, weights_only=weights_only)
-        wanted = self._wanted(step, rank, together)
+        work = self._restoring(step, rank, together, options)
         with LongCall("restore", self.directory, progress) as call:
-            return run_with_caller(
-                lambda ask: restore(wanted, options, self._saver.open_handle, call, ask),
-                call.cancel,
-            )
+            return run_with_caller(lambda ask: work(call, ask), call.cancel)
 
     async def async_restore(
         self,
@@ -347,12 +359,23 @@ class Checkpointer(ClosingWork):
     ) -> Any:
         """`restore`, awaited: a thread does it. Cancelling stops the reading."""
         options = LoadOptions.checked(map_location, weights_only=weights_only)
-        wanted = self._wanted(step, rank, together)
+        work = self._restoring(step, rank, together, options)
         with LongCall("restore", self.directory, progress) as call:
-            return await in_thread(
-                lambda: restore(wanted, options, self._saver.open_handle, call, at_once),
-                call.cancel,
-            )
+            return await in_thread(lambda: work(call, at_once), call.cancel)
+
+    def _restoring(
+        self, step: int | None, rank: int | None, together: bool, options: LoadOptions
+    ) -> Callable[[LongCall, InCaller], Any]:
+        drives = self._saver.setup.drives
+        if drives is None:
+            wanted = self._wanted(step, rank, together)
+            return lambda call, ask: restore(wanted, options, self._saver.open_handle, call, ask)
+        number = None if step is None else _checked_step(step)
+        if rank is not None:
+            _checks.integer("rank", rank, 0)
+        size, own = self._store.size, self._store.rank
+        parts = WantedParts(drives, number, rank, size, own, self._saver.part_ranks)
+        return lambda call, ask: restore_parts(parts, options, self._saver.open_handle, call, ask)
 
     def _wanted(self, step: int | None, rank: int | None, together: bool) -> Wanted:
         number = None if step is None else _checked_step(step)
@@ -366,14 +389,31 @@ class Checkpointer(ClosingWork):
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.
 
-        In the steady state ``keep + 1`` of them: the next save overwrites the oldest.
+        In the steady state ``keep + 1`` of them: the next save overwrites the oldest. With
+        ``shared=False`` all ranks call this, and are told the same.
         """
+        if self._saver.setup.drives is not None:
+            return sorted({save.step for save in self._whole()})
         return sorted({each.step for each in _retention.generations(self.directory)})
 
     def latest_step(self) -> int | None:
-        """The step that `restore` would load; None if there is none."""
+        """The step that `restore` would load; None if there is none.
+
+        With ``shared=False`` all ranks call this, and are told the same.
+        """
+        if self._saver.setup.drives is not None:
+            whole = self._whole()
+            return whole[-1].step if whole else None
         newest = _retention.newest(self.directory)
         return None if newest is None else newest.step
+
+    def _whole(self) -> list[Save]:
+        """What is whole on the ranks' drives, the oldest first."""
+        drives = self._saver.setup.drives
+        assert drives is not None
+        ranks = self._saver.part_ranks()
+        with LongCall("restore", self.directory, None) as call:
+            return run_interruptible(lambda: whole_saves(ranks, drives, call), call.cancel)
 
     # The end
 
@@ -440,6 +480,21 @@ class Checkpointer(ClosingWork):
         job = self._saver.unfinished
         doing = "" if job is None or job.done() else f", writing step {job.step}"
         return f"<nvmeio.Checkpointer {self.directory!r} keep={self._keep} {state}{doing}>"
+
+
+def _checked_directories(directory: Any, shared: bool) -> list[str]:
+    """One, or with ``shared=False`` one or several."""
+    if not isinstance(shared, bool):
+        raise TypeError(f"shared must be True or False, not {shared!r:.80}")
+    if not isinstance(directory, (list, tuple)):
+        return [_checked_directory(directory)]
+    if shared:
+        raise TypeError(
+            "several directories are of ranks with drives of their own: shared=False goes with them"
+        )
+    if not directory:
+        raise ValueError("directory must be one or several, not an empty list")
+    return list(dict.fromkeys(map(_checked_directory, directory)))
 
 
 def _checked_directory(directory: str | os.PathLike[str]) -> str:

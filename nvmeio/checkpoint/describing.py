@@ -19,6 +19,7 @@ from nvmeio._formats.torch_file import (
     spans_of,
     unsafe_globals,
 )
+from nvmeio._formats.torch_part import head_of
 from nvmeio._formats.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
@@ -85,6 +86,7 @@ class Description(NamedTuple):
         records: Its records, in the order of the file; of safetensors, none.
         tensors: Its tensors, in the order of the object.
         forbidden: What its pickle would import or call that ``weights_only=True`` refuses.
+        what: Of a rank's part on its own drive: which. It has no records and tensors of its own.
     """
 
     path: str
@@ -93,6 +95,7 @@ class Description(NamedTuple):
     records: list[RecordFacts]
     tensors: list[TensorFacts]
     forbidden: list[str]
+    what: str = ""
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
@@ -114,6 +117,10 @@ def _describe(path: str | os.PathLike[str]) -> Description:
         raise NoCheckpointError(
             f"{path} is in torch's format from before its zip files, which has no directory"
         )
+    if kind == "part":
+        with open_reading(path) as file:
+            head = head_of(file)
+            return Description(file.path, kind, file.size(), [], [], [], head.what)
     with open_reading(path) as file, CallHandle(None, path) as handle:
         checkpoint = TorchFile(file, handle.get, Load())
         summed = _is_summed(checkpoint.archive, file)

@@ -25,6 +25,7 @@ from nvmeio._formats.safetensors_files import header_of
 from nvmeio._formats.safetensors_header import Header
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import TorchFile, read_buffered, scan_pickle, spans_of
+from nvmeio._formats.torch_part import HEAD_BYTES, head_of
 from nvmeio._formats.torch_zip import ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
@@ -67,6 +68,7 @@ class Verdict(NamedTuple):
         records: How many records (of safetensors: tensors) it has; 0 if nobody can tell.
         unchecked: How many of them have no checksum.
         problems: What is wrong; empty if nothing is.
+        what: Of a rank's part on its own drive: which.
     """
 
     path: str
@@ -75,6 +77,7 @@ class Verdict(NamedTuple):
     records: int
     unchecked: int
     problems: list[Problem]
+    what: str = ""
 
 
 def verify(
@@ -86,7 +89,8 @@ def verify(
     """Check every byte of a checkpoint that can be checked; blocks.
 
     Args:
-        path: A torch archive, of nvmeio.save or torch.save, or a safetensors file.
+        path: A torch archive, of nvmeio.save or torch.save, a safetensors file, or what a
+            Checkpointer with ``shared=False`` wrote on the drive of one rank.
         handle: Moves the bytes, and stays open; None makes one for this call.
         progress: Called with the number of bytes done since the last call.
 
@@ -120,6 +124,8 @@ def _verify(
     with open_reading(path) as file, CallHandle(handle, path) as call_handle:
         if kind == "safetensors":
             return _verify_safetensors(file, call_handle, progress, flight)
+        if kind == "part":
+            return _verify_part(file, call_handle, progress, flight)
         return _Verification(file, call_handle, progress, flight).run()
 
 
@@ -175,6 +181,24 @@ def _verify_safetensors(
     return Verdict(file.path, "safetensors", nbytes, count, unchecked, problems)
 
 
+def _verify_part(
+    file: File, handle: CallHandle, progress: Callable[[int], None], flight: InFlight
+) -> Verdict:
+    """What one rank has of a checkpoint: its bytes have one checksum."""
+    nbytes = file.size()
+    try:
+        head = head_of(file)
+    except IntegrityError as wrong:
+        progress(nbytes)
+        return Verdict(file.path, "part", nbytes, 0, 0, [Problem("", str(wrong))])
+    if head.sum is None:
+        progress(nbytes)
+        return Verdict(file.path, "part", nbytes, 1, 1, [], head.what)
+    walk = _PackedWalk([Share(head.what, HEAD_BYTES, nbytes, head.sum)])
+    _stream(file, handle.get(), progress, flight, walk.feed)
+    return Verdict(file.path, "part", nbytes, 1, 0, walk.problems, head.what)
+
+
 def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | None:
     """What has a checksum of a packed file; None if it has none."""
     if not packed_index.may_be_packed(prefix):
@@ -223,7 +247,7 @@ class _PackedWalk:
             if share.end > end:
                 return
             if self._crc != share.sum:
-                told = f"bytes [{share.start}, {share.end}) are not what was packed there: "
+                told = f"bytes [{share.start}, {share.end}) are not what was written there: "
                 told += f"their CRC-32 is {self._crc:#010x} and should be {share.sum:#010x}"
                 self.problems.append(Problem(share.name, told))
             self._left.popleft()

@@ -51,6 +51,10 @@ def command(
     for number, description in enumerate(found):
         if number:
             console.print()
+        if description.kind == "part":
+            line = f"{description.path}: {description.what}, {binary_size(description.nbytes)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            continue
         table = _table_of_records if records else _table_of_tensors
         console.print(table(description, console.width))
         console.print()

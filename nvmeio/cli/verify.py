@@ -27,7 +27,8 @@ def command(
     """Checks the CRC-32 of every record of checkpoints, and that their archives are in order.
 
     Every byte is read, past the page cache, in 64 MiB of memory. Of safetensors files, which have
-    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte.
+    no checksums, the structure is checked; of those that nvmeio pack wrote, every byte. Of ranks
+    with a drive each, the part that is here.
 
     Example: [bold]nvmeio verify checkpoints/latest.pt[/]
 
@@ -87,6 +88,10 @@ def _show(verdict: Verdict) -> None:
         for problem in verdict.problems:
             what = problem.what.removeprefix(f"{verdict.path}: ")
             typer.echo(printable(f"  {problem.record or 'archive'}: {what}"))
+        return
+    if verdict.kind == "part":
+        line = f"{verdict.path}: whole, {verdict.what}, {binary_size(verdict.nbytes)}"
+        typer.echo(line + (" (written without a checksum)" if verdict.unchecked else ""))
         return
     what = counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
     line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"

@@ -41,7 +41,14 @@ def store_of(group: Any, directory: str) -> RankStore:
     return RankStore(group.store, group.rank, group.world, directory, "save")
 
 
-def save_all(log: DiskLog, folder: Path, layout: str, world: int, writers: str | int) -> None:
+def save_all(
+    log: DiskLog,
+    folder: Path,
+    layout: str,
+    world: int,
+    writers: str | int,
+    shared: bool = True,
+) -> None:
     """Every rank saves every step, and notes when it was told that one is durable."""
     store = dist.HashStore() if world > 1 else None
     failed: list[BaseException] = []
@@ -50,8 +57,9 @@ def save_all(log: DiskLog, folder: Path, layout: str, world: int, writers: str |
         try:
             group: Any = _Group(store, rank, world) if world > 1 else None
             handle = nvmeio.AioHandle(engine="threads")
-            options: Any = {"layout": layout, "writers": writers}
-            with handle, nvmeio.Checkpointer(folder, KEEP, handle, group, **options) as saver:
+            options: Any = {"layout": layout, "writers": writers, "shared": shared}
+            mine = folder if shared else folder / f"rank-{rank:05d}"
+            with handle, nvmeio.Checkpointer(mine, KEEP, handle, group, **options) as saver:
                 for step in range(STEPS):
                     state = replicated(step) if layout == "one" else own(step, rank)
                     saver.save_sync(state, step)
@@ -117,6 +125,48 @@ def test_what_was_durable_is_there_after_a_loss_of_power(
             for rank in range(world):
                 found = there.restore(step, rank=rank if layout == "per_rank" else None)
                 assert same(found, own(step, rank) if layout == "per_rank" else replicated(step))
+        seen.add(latest)
+    handle.close()
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "writers"),
+    [(2, "one", "all"), (3, "one", 2), (2, "per_rank", "all")],
+)
+def test_ranks_with_drives_of_their_own_find_one_step_after_a_loss_of_power(
+    world: int,
+    layout: str,
+    writers: str | int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each drive loses what it likes; what is whole is of one save, and as new as was promised."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    slow = f"rank-{world - 1:05d}"
+    log = DiskLog(folder, lambda path: time.sleep(0.02) if slow in path else None)
+    monkeypatch.setattr(module, "store_of", store_of)
+    with log.recording(monkeypatch):
+        save_all(log, folder, layout, world, writers, shared=False)
+    chance = random.Random(world)
+    seen = set()
+    handle = nvmeio.AioHandle(engine="threads")
+    for number in range(20):
+        at = chance.randrange(1, len(log) + 1)
+        image = tmp_path / f"image{number}"
+        log.image(at, image, chance)
+        durable = max((e.what[0] for e in log.events[:at] if e.kind == "durable"), default=-1)
+        drives = [image / f"rank-{rank:05d}" for rank in range(world)]
+        there = nvmeio.Checkpointer(drives, KEEP, handle, shared=False)
+        steps, latest = there.steps(), there.latest_step()
+        assert durable < 0 or (latest is not None and latest >= durable)
+        assert len(steps) >= min(durable + 1, KEEP)
+        for step in steps:
+            wanted: Any = replicated(step)
+            if layout == "per_rank":
+                wanted = [own(step, rank) for rank in range(world)]
+            assert same(there.restore(step), wanted)
         seen.add(latest)
     handle.close()
     assert len(seen) > 2

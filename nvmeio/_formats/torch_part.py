@@ -1,0 +1,171 @@
+"""A part of a checkpoint on the drive of one rank: a page that says which, then its bytes.
+
+The bytes are those of a torch archive, [start, end) of it in whole pages. No part is an archive by
+itself: one that looked like it would be loaded with zeros in place of what other drives have.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvmeio._formats.torch_file import read_buffered
+from nvmeio._formats.torch_layout import FileLayout
+from nvmeio._formats.torch_writing import Crc
+from nvmeio._plan import PAGE_BYTES
+from nvmeio._storage import crc32
+from nvmeio.errors import IntegrityError
+from nvmeio.files import File
+
+HEAD_BYTES = PAGE_BYTES
+MAGIC = b"nvmeio-part-1\n"
+
+_SUM_AND_LENGTH = struct.Struct("<II")
+
+
+class PartHead(NamedTuple):
+    """What the first page of a part says.
+
+    Attributes:
+        step: Of the checkpoint.
+        save: Which save it is of; the same on all of its parts, and on no other's.
+        kind: "part" of one archive that all ranks have, or "rank": all of an archive of one rank.
+        number: Which part, from 0.
+        parts: How many there are.
+        nbytes: The size of the archive.
+        start: The first of its bytes that are here.
+        end: The first behind them; a page boundary, at or past the end of the archive.
+        sum: The CRC-32 of the bytes here; None where none was computed.
+    """
+
+    step: int
+    save: str
+    kind: str
+    number: int
+    parts: int
+    nbytes: int
+    start: int
+    end: int
+    sum: int | None
+
+    @property
+    def file_nbytes(self) -> int:
+        """The size of the file."""
+        return HEAD_BYTES + self.end - self.start
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        if self.kind == "rank":
+            return f"the state of rank {self.number} of {self.parts} of step {self.step}"
+        return (
+            f"part {self.number} of 0 to {self.parts - 1} of step {self.step}, bytes "
+            f"[{self.start}, {min(self.end, self.nbytes)}) of {self.nbytes}"
+        )
+
+
+def pack(head: PartHead) -> bytes:
+    """The first page of a part."""
+    text = json.dumps(head._asdict()).encode()
+    page = MAGIC + _SUM_AND_LENGTH.pack(crc32.of_bytes(text), len(text)) + text
+    return page.ljust(HEAD_BYTES, b"\0")
+
+
+def unpack(page: bytes, file_nbytes: int, path: str) -> PartHead:
+    """What a part's first page says.
+
+    Args:
+        page: Its first `HEAD_BYTES` bytes, or all of a shorter file.
+        file_nbytes: The size of the file.
+        path: Its name, for errors.
+
+    Raises:
+        IntegrityError: It is damaged, or the file has another size than it says.
+    """
+    at = len(MAGIC) + _SUM_AND_LENGTH.size
+    wrong = "its first page is not that of a part"
+    try:
+        if page.startswith(MAGIC) and len(page) == HEAD_BYTES:
+            crc, length = _SUM_AND_LENGTH.unpack_from(page, len(MAGIC))
+            text = page[at : at + length]
+            wrong = "its first page is damaged"
+            if crc32.of_bytes(text) == crc:
+                head = PartHead(**json.loads(text))
+                if head.file_nbytes == file_nbytes and 0 <= head.start <= head.end:
+                    return head
+                wrong = f"it has {file_nbytes} bytes, and should have {head.file_nbytes}"
+    except (ValueError, TypeError, struct.error) as failed:
+        wrong = f"its first page cannot be read: {failed}"
+    raise IntegrityError(f"{path}: {wrong}", expected="a part of a checkpoint", found=wrong)
+
+
+def head_of(file: File) -> PartHead:
+    """What an open part says of itself.
+
+    Raises:
+        IntegrityError: It is damaged.
+        TransferError: It cannot be read.
+    """
+    nbytes = file.size()
+    return unpack(read_buffered(file, 0, min(nbytes, HEAD_BYTES)), nbytes, file.path)
+
+
+def sum_of(
+    layout: FileLayout, start: int, end: int, mine: Sequence[Crc], joined: Sequence[int]
+) -> int:
+    """The CRC-32 of [start, end) of a file, from those of the records' pieces in it.
+
+    Args:
+        layout: The file.
+        start: First byte; of a page.
+        end: First byte behind it.
+        mine: The CRC of each piece of a record in it (`write_part`).
+        joined: The CRC of each record whose place lies in it, by the record's index.
+    """
+    pieces = {each.record: each for each in mine}
+    gaps = _Gaps(layout, joined)
+    total, position = 0, start
+    for index, record in enumerate(layout.records):
+        low, high = max(record.offset, start), min(record.end, end)
+        if low >= high:
+            continue
+        total = crc32.of_bytes(gaps.read(position, low), total)
+        total = crc32.combine(total, pieces[index].crc, high - low)
+        position = high
+    return crc32.of_bytes(gaps.read(position, end), total)
+
+
+class _Gaps:
+    """What lies between the records, with the CRCs in their places."""
+
+    def __init__(self, layout: FileLayout, joined: Sequence[int]) -> None:
+        self._pieces = layout.pieces
+        self._starts = [piece.offset for piece in layout.pieces]
+        self._joined = joined
+        self._places = sorted(
+            (at, index) for index, record in enumerate(layout.records) for at in record.crc_at
+        )
+        self._records = len(layout.records)
+
+    def read(self, start: int, end: int) -> bytearray:
+        found = bytearray(end - start)
+        for number in range(max(bisect_right(self._starts, start) - 1, 0), len(self._pieces)):
+            piece = self._pieces[number]
+            if piece.offset >= end:
+                break
+            low, high = max(piece.offset, start), min(piece.end, end)
+            if low < high:
+                found[low - start : high - start] = piece.data[
+                    low - piece.offset : high - piece.offset
+                ]
+        first = bisect_right(self._places, (start - 4, self._records))
+        for at, index in self._places[first:]:
+            if at >= end:
+                break
+            low, high = max(at, start), min(at + 4, end)
+            value = struct.pack("<I", self._joined[index])[low - at : high - at]
+            found[low - start : high - start] = value
+        return found
