@@ -54,7 +54,7 @@ from nvmeio.progress import Progress
 logger = logging.getLogger("nvmeio")
 
 _MESSAGES = (
-    *("plan", "pieces", "place", "part", "end", "seen", "beat"),
+    *("plan", "agreed", "pieces", "place", "part", "end", "seen", "beat"),
     *("same", "durable", "named"),  # of parts on drives of their own
 )
 
@@ -177,6 +177,15 @@ class SaveJob(ABC):
     def settle(self, plans: Sequence[dict[str, Any]]) -> None:  # noqa: B027
         """All ranks have told what they save, and it is the same; nothing else to decide here."""
 
+    def wait_until_agreed(self) -> None:
+        """Until all ranks have; in the background, before anything is written.
+
+        Else one that is still agreeing would hear of a write that has failed, and its `save` would
+        raise, where the next one does on all others. They wait for rank 0's first message.
+        """
+        if self.messages.size > 1 and self.messages.rank == 0:
+            self.messages.gather("agreed")
+
     # In the foreground
 
     def take(self, state: object, began: float, in_caller: InCaller) -> SaveReport:
@@ -247,6 +256,7 @@ class SaveJob(ABC):
             raise Disagreement(f"{self.path}: {wrong}")
         self.writing = _writers.chosen(self.setup.writers, [each["node"] for each in plans])
         self.settle(plans)
+        self.messages.put("agreed", b"")
         same = all(each["pieces"] == plans[0]["pieces"] for each in plans)
         return layout if same or self.LAYOUT != "one" else self._with_pieces_of_first(layout)
 
@@ -357,6 +367,7 @@ class SaveJob(ABC):
 
     def _run(self) -> None:
         try:
+            self.wait_until_agreed()
             recycled = self.write()
         except BaseException as failed:
             failed = self._cause_of(failed)

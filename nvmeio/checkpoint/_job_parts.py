@@ -156,12 +156,14 @@ class PartOfEachRank(SaveJob):
 
     # In the background
 
+    def wait_until_agreed(self) -> None:
+        """Until all ranks have: none waits for rank 0's first message here."""
+        if self.messages.size > 1:
+            self.messages.gather("agreed")
+
     def write(self) -> bool | None:
         """Write this rank's part, and commit it with the others."""
         try:
-            # Else one that fails at once would be heard of by another one that is still agreeing:
-            # its `save` would raise, where the others' next one does.
-            self._tell("place", b"")
             if self._number is None:
                 recycled = None
                 self._wait_for_parts()

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from checkpoint._checkpointer_rank import (
 )
 
 import nvmeio
-from nvmeio.checkpoint import _part_ranks
+from nvmeio.checkpoint import _part_ranks, _ranks
 
 
 def with_drives(me: Rank, name: str, layout: str) -> None:
@@ -120,6 +121,30 @@ def mistakes(me: Rank) -> None:
         there = Rank.new(me, layout=layout)
         with there, me.raises(nvmeio.TransferError, "shared=False"):
             there.restore()
+    me.meet_others()
+
+
+def early(me: Rank, shared: bool) -> None:
+    """A write fails before the last rank has looked whether one has: all are told by `wait`."""
+    if not shared:
+        with_drives(me, "early", "one")
+    check = _ranks.Messages.check
+
+    def check_late(messages: Any) -> None:
+        until = time.monotonic() + 1
+        while time.monotonic() < until and not (me.notes / "failed").exists():
+            time.sleep(0.01)
+        check(messages)
+
+    me.errno = errno.ENOSPC if me.rank == 0 else 0
+    if me.rank == me.world - 1:
+        _ranks.Messages.check = check_late  # type: ignore[method-assign]
+    with me.new() as checkpointer:
+        checkpointer.save_sync(me.state(1), 1)
+        with me.raises(nvmeio.TransferError, "ENOSPC"):
+            checkpointer.wait_sync(PATIENCE_S)
+        if me.rank == 0:
+            me.tell("failed", "")
     me.meet_others()
 
 
@@ -328,6 +353,7 @@ WORK: dict[str, Callable[..., bool | None]] = {
         as_shared,
         shares,
         mistakes,
+        early,
         leave,
         restore,
         lost,
