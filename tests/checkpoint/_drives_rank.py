@@ -138,7 +138,7 @@ def early(me: Rank, shared: bool) -> None:
 
     me.errno = errno.ENOSPC if me.rank == 0 else 0
     if me.rank == me.world - 1:
-        _ranks.Messages.check = check_late  # type: ignore[method-assign]
+        _ranks.Messages.check = check_late  # type: ignore[assignment, method-assign]
     with me.new() as checkpointer:
         checkpointer.save_sync(me.state(1), 1)
         with me.raises(nvmeio.TransferError, "ENOSPC"):

@@ -115,8 +115,11 @@ class Recycling(Workload):
 
     keep = 2
 
+    def new(self, folder: Path) -> nvmeio.Checkpointer:
+        return nvmeio.Checkpointer(folder / "saved", keep=self.keep)
+
     def work(self, folder: Path, promise: Promise) -> None:
-        checkpointer = nvmeio.Checkpointer(folder / "saved", keep=self.keep)
+        checkpointer = self.new(folder)
         for number in range(TURNS):
             checkpointer.save_sync(state(number), number)
             checkpointer.wait_sync()
@@ -124,7 +127,7 @@ class Recycling(Workload):
         checkpointer.close()
 
     def check(self, folder: Path) -> int | None:
-        checkpointer = nvmeio.Checkpointer(folder / "saved", keep=self.keep)
+        checkpointer = self.new(folder)
         try:
             steps = checkpointer.steps()
             if not steps:
@@ -231,6 +234,14 @@ class Ranks(Optimizer):
         dist.barrier()
 
 
+class Drives(Recycling):
+    """Ranks with a drive each: what is whole, and the newest, is the same for all of them."""
+
+    def new(self, folder: Path) -> nvmeio.Checkpointer:
+        group = dist.group.WORLD
+        return nvmeio.Checkpointer(folder / "saved", self.keep, None, group, shared=False)
+
+
 class Snapshot(Workload):
     """Copies of the swap files, while training goes on."""
 
@@ -264,6 +275,7 @@ WORKLOADS: dict[str, Workload] = {
     "dcp": Dcp(),
     "optimizer": Optimizer(),
     "ranks": Ranks(),
+    "drives": Drives(),
     "snapshot": Snapshot(),
 }
 

@@ -52,6 +52,7 @@ WORKLOADS = (
     "optimizer",
     "snapshot",
     "ranks",
+    "drives",
 )
 
 
@@ -191,7 +192,7 @@ def seed_of(request: pytest.FixtureRequest) -> int:
 
 
 def worked(folder: Path, kind: str, name: str) -> Run:
-    run = Run(folder, kind, name, [0.0, SLOW_S] if name == "ranks" else [0.0])
+    run = Run(folder, kind, name, [0.0, SLOW_S] if name in ("ranks", "drives") else [0.0])
     try:
         run.work()
     except Unavailable as reason:
