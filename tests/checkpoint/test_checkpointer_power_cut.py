@@ -104,6 +104,7 @@ def test_what_was_durable_is_there_after_a_loss_of_power(
     slow = f"rank-{world - 1:05d}"
     log = DiskLog(folder.parent, lambda path: time.sleep(0.02) if slow in path else None)
     monkeypatch.setattr(module, "store_of", store_of)
+    monkeypatch.setattr(module, "ranks_of", lambda group: 1 if group is None else group.world)
     with log.recording(monkeypatch):
         save_all(log, folder, layout, world, writers)
     chance = random.Random(world)
@@ -147,6 +148,7 @@ def test_ranks_with_drives_of_their_own_find_one_step_after_a_loss_of_power(
     slow = f"rank-{world - 1:05d}"
     log = DiskLog(folder, lambda path: time.sleep(0.02) if slow in path else None)
     monkeypatch.setattr(module, "store_of", store_of)
+    monkeypatch.setattr(module, "ranks_of", lambda group: 1 if group is None else group.world)
     with log.recording(monkeypatch):
         save_all(log, folder, layout, world, writers, shared=False)
     chance = random.Random(world)
