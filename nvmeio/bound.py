@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+from nvmeio import _checks
 from nvmeio._checks import OFFSET_MAX
 from nvmeio._core import Core
 from nvmeio._short import ShortWay, start_short
@@ -94,3 +95,10 @@ class BoundFile(File):
         """As `File.close`."""
         self._reading = self._writing = None
         super().close()
+
+    def __reduce__(self) -> NoReturn:
+        _checks.refuse_pickling(
+            self,
+            "keep its path, make an AioHandle in each process, and call its open there (in a "
+            "dataset, on first use or in worker_init_fn)",
+        )

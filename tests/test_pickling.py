@@ -30,6 +30,11 @@ def made_file(path: Path) -> Any:
     return nvmeio.open(path / "data.bin")
 
 
+def made_bound(path: Path) -> Any:
+    (path / "data.bin").write_bytes(b"data")
+    return nvmeio.AioHandle().open(path / "data.bin")
+
+
 def made_lazy(path: Path) -> Any:
     nvmeio.save_safetensors({"weight": torch.ones(4)}, path / "model.safetensors")
     return nvmeio.safe_open(path / "model.safetensors")
@@ -65,6 +70,7 @@ def made_stager(path: Path) -> Any:
 MADE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "AioHandle": (lambda path: nvmeio.AioHandle(), "on first use or in worker_init_fn"),
     "File": (made_file, "call nvmeio.open in each process"),
+    "BoundFile": (made_bound, "make an AioHandle in each process, and call its open there"),
     "PinnedPool": (lambda path: nvmeio.PinnedPool(1 << 20), "make one in each process"),
     "Checkpointer": (nvmeio.Checkpointer, "keep its directory"),
     "LazyTensors": (made_lazy, "call nvmeio.safe_open in each process"),
@@ -93,6 +99,8 @@ def test_pickling_is_refused_with_the_way_out(kind: str, tmp_path: Path) -> None
             pickle.dumps({"dataset": [made]})
     finally:
         getattr(made, "close", lambda: None)()
+        if kind == "BoundFile":
+            made._handle.close()
 
 
 def test_an_operation_is_not_pickled_whether_it_is_over_or_not(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from nvmeio._residency import calls
 from nvmeio.inference import _training
 from nvmeio.inference._binding import check_absent, count_changes
 from nvmeio.inference._outputs import own, tensors_in
-from nvmeio.inference._state_dicts import mark_absent
+from nvmeio.inference._state_dicts import NOT_HERE, WeightOnDisk, mark_absent
 from nvmeio.inference._units import Unit
 from nvmeio.inference.stream import WeightStream
 
@@ -44,6 +44,10 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     dtypes = {p.dtype for p in model.parameters()}
     for module in model.modules():
         module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
+        if hasattr(module, "save_pretrained"):
+            stock: Any = module.save_pretrained
+            saving: Any = functools.partial(_save, module, stock)
+            module.save_pretrained = saving
     owned: dict[nn.Module, set[str]] = {}
     for unit in (stream.fixed, *stream.units):
         count_changes(unit.targets)
@@ -137,6 +141,15 @@ def _refuse(
             "weights are on disk. Give device= and dtype= to stream_model"
         ) from cause
     return module
+
+
+def _save(module: nn.Module, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Transformers' `save_pretrained`, of adapters and other weights that are here."""
+    if not getattr(module, "_hf_peft_config_loaded", False) and "state_dict" not in options:
+        found = module.state_dict()
+        if not found or any(isinstance(each, WeightOnDisk) for each in found.values()):
+            raise TypeError(f"save_pretrained: {NOT_HERE}")
+    return call(*args, **options)
 
 
 def _refuse_state(

@@ -12,6 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+NOT_HERE = (
+    "a streamed model's weights are on disk, and its state_dict() has nothing of them to "
+    "save: copy the files that it streams from, or read them with nvmeio.safe_open or "
+    "nvmeio.load_safetensors; adapters in it are saved by themselves"
+)
+
 
 class WeightOnDisk(torch.Tensor):
     """Shape and dtype of a weight, on the meta device; refuses to be saved or sent."""
@@ -19,11 +25,7 @@ class WeightOnDisk(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a streamed model's weights are on disk, and its state_dict() has nothing of them to "
-            "save: copy the files that it streams from, or read them with nvmeio.safe_open or "
-            "nvmeio.load_safetensors"
-        )
+        raise TypeError(NOT_HERE)
 
     def __deepcopy__(self, memo: Any) -> WeightOnDisk:
         return self

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ import nvmeio
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
 from nvmeio.errors import IntegrityError
 from nvmeio.inference import WeightStream
+from nvmeio.integrations.transformers import save_pretrained
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -145,6 +147,25 @@ def test_ids_that_follow_their_embedding_to_its_device_are_looked_up(
     assert weight.is_meta
     assert weight.device == torch.device("cpu")
     assert logits(model, ids.to(weight.device)).equal(logits(loaded(tmp_path), ids))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_it_is_not_saved_as_a_whole(trainable: bool, tmp_path: Path, stream: Make) -> None:
+    """A trainable one was saved without a word, and without its weights."""
+    saved(llama, tmp_path / "model")
+    model = stream(tmp_path / "model", resident_bytes=1 << 20, trainable=trainable)
+    for save in (
+        model.save_pretrained,
+        model.model.save_pretrained,
+        partial(save_pretrained, model),
+    ):
+        with pytest.raises(TypeError, match="copy the files that it streams from"):
+            save(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    model.adapter = nn.Linear(4, 4)  # what is trained is saved, of a trainable one
+    if trainable:
+        model.save_pretrained(tmp_path / "new")
+        assert set(load_safetensors(tmp_path / "new")) == {"adapter.weight", "adapter.bias"}
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
