@@ -72,11 +72,12 @@ power: $(STAMP) ## a loss of power, rebuilt from a log of the drive; part of str
 native-check: ## the shim under ASan and UBSan, TSan, and valgrind
 	@sh tests/native/run.sh asan tsan valgrind
 
-# Left out: tests that take the interpreter's trace function for themselves.
+# Left out: tests that take the interpreter's trace function for themselves, and those marked as untraced.
 coverage: $(STAMP) ## the lines and branches that the tests run, with a floor; takes long
 	@$(PIP) install --quiet --editable '.[dev,coverage]'
 	@$(BIN)/python -m coverage erase
-	@$(BIN)/python -m coverage run -m pytest $(TEST_RUNS) --ignore tests/interrupts --ignore tests/inject $(PYTEST_ARGS)
+	@$(BIN)/python -m coverage run -m pytest $(TEST_RUNS) -m "not stress and not untraced" \
+	    --ignore tests/interrupts --ignore tests/inject $(PYTEST_ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report --skip-covered
 

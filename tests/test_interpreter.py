@@ -21,6 +21,7 @@ def said_by(code):
     return ran.stdout
 
 
+@pytest.mark.untraced
 def test_a_subinterpreter_is_refused_before_torch_hangs_in_it():
     """`import torch` never returned in one (torch 2.13, Python 3.11), and so nvmeio's did not."""
     said = said_by(

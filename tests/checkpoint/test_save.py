@@ -336,6 +336,7 @@ def test_arguments_of_the_wrong_kind(path: Path) -> None:
         nvmeio.save({}, "a\0b")
 
 
+@pytest.mark.untraced
 def test_a_directory_or_file_that_may_not_be_written(tmp_path: Path) -> None:
     """As nobody: root may write anywhere."""
     if os.geteuid() != 0:

@@ -86,6 +86,7 @@ def test_an_interrupt_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.untraced
 def test_an_interrupt_while_files_are_made_or_removed_loses_none(tmp_path: Path) -> None:
     chance = random.Random(1)
 

@@ -400,6 +400,7 @@ def test_nothing_is_created_by_a_write_that_fails_to_open(
 # Permissions
 
 
+@pytest.mark.untraced
 def test_no_permission(tmp_path: Path) -> None:
     """As nobody, for root may do anything."""
     done = run_python(

@@ -763,6 +763,7 @@ def test_uncaught_ctrl_c_ends_the_process(start_script, tmp_path, block):
     assert ran.stderr == ""
 
 
+@pytest.mark.untraced
 def test_ctrl_c_at_any_moment_strands_no_operation(tmp_path):
     """An interrupt between noticing and concluding left operations in flight for ever.
 

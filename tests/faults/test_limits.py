@@ -98,6 +98,7 @@ def test_portable_engine_needs_no_aio_events(too_many, tmp_path):
 
 
 @needs_root
+@pytest.mark.untraced
 def test_memlock_limit_of_an_ordinary_user(tmp_path):
     """Only page-locking is refused; pools, bounce blocks and transfers need none of it."""
     tmp_path.chmod(0o777)
