@@ -32,6 +32,7 @@ TARGETS = {
     "checkpoints": "peers.checkpoints:Checkpoints",
     "ranks": "peers.ranks:Rank",
     "offload": "peers.offloads:Offloads",
+    "activations": "peers.activations:Activations",
     "ZeRO-3": "peers.zero3:OnItsOwn",
     "streaming": "peers.inference:Streaming",
     "accelerate offload": "peers.inference:Accelerate",

@@ -68,6 +68,10 @@ RUNS = {
         ["--width", "128", "--layers", "16", "--steps", "3"],
         "over a base four times the memory",
     ),
+    "19_activations_beyond_memory.py": (
+        ["--width", "64", "--layers", "6", "--tokens", "1024"],
+        "three steps over 6 layers, to the bit",
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from offload_rows import passes, steps
+from offload_rows import activations, passes, steps
 
 ROWS: dict[str, Row] = {
     "step": Row("optimizer step", steps.measure, lambda size, _: 4 * size),
@@ -14,4 +14,5 @@ ROWS: dict[str, Row] = {
     "checksums": Row("step with checksums", steps.measure_checksums, lambda size, _: 6 * size),
     "deepspeed": Row("step of ZeRO-3 on NVMe", steps.measure_deepspeed, lambda size, _: 6 * size),
     "passes": Row("forward and backward", passes.measure, lambda size, _: 2 * size),
+    "activations": Row("activations on the drive", activations.measure, lambda size, _: size // 2),
 }
