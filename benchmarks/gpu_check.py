@@ -1,12 +1,15 @@
-"""CUDA tensors to and from files on this machine: are they right, and how fast?
+"""CUDA tensors to and from files on this machine, and training with them: right, and how fast?
 
     python benchmarks/gpu_check.py --dir /mnt/nvme --json gpu.json
 
 Needs torch with CUDA, cffi, numpy and this repository with its shim built in place
 (`python setup.py build_ext --inplace`); safetensors and torch's own GdsFile are measured where they
 are. Each step is a process of its own with a time limit, so one that hangs or crashes is a line in
-the table and not the end of the run. Without a GPU it says so, and runs what needs none: cuFile on
-host memory, where a libcufile of 1.16 or newer is installed and its driver can be opened.
+the table and not the end of the run, and all of them end after `--minutes`. Without a GPU it says
+so, and runs what needs none: training, streaming and checkpoints on the CPU, and cuFile on host
+memory, where a libcufile of 1.16 or newer is installed and its driver can be opened. `--dry-run`
+does that on any machine, with little data: it tells whether the steps work, and no figure.
+`--table` writes the results as a table for docs/gds.md.
 
 Reads are measured with the file out of the page cache (posix_fadvise); figures are the median of
 three turns, in GB/s (10**9 bytes). "mode" is `GdsHandle.mode`: in mode compat nothing is DMA.
@@ -33,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import gpu_training  # noqa: E402
 import torch  # noqa: E402
 
 import nvmeio  # noqa: E402
@@ -402,7 +406,8 @@ def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
     layers = [torch.nn.Linear(side, side, device=step.device) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    rows = torch.randn(max(4 * side, 1024), side, device=step.device)
+    batch = max(4 * side, 1024) if step.device == "cuda" else 16
+    rows = torch.randn(batch, side, device=step.device)
 
     def iterate(forwards: int = 4) -> None:
         for _ in range(forwards):  # gradients are accumulated
@@ -456,11 +461,20 @@ def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
     }
 
 
+def train(step: Step, gradients: str) -> dict[str, Any]:
+    return gpu_training.training(step.file.parent, step.size, step.device, gradients)
+
+
 def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], float]]:
     """By name: what to do, and its time limit in seconds."""
     found: dict[str, tuple[Callable[[Step], dict[str, Any]], float]] = {
         "facts": (facts, 60),
         "correctness gds": (lambda step: correctness(step, True), 300),
+        "train, gradients in memory": (lambda step: train(step, "memory"), 180),
+        "train, gradients on the drive": (lambda step: train(step, "disk"), 180),
+        "stream": (lambda s: gpu_training.streaming(s.file.parent, s.size, s.device), 180),
+        "checkpoint": (lambda step: checkpoint(step, False), 180),
+        "checkpoint, guarded": (lambda step: checkpoint(step, True), 180),
         "raw preadv, 8 threads": (raw_preadv, 300),
     }
     threads_tasks = [(1, 8), (4, 8), (8, 8), (16, 8), (8, 4), (8, 16)] if on_gpu else [(4, 8)]
@@ -494,8 +508,6 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
             "torch GdsFile": (torch_gds, 300),
             "latency aio": (lambda step: latency(step, False), 300),
             "rows of 4096 bytes, gds": (lambda step: rows(step, True, 4096), 600),
-            "checkpoint": (lambda step: checkpoint(step, False), 300),
-            "checkpoint, guarded": (lambda step: checkpoint(step, True), 300),
         }
     return found
 
@@ -505,7 +517,7 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
 
 def run_step(name: str, arguments: argparse.Namespace, directory: Path, limit: float) -> Any:
     command = [sys.executable, __file__, "--step", name, "--dir", str(directory)]
-    command += ["--size", str(arguments.size)]
+    command += ["--size", str(arguments.size)] + ["--dry-run"] * arguments.dry_run
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
@@ -565,6 +577,19 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(f"  {name:36} {', '.join(parts)}", flush=True)
 
 
+def table(results: dict[str, Any]) -> str:
+    """As docs/gds.md has it."""
+    lines = ["| step | result |", "|---|---|"]
+    for name, result in results.items():
+        told = {key: value for key, value in result.items() if key != "cufile"}
+        if "read" in told and isinstance(told["read"], dict):
+            told["read"] = f"{told['read']['gb_per_s']} GB/s"
+        if "write" in told and isinstance(told["write"], dict):
+            told["write"] = f"{told['write']['gb_per_s']} GB/s"
+        lines.append(f"| {name} | {', '.join(f'{k} {v}' for k, v in told.items())} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -572,9 +597,15 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the drive to measure")
     parser.add_argument("--size", type=int, default=4 << 30, help="bytes of the file (4 GiB)")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--table", type=Path, help="and here as a table")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (10)")
+    parser.add_argument("--only", default="", help="steps whose names have this in them")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with 64 MiB")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and not arguments.dry_run
+    if arguments.dry_run:
+        arguments.size = 64 * MIB
     if arguments.step:
         step = Step(arguments.dir, arguments.size, "cuda" if on_gpu else "cpu")
         print(json.dumps(steps(on_gpu)[arguments.step][0](step)))
@@ -584,18 +615,26 @@ def main() -> None:
     if not on_gpu:
         print("No GPU here: cuFile moves host memory, which says nothing about GPUDirect Storage.")
     results: dict[str, Any] = {}
+    ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="nvmeio-gpu-check-", dir=arguments.dir) as made:
         make_file(Step(Path(made), arguments.size, "cpu"))
         for name, (_, limit) in steps(on_gpu).items():
+            left = ends - time.monotonic()
+            if arguments.only not in name:
+                continue
             cufile = results.get("facts", {}).get("cufile", {"usable": True})
             if not cufile["usable"] and ("gds" in name or "cuFile" in name):
                 results[name] = {"skipped": cufile["driver"] or cufile["reason"]}
+            elif left < 1:
+                results[name] = {"skipped": f"{arguments.minutes:g} minutes are over: --minutes"}
             else:
-                results[name] = run_step(name, arguments, Path(made), limit)
+                results[name] = run_step(name, arguments, Path(made), min(limit, left))
             show(name, results[name])
     told = verdicts(results)
     for name, value in told.items():
         print(f"{name}: {value}")
+    if arguments.table:
+        arguments.table.write_text(table(results))
     if arguments.json:
         whole = {"gpu": on_gpu, "size": arguments.size, "results": results, "verdicts": told}
         arguments.json.write_text(json.dumps(whole, indent=2) + "\n")

@@ -289,6 +289,11 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device, copy=True)
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """It, or, of a device's memory, a copy in the host's; the CPU waits for it."""
+    return moved(tensor, torch.device("cpu")) if is_device(tensor) else tensor
+
+
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 

@@ -376,7 +376,10 @@ def _protect(base: int, how: int) -> None:
 def accelerator(
     patch: pytest.MonkeyPatch, compute: Pace = Pace.LAZY, copies: Pace = Pace.LAZY
 ) -> Iterator[Accelerator]:
-    """`torch.cuda` and the seam to it are the stand-in's; kernels are in this thread alone."""
+    """`torch.cuda` and the seam to it are the stand-in's.
+
+    Kernels are this thread's, and of threads that work as it does (`_device.as_here`).
+    """
     cuda = Accelerator(compute, copies)
     for name in fake_cuda.NAMES:
         made: Any = getattr(cuda, name)
@@ -387,6 +390,14 @@ def accelerator(
             return cuda.tensor(cuda.value(tensor))
         return cuda.value(tensor)
 
+    def as_here(work: Callable[[], Any]) -> Callable[[], Any]:
+        def there() -> Any:
+            with Kernels(cuda):
+                return work()
+
+        return there
+
+    patch.setattr(_device, "as_here", as_here)
     patch.setattr(_device, "is_device", cuda.has)
     patch.setattr(_device, "device_of", lambda t: DEVICE if cuda.has(t) else t.device)
     patch.setattr(_device, "usable", lambda name, device: DEVICE)

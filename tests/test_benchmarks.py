@@ -119,3 +119,16 @@ def test_the_log_of_run_model_has_a_name_and_the_figures(
     (log,) = tmp_path.iterdir()
     assert log.name == "nvmeio-tiny-bs3-prompt7-gen5-disk.log"
     assert log.read_text() == "where: disk\ntotal, tokens/s: 1.5\n"
+
+
+def test_the_check_for_gpus_runs_without_one(tmp_path: Path) -> None:
+    """Its steps that compute; on the CPU they say nothing of a GPU, but that they work."""
+    done = run(
+        "gpu_check.py",
+        tmp_path,
+        *("--dry-run", "--only", "train", "--table", str(tmp_path / "table.md")),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert "losses_equal True, weights_equal 48 of 48" in table
+    assert table.count("\n") == 4

@@ -254,8 +254,7 @@ class ParamStore(Keeper[Unit, Slot]):
         slot.holds += 1
         for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
             if not value.is_meta and value.numel() and not is_absent(value):
-                is_there = _device.is_device(value)
-                tensor.copy_(_device.moved(value, tensor.device) if is_there else value)
+                tensor.copy_(_device.on_host(value))
             setattr(parameter, _ATTRIBUTE, self)
         return self._gathered([slot])
 
@@ -323,8 +322,7 @@ class ParamStore(Keeper[Unit, Slot]):
             unit: Which hold them.
             given: Their values, by id.
         """
-        host = torch.device("cpu")
-        here = {k: _device.moved(t, host) if _device.is_device(t) else t for k, t in given.items()}
+        here = {key: _device.on_host(tensor) for key, tensor in given.items()}
         self._owner.call(self._load, unit, here)
 
     def _load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nvmeio import _device
 from nvmeio.offload import _weights
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, SlotTurn
@@ -47,7 +48,7 @@ class Step:
         self._stepper = stepper
         self._groups = groups
         self._grads = grads
-        self._factor = factor
+        self._factor = None if factor is None else _device.on_host(factor)
         self.turns: list[SlotTurn] = []
         self.touched: list[Subgroup] = []
         self.in_memory = False
@@ -179,7 +180,8 @@ class Step:
                     f"parameter {param.number} has a {given.layout} gradient: only dense ones "
                     "can be stepped (an embedding wants sparse=False)"
                 )
-            gradient = part(local(given), piece.start, piece.stop, piece.shape)
+            mine = part(local(given), piece.start, piece.stop, piece.shape)
+            gradient = _device.on_host(mine)
             if factor is not None:
                 gradient = gradient * factor
         if gradient.dtype == piece.step_dtype and gradient.device.type == "cpu":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvmeio import _device
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.rank_store import several
 from nvmeio.offload._grad_sentinel import GradSentinel
@@ -110,7 +111,7 @@ class GradientSwapper:
             return
         self._look_for_zero_grad()
         self._check_not_clipped()
-        gradient = local(parameter.grad).contiguous()
+        gradient = _device.on_host(local(parameter.grad)).contiguous()
         try:
             self._sheets.add_to(param, gradient)
             norm = torch.linalg.vector_norm(gradient)
@@ -230,11 +231,11 @@ class GradientSwapper:
                 gradient = self._in_memory(param)
                 if gradient is None:
                     continue
-                norm = torch.linalg.vector_norm(local(gradient))
+                norm = torch.linalg.vector_norm(_device.on_host(local(gradient)))
             norms.append(_over_ranks(param.parameter, norm))
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
         if inverse_scale is not None:
-            total = total * inverse_scale
+            total = total * _device.on_host(inverse_scale)
         before = self.factor
         if before is not None:
             total = total * before
@@ -288,9 +289,9 @@ def _over_ranks(parameter: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     if not is_sharded(parameter):
         return norm
     sharded: Any = parameter
-    square = norm.square()
+    square = norm.square().to(sharded.device)  # where the ranks' collectives are
     for dimension, placement in enumerate(sharded.placements):
         # Not is_shard(): a strided shard (FSDP over tensor parallelism) does not call itself one.
         if not placement.is_replicate():
             dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
-    return square.sqrt()
+    return _device.on_host(square.sqrt())

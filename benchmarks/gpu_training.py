@@ -1,0 +1,168 @@
+"""Steps of gpu_check.py that compute: training beyond the device's memory, streamed weights.
+
+Each also runs on the CPU, so that a machine without a GPU can tell whether the steps work.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nvmeio
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+
+ROWS = 64
+PARTS = 8
+PASSES = 3
+
+
+class Part(nn.Module):
+    """Two matrices and a norm, beside what goes past them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def model(nbytes: int, device: str = "cpu") -> tuple[nn.Sequential, int]:
+    """Parts whose parameters take so many bytes together, about; and their width."""
+    width = max(32, int((nbytes / PARTS / 32) ** 0.5) // 32 * 32)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(*(Part(width) for _ in range(PARTS))), width
+
+
+def bytes_of(made: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in made.parameters())
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def train(made: Any, optimizer: Any, width: int, device: str) -> dict[str, Any]:
+    """Two micro-batches a step, clipped; losses, and seconds of the last pass and step."""
+    losses: list[float] = []
+    told: dict[str, Any] = {"losses": losses}
+    for step in range(PASSES):
+        synchronize(device)
+        began = time.perf_counter()
+        for number in range(2):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            x = torch.randn(ROWS, width, generator=generator).to(device)
+            loss = made(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        synchronize(device)
+        told["passes_s"] = round(time.perf_counter() - began, 4)
+        began = time.perf_counter()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        told["step_s"] = round(time.perf_counter() - began, 4)
+    return told
+
+
+def training(directory: Path, size: int, device: str, gradients: str) -> dict[str, Any]:
+    """Parameters, gradients and state on the drive: is it the training in memory, and how fast?"""
+    with tempfile.TemporaryDirectory(dir=directory) as made_in:
+        folder = Path(made_in)
+        for name in ("theirs", "ours"):
+            (folder / name).mkdir()
+        wanted, width = model(size // 32)
+        wanted.to(device)
+        options: dict[str, Any] = {"lr": 1e-3, "gradients": gradients}
+        options["subgroup_bytes"] = max(1 << 20, min(64 << 20, size // 64))
+        with SwappedOptimizer(
+            torch.optim.AdamW, wanted.parameters(), swap_dir=folder / "theirs", **options
+        ) as optimizer:
+            theirs = train(wanted, optimizer, width, device)
+        ours, _ = model(size // 32)
+        whole = bytes_of(ours)
+        there: dict[str, Any] = {"device": "cuda", "device_bytes": 3 * whole // PARTS + (1 << 20)}
+        with (
+            SwappedModule(
+                ours,
+                swap_dir=folder / "ours",
+                resident_bytes=whole // 2 + (1 << 20),
+                stage_bytes=whole // PARTS + 4096,
+                **(there if device == "cuda" else {}),
+            ) as module,
+            SwappedOptimizer(
+                torch.optim.AdamW, module.parameters(), swap_dir=folder / "ours", **options
+            ) as optimizer,
+        ):
+            found = train(module, optimizer, width, device)
+            saved = module.state_dict()
+            same = sum(
+                torch.equal(saved[name].cpu(), tensor.cpu())
+                for name, tensor in wanted.state_dict().items()
+            )
+            read = module.bytes_read
+        pairs = list(zip(found["losses"], theirs["losses"], strict=True))
+        furthest = max(abs(mine - other) / abs(other) for mine, other in pairs)
+        if furthest > 1e-3:
+            raise SystemExit(f"WRONG: losses differ by {furthest:.1e} of theirs: {pairs}")
+        return {
+            "checked": len(pairs),
+            "losses_equal": furthest == 0,
+            "weights_equal": f"{same} of {len(saved)}",
+            "parameter_mb": round(whole / 1e6, 1),
+            "read_mb": round(read / 1e6, 1),
+            "passes_s": found["passes_s"],
+            "passes_in_memory_s": theirs["passes_s"],
+            "step_s": found["step_s"],
+            "step_with_parameters_in_memory_s": theirs["step_s"],
+        }
+
+
+def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:
+    synchronize(device)
+    began = time.perf_counter()
+    result = work()
+    synchronize(device)
+    return time.perf_counter() - began, result
+
+
+def streaming(directory: Path, size: int, device: str) -> dict[str, Any]:
+    """Weights read while they are computed with, a third of them in memory."""
+    with tempfile.TemporaryDirectory(dir=directory) as made_in, torch.no_grad():
+        file = Path(made_in) / "model.safetensors"
+        made, width = model(size // 4)
+        whole = bytes_of(made)
+        nvmeio.save_safetensors(made.state_dict(), file)
+        x = torch.randn(ROWS, width).to(device)
+        wanted = made.to(device)(x)
+        del made
+        empty, _ = model(size // 4, "meta")
+        streamed = nvmeio.stream_model(
+            empty, file, device=device, resident_bytes=whole // PARTS * 5 + (1 << 20)
+        )
+        try:
+            if not torch.equal(streamed(x), wanted):
+                raise SystemExit("WRONG: the streamed model gives other values")
+            seconds, found = timed(lambda: streamed(x), device)
+            if not torch.equal(found, wanted):
+                raise SystemExit("WRONG: the second pass gives other values")
+            read = streamed.weight_stream.stats.bytes_read
+        finally:
+            streamed.weight_stream.close()
+        return {
+            "checked": 2,
+            "weights_mb": round(whole / 1e6, 1),
+            "read_mb": round(read / 1e6, 1),
+            "pass_s": round(seconds, 4),
+        }
