@@ -470,8 +470,8 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
     found: dict[str, tuple[Callable[[Step], dict[str, Any]], float]] = {
         "facts": (facts, 60),
         "correctness gds": (lambda step: correctness(step, True), 300),
-        "train, gradients in memory": (lambda step: train(step, "memory"), 180),
-        "train, gradients on the drive": (lambda step: train(step, "disk"), 180),
+        "train, gradients in memory": (lambda step: train(step, "memory"), 300),
+        "train, gradients on the drive": (lambda step: train(step, "disk"), 300),
         "stream": (lambda s: gpu_training.streaming(s.file.parent, s.size, s.device), 180),
         "checkpoint": (lambda step: checkpoint(step, False), 180),
         "checkpoint, guarded": (lambda step: checkpoint(step, True), 180),
