@@ -33,7 +33,6 @@ from nvmeio._io.scattered import read_scattered
 from nvmeio._io.span_plan import Region, Run, inside, named, plan
 from nvmeio._io.span_plan import Span as Span
 from nvmeio._io.staging import Stagings
-from nvmeio._io.threads import in_thread
 from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -80,19 +79,6 @@ def read(
     open it, about 30 us of Python a read.
     """
     return Load().run(handle, spans, torch.device(device))
-
-
-async def async_read(
-    handle: AioHandle,
-    spans: Sequence[Span],
-    device: str | torch.device = "cpu",
-) -> list[torch.Tensor]:
-    """`read`, awaited: a thread does it, so that no part of it holds up the event loop.
-
-    Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
-    """
-    load = Load()
-    return await in_thread(lambda: load.run(handle, spans, torch.device(device)), load.cancel)
 
 
 class Load:

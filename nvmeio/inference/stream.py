@@ -20,8 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -36,11 +34,13 @@ from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._residency.saved import Origin, in_backward
-from nvmeio.errors import ClosedError, RowsError, TransferError, with_context
+from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _lockstep
 from nvmeio.inference._budget import Shares
+from nvmeio.inference._embedding_rows import EmbeddingRows
 from nvmeio.inference._lockstep import Lockstep
+from nvmeio.inference._own_pass import OwnPass
 from nvmeio.inference._rank_reader import Passes, RankReader
 from nvmeio.inference._ranks import Ranks, new_reader
 from nvmeio.inference._resources import Resources, StreamStats
@@ -63,10 +63,6 @@ class _Origin(NamedTuple):
 
     def memory(self) -> torch.Tensor:
         return self.stream.memory_of(self.unit, self.converted)
-
-
-class PassCancelled(Exception):
-    """A pass was told to stop; raised in it at the next layer."""
 
 
 class WeightStream(Closing):
@@ -110,16 +106,13 @@ class WeightStream(Closing):
         self._trainable = trainable
         self._ranks = ranks
         self._passes = Passes()
-        self._here = threading.local()
-        self._spoilt: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._own_pass = OwnPass(sum(unit.streamed_bytes for unit in partition.units))
+        self._rows = EmbeddingRows(device)
         self._owner: OwnerThread | None = None
         self._opening = threading.Lock()
         self._uses: Uses | None = None
         self._ending: Ending | None = None
         self._before: dict[str, Any] = dict.fromkeys(Uses.COUNTS, 0)  # counts of what was closed
-        self._rows = [0, 0, 0.0]  # read, bytes, seconds
-        self.progress: Progress | None = None  # told, in each pass, of the layers that are used
-        self._pass_bytes = sum(unit.streamed_bytes for unit in partition.units)
         self.reopen()
 
     def open_checkpoint(self, handle: AioHandle) -> SafetensorsSet:
@@ -149,10 +142,7 @@ class WeightStream(Closing):
         lockstep = _lockstep.current()
         if lockstep is not None:
             lockstep.hand_on()
-        stop = getattr(self._here, "stop", None)
-        if stop is not None and stop.is_set():
-            self._spoil()
-            raise PassCancelled
+        self._own_pass.check()
         owner, uses = self._check()
         doing = None
         if self._trainable:
@@ -161,21 +151,10 @@ class WeightStream(Closing):
         try:
             if stays is None:
                 stays = self._ask(owner, uses, unit, lockstep, doing)
-            if self.progress is not None:
-                self._tell(self.progress, unit)
+            self._own_pass.note(unit)
             return stays
         finally:
             del stays
-
-    def _tell(self, progress: Progress, unit: Unit) -> None:
-        """Say how far this thread's pass is."""
-        done = getattr(self._here, "done_bytes", 0) + unit.streamed_bytes
-        self._here.done_bytes = done = min(done, self._pass_bytes)
-        try:
-            progress(unit.name, done, self._pass_bytes)
-        except BaseException:
-            self._spoil()
-            raise
 
     def _ask(
         self,
@@ -185,7 +164,7 @@ class WeightStream(Closing):
         lockstep: Lockstep[Any] | None,
         doing: Doing | None,
     ) -> Lease:
-        self._here.asked = True
+        self._own_pass.waits()
         caller = threading.get_ident() if lockstep is None else lockstep
         found: Any = None
         try:
@@ -196,7 +175,7 @@ class WeightStream(Closing):
                         return found.lease
                     found.wait()
         except BaseException:
-            self._spoil()
+            self._own_pass.spoil()
             raise
         finally:
             del found
@@ -256,55 +235,19 @@ class WeightStream(Closing):
         try:
             owner.call(uses.need_experts, unit, hit, self._cuda_stream())
         except BaseException:
-            self._spoil()
+            self._own_pass.spoil()
             raise
 
     def rows(self, unit: Unit, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of an embedding that is not in memory.
-
-        Args:
-            unit: Of which it is the only weight.
-            ids: Numbers of rows.
-
-        Returns:
-            Rows, each once, and for each id its number among them.
-
-        Raises:
-            IndexError: An id is out of range, as of torch's own embedding.
-            TransferError, IntegrityError: As for `use`.
-        """
+        """The rows of an embedding that is not in memory; see `EmbeddingRows.read`."""
         _, uses = self._check()
-        resources = uses.resources
-        weight = unit.weights[0]
-        part = weight.parts[0]
-        unique, places = torch.unique(ids.reshape(-1).cpu(), return_inverse=True)
-        rows, width = weight.shape
-        if unique.numel() and not 0 <= int(unique[0]) <= int(unique[-1]) < rows:
-            raise IndexError(
-                f"index out of range: {weight.name!r} has {rows} rows, ids are "
-                f"{int(unique[0])} to {int(unique[-1])}"
-            )
-        stride = width * part.dtype.itemsize
-        extent = part.extents[0]
-        file = resources.checkpoint.files[extent.file]
-        found = torch.empty(len(unique), width, dtype=part.dtype, device="cpu")
-        began = time.perf_counter()
         try:
-            resources.handle.sync_gather(found, file, extent.offset + unique * stride)
-            resources.checkpoint.check(extent.file, repr(weight.name))
-        except TransferError as failed:
-            self._spoil()
-            what = f"weight {weight.name!r} of {unit.name}"
-            if isinstance(failed, RowsError):
-                what = f"row {int(unique[failed.row])} of {what}"
-            raise with_context(failed, what) from failed
-        except BaseException:
-            self._spoil()
+            return self._rows.read(uses.resources, unit, ids)
+        except IndexError:  # of the caller's, before any layer has run
             raise
-        counted = (len(found), found.nbytes, time.perf_counter() - began)
-        self._rows = [a + b for a, b in zip(self._rows, counted, strict=True)]
-        shape = ids.shape
-        return found.to(self._device, weight.dtype), places.view(shape).to(self._device)
+        except BaseException:
+            self._own_pass.spoil()
+            raise
 
     def begin_pass(self, cache: Any) -> None:
         """A forward pass of the whole model begins.
@@ -317,21 +260,10 @@ class WeightStream(Closing):
                 was put in the place of a weight.
         """
         owner, uses = self._check()
-        self._spoil()  # a pass that was interrupted did not reach its `end_pass`
-        if cache is not None and cache in self._spoilt:
-            raise RuntimeError(
-                "this cache of past keys and values was left by a pass that failed, with some "
-                "layers updated and others not: start again with a new one"
-            )
+        self._own_pass.begin(cache)
         if not uses.shows_fixed():
             owner.call(uses.check_fixed)
-        self._here.cache = None
-        self._here.done_bytes = 0
-        if self.progress is not None:
-            self.progress("pass", 0, self._pass_bytes)
-        if cache is not None:
-            with contextlib.suppress(TypeError):  # tuples, as old models have them
-                self._here.cache = weakref.ref(cache)
+        self._own_pass.ready(cache)
 
     def pass_mark(self) -> object:
         """To hold for as long as a pass goes on: other ranks wait for its units."""
@@ -339,18 +271,10 @@ class WeightStream(Closing):
 
     def end_pass(self) -> None:
         """It is over, and not interrupted; what its last unit held has gone."""
-        self._here.cache = None
-        asked = getattr(self._here, "asked", False)
-        self._here.asked = False
-        if asked and self._owner is not None and self._pid == os.getpid():
+        waited = self._own_pass.end()
+        if waited and self._owner is not None and self._pid == os.getpid():
             with contextlib.suppress(ClosedError):
                 self._owner.call(_nothing)
-
-    def _spoil(self) -> None:
-        reference = getattr(self._here, "cache", None)
-        cache = None if reference is None else reference()
-        if cache is not None:
-            self._spoilt.add(cache)
 
     def _cuda_stream(self) -> Any:
         cuda: Any = torch.cuda
@@ -370,7 +294,7 @@ class WeightStream(Closing):
         stop = threading.Event()
 
         def call() -> Value:
-            self._here.stop = stop
+            self._own_pass.stop_with(stop)
             with torch.no_grad():
                 return work(*arguments, **named)
 
@@ -507,6 +431,15 @@ class WeightStream(Closing):
     # --- properties ---------------------------------------------------------------------------
 
     @property
+    def progress(self) -> Progress | None:
+        """Told, in each pass, of the layers that are used."""
+        return self._own_pass.progress
+
+    @progress.setter
+    def progress(self, progress: Progress | None) -> None:
+        self._own_pass.progress = progress
+
+    @property
     def closed(self) -> bool:
         """Whether the model cannot be used until `reopen`."""
         return self._uses is None
@@ -545,12 +478,11 @@ class WeightStream(Closing):
         if owner is not None and self._pid == os.getpid():
             with contextlib.suppress(ClosedError):
                 counts = owner.call(self._counts)
-        rows, nbytes, waited_s = self._rows
-        units = self._partition.units
+        rows, units = self._rows, self._partition.units
         return StreamStats(
-            bytes_read=counts.pop("bytes_read") + int(nbytes),
-            rows_read=int(rows),
-            waited_s=counts.pop("waited_s") + waited_s,
+            bytes_read=counts.pop("bytes_read") + rows.nbytes,
+            rows_read=rows.number,
+            waited_s=counts.pop("waited_s") + rows.waited_s,
             resident_bytes=self._shares.resident,
             window_bytes=self._shares.window,
             work_bytes=self._shares.work + self._shares.others,

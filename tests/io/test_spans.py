@@ -34,7 +34,8 @@ from nvmeio._io import prefault, span_plan
 from nvmeio._io import spans as span_reads
 from nvmeio._io.prefault import Prefault
 from nvmeio._io.span_plan import Span, inside, plan
-from nvmeio._io.spans import async_read, read
+from nvmeio._io.spans import Load, read
+from nvmeio._io.threads import in_thread
 from nvmeio._plan import PAGE_BYTES
 
 NewHandle = Callable[..., nvmeio.AioHandle]
@@ -63,6 +64,12 @@ def some_spans(path: Path, data: bytes, seed: int) -> list[Span]:
         offset += nbytes + rng.choice(GAPS)
     rng.shuffle(spans)
     return spans
+
+
+async def async_read(handle: nvmeio.AioHandle, spans: Sequence[Span]) -> list[torch.Tensor]:
+    """`read` as loads that are awaited do it."""
+    load = Load()
+    return await in_thread(lambda: load.run(handle, spans, torch.device("cpu")), load.cancel)
 
 
 def assert_holds(spans: Sequence[Span], found: Sequence[torch.Tensor], data: bytes) -> None:
