@@ -209,6 +209,8 @@ def _can_be_left(tensor: torch.Tensor) -> bool:
 
 def _cover(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
     """Whether these, of one storage, are all of it: something else in it may change at any time."""
+    if len(tensors) == 1 and tensors[0].nbytes == nbytes and tensors[0].is_contiguous():
+        return True  # as nearly all are
     reached = 0
     dense = [tensor for tensor in tensors if _dense(tensor)]
     for tensor in sorted(dense, key=lambda tensor: int(tensor.storage_offset())):

@@ -112,7 +112,7 @@ class GuardedSnapshot:
 
         self.layout = source._replace(
             records=[
-                record._replace(data=reader(index, record))
+                StorageRecord(*record[:3], reader(index, record), record.crc_at)
                 for index, record in enumerate(source.records)
             ]
         )
@@ -187,6 +187,8 @@ def _packed(records: Sequence[tuple[StorageRecord, int, int]], spans: Spans) -> 
     packed: list[StorageRecord] = []
     for (record, low, high), place in zip(records, spans.places, strict=True):
         assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
-        data = record.data[low - record.offset : high - record.offset]
-        packed.append(record._replace(offset=place, nbytes=high - low, data=data))
+        data = record.data
+        if high - low < record.nbytes:
+            data = data[low - record.offset : high - record.offset]
+        packed.append(StorageRecord(record.name, place, high - low, data, record.crc_at))
     return FileLayout(spans.end, [], packed)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, plan_layout
+from nvmeio._formats.torch_skeleton import Kept
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
@@ -79,6 +80,7 @@ class Setup(NamedTuple):
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
         writers: Which ranks write a file that all have; see `_writers`.
         drives: This rank's own, where the ranks share no directory.
+        kept: What planning a save leaves for the next one.
     """
 
     directory: str
@@ -93,6 +95,7 @@ class Setup(NamedTuple):
     claim: Callable[[], None]
     writers: str | int = "all"
     drives: OwnDrives | None = None
+    kept: Kept | None = None
 
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
@@ -163,7 +166,7 @@ class SaveJob(ABC):
 
     def planned(self, state: object, in_caller: InCaller) -> FileLayout:
         """The layout of what is saved."""
-        return _planned(state, in_caller)
+        return _planned(state, in_caller, self.setup.kept)
 
     def claim(self) -> None:
         """Become the one that saves there; before the ranks agree."""
@@ -470,9 +473,9 @@ class SaveJob(ABC):
         self._ended.then(call)
 
 
-def _planned(state: object, in_caller: InCaller) -> FileLayout:
+def _planned(state: object, in_caller: InCaller, kept: Kept | None) -> FileLayout:
     try:
-        return plan_layout(state, in_caller=in_caller)
+        return plan_layout(state, in_caller=in_caller, kept=kept)
     except BackendUnavailableError as unknown:
         logger.warning("saving through torch.save, which is slower: %s", unknown)
         whole = io.BytesIO()

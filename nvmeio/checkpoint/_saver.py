@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 
+from nvmeio._formats.torch_skeleton import Kept
 from nvmeio._io import ending, long_call, threads
 from nvmeio._io.caller import InCaller, at_once
 from nvmeio._io.handles import new_handle
@@ -77,6 +78,7 @@ class Saver:
             self._claim,
             writers,
             drives,
+            Kept(),
         )
         self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
         self._handle = handle
@@ -292,6 +294,8 @@ class Saver:
         self._released = True
         self.setup.memory.release()
         self.setup.guard.release()
+        if self.setup.kept is not None:
+            self.setup.kept.forget()
         handle, self._handle = self._handle, None
         try:
             if handle is not None and self._own:

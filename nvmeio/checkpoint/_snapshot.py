@@ -168,7 +168,7 @@ class Snapshot:
         self.stalled_s = 0.0
         self.layout = source._replace(
             records=[
-                record._replace(data=self._reader(index, record))
+                StorageRecord(*record[:3], self._reader(index, record), record.crc_at)
                 for index, record in enumerate(source.records)
             ]
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._shim import memory_at
 from nvmeio.errors import IntegrityError
 
 _SAMPLE_BYTES = 256 << 10
@@ -64,9 +65,7 @@ class Watched:
     def check(self, told: Told) -> None:
         """Raise `IntegrityError` if it was changed since."""
         found, memory = self._facts(), self._memory
-        if found == self._before and (
-            memory is None or torch.equal(samples(memory), self._samples)  # type: ignore[arg-type]
-        ):
+        if found == self._before and (memory is None or samples(memory) == self._samples):
             return
         what = "changed"
         if found is None or self._before is None or found[0] != self._before[0]:
@@ -105,9 +104,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def samples(memory: torch.Tensor) -> torch.Tensor:
-    """A copy of some words of a storage, the first and the last."""
-    return torch.cat(sampled(memory))
+def samples(memory: torch.Tensor) -> bytes:
+    """A copy of some words of a storage in host memory, the first and the last."""
+    whole = memory.numel() // _WORD * _WORD
+    if not whole:
+        return b""
+    words = memory_at(memory.data_ptr(), whole).cast("q")
+    return words[:: _SAMPLE_BYTES // _WORD].tobytes() + words[-1:].tobytes()
 
 
 def sampled(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

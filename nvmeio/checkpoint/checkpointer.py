@@ -198,8 +198,8 @@ class Checkpointer(ClosingWork):
         as long as copying some MiB; of several ranks, the others get an error.
 
         Cost: one copy of the state at the speed of memory (of this rank's part with
-        ``layout="one"``), and the pickling: about 15 us a tensor. The first save allocates the
-        memory as well.
+        ``layout="one"``), and the pickling: about 15 us a tensor, and 30
+        by the first save, which allocates the memory as well.
         """
         number = _checked_step(step)
         begun = self._saver.begin(state, SaveCall(number, progress))

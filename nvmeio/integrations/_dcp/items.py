@@ -18,8 +18,14 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _tensor
-from nvmeio._formats import torch_layout
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord, plan_layout
+from nvmeio._formats.torch_layout import (
+    FileLayout,
+    KnownBytes,
+    StorageRecord,
+    layout_of,
+    plan_layout,
+)
+from nvmeio._formats.torch_skeleton import Sink, skeleton_of
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import BackendUnavailableError
 
@@ -89,10 +95,10 @@ class Skeletons:
                 raise BackendUnavailableError("torch.serialization.skip_data is missing")
             # Never touched, so it takes address space and no memory.
             hollow = torch.empty(shape, dtype=dtype, device="cpu")
-            sink = torch_layout._Sink()
+            sink = Sink()
             with skip_data():  # a plain tensor: no code of others is run meanwhile
                 torch.save(hollow, sink)  # type: ignore[arg-type]
-            self._known[key] = torch_layout._layout(sink, {"0": hollow.untyped_storage()})
+            self._known[key] = layout_of(skeleton_of(sink), {"0": hollow.untyped_storage()})
             if hollow.nbytes != sum(record.nbytes for record in self._known[key].records):
                 raise BackendUnavailableError(f"a {dtype} tensor is not saved as its bytes")
         return self._known[key]

@@ -1,0 +1,299 @@
+"""How torch.save pickles: what watches it, and a shorter way for plain tensors.
+
+torch.save is made to skip the storages by `torch.serialization.skip_data`, and to put them on page
+boundaries by `torch.utils.serialization.config.save.storage_alignment`. Both are prototypes, and
+both would also reach a torch.save that the object's own `__reduce__` makes (skorch and others do,
+into a buffer that they then return): it would write a buffer of holes. So both are in force only
+before and after the pickling, never during it; the pickler, which torch subclasses, switches.
+
+A plain tensor (dense, in CPU memory, without hooks or attributes) takes torch's `__reduce_ex__` and
+what it asks of its storage some 25 us. `_Quick` answers in its place, with the same, in 4. That it
+is the same is not believed: before it is first used, some tensors of each kind are pickled in both
+ways, and where a byte differs, torch's own way is taken for good (`_agrees`). All else, and all of
+it where modes of torch or somebody's registrations could have a say, is pickled by torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import io
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from nvmeio._io.caller import InCaller, at_once
+from nvmeio._plan import PAGE_BYTES
+
+Seen = dict[str, torch.UntypedStorage]
+"""The storages that were pickled, by the key of their record."""
+
+# The alignment is global in torch before 2.10 or so, of the context since. Two saves at once must
+# not restore each other's value; no foreign code runs while this is held.
+_aligning = threading.RLock()
+
+
+class Switch:
+    """Puts the two torch settings in force for the body, but not while the pickler works."""
+
+    def __init__(self, skip_data: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._skip_data = skip_data
+        self._active: contextlib.ExitStack | None = None
+
+    def on(self) -> None:
+        """Put them in force."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_aligned_storages())
+            stack.enter_context(self._skip_data())
+            self._active = stack.pop_all()
+
+    def off(self) -> None:
+        """As they were before."""
+        active, self._active = self._active, None
+        if active is not None:
+            active.close()
+
+    def __enter__(self) -> None:
+        self.on()
+
+    def __exit__(self, *error: object) -> None:
+        self.off()
+
+
+def save_settings() -> Any:
+    """Where torch keeps the alignment of storages; None in a torch that has no choice (2.6)."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return None
+    settings = getattr(config, "save", None)
+    return settings if hasattr(settings, "storage_alignment") else None
+
+
+@contextlib.contextmanager
+def _aligned_storages() -> Iterator[None]:
+    """torch.save puts storages on page boundaries; where it cannot, nothing changes."""
+    settings = save_settings()
+    if settings is None:
+        yield
+        return
+    with _aligning:
+        before = settings.storage_alignment
+        settings.storage_alignment = PAGE_BYTES
+        try:
+            yield
+        finally:
+            settings.storage_alignment = before
+
+
+class PickleModule:
+    """The user's pickle module, with a Pickler that notes which storage each record is."""
+
+    def __init__(self, module: Any, seen: Seen, switch: Switch | None, in_caller: InCaller) -> None:
+        self._module = module
+        base = module.Pickler
+        if base is pickle.Pickler and _KINDS:
+            base = _quick()
+        self.Pickler = _watching(base, seen, switch, in_caller)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _NoHooks:
+    """An OrderedDict with nothing in it, one for each tensor, as torch makes them."""
+
+    __slots__ = ()
+
+
+# Of what a state is made of. The pickler asks torch of each object whether it is a storage: 19
+# times for a tensor, and a third of all planning was that.
+_NO_STORAGES = frozenset(
+    {
+        *(dict, list, tuple, set, str, bytes, int, float, bool, type(None), OrderedDict),
+        *(torch.Tensor, torch.nn.Parameter, torch.Size, FunctionType, type),
+        *(type(torch.FloatStorage), _NoHooks),
+    }
+)
+
+
+def _watching(base: Any, seen: Seen, switch: Switch | None, in_caller: InCaller) -> Any:
+    no_storages = _NO_STORAGES
+
+    class Pickler(base):  # type: ignore[misc]
+        def __init_subclass__(cls, **options: Any) -> None:
+            """Torch derives its own pickler from this, and answers `persistent_id` in that."""
+            super().__init_subclass__(**options)
+            answer = cls.persistent_id
+
+            def persistent_id(self: Any, obj: Any) -> Any:
+                if type(obj) in no_storages:
+                    return None
+                told = answer(self, obj)
+                if told is not None:
+                    storage = obj if isinstance(obj, torch.UntypedStorage) else obj._untyped_storage
+                    seen[told[2]] = storage
+                return told
+
+            cls.persistent_id = persistent_id
+
+        def dump(self, obj: Any) -> Any:
+            if switch is None:
+                return super().dump(obj)
+            switch.off()
+            try:
+                return in_caller(super().dump, obj)
+            finally:
+                switch.on()
+
+    return Pickler
+
+
+# The shorter way
+
+
+_C: Any = torch._C
+
+
+def _kinds() -> dict[torch.dtype, str]:
+    """What torch calls the storages of each dtype that `_Quick` answers for; {} of none."""
+    try:
+        names: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
+        newer = set(torch.storage._new_dtypes())
+        quantized = {dtype for dtype in names if "int" in str(dtype) and str(dtype)[6] == "q"}
+        _ = _C._get_tensor_metadata, _C._len_torch_function_stack, _C._len_torch_dispatch_stack
+        return {dtype: names[dtype] for dtype in names if dtype not in newer | quantized}
+    except Exception:  # private to torch, all of it
+        return {}
+
+
+_KINDS = _kinds()
+_REDUCE = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
+
+
+class _Typed(torch.storage.TypedStorage):
+    """A tensor's storage, as torch's `persistent_id` asks for it, and nobody else ever sees it."""
+
+    _kind: str
+    _numel: int
+
+    def __new__(cls, *args: Any) -> _Typed:
+        """None of what the base does for every other caller: 3 us."""
+        return object.__new__(cls)
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: str) -> None:
+        self._untyped_storage = storage
+        self.dtype = dtype
+        self._kind = kind
+        self._numel = storage.nbytes() // dtype.itemsize
+
+    def _pickle_storage_type(self) -> str:
+        return self._kind
+
+    def _size(self) -> int:
+        return self._numel
+
+
+@functools.cache
+def _quick() -> Any:
+    """A Pickler that answers for plain tensors itself."""
+    tensor_type, parameter_type, strided = torch.Tensor, torch.nn.Parameter, torch.strided
+    rebuild = torch._utils._rebuild_tensor_v2
+    rebuild_parameter = torch._utils._rebuild_parameter
+    kinds, metadata = _KINDS, _C._get_tensor_metadata
+    no_hooks = (OrderedDict, ())
+
+    class Quick(pickle.Pickler):
+        quick = False
+
+        def reducer_override(self, obj: Any) -> Any:
+            kind = type(obj)
+            if kind is _NoHooks:
+                return no_hooks
+            if kind is tensor_type:
+                if not self.quick or obj._backward_hooks or obj.__dict__ or not obj.is_cpu:
+                    return NotImplemented
+                dtype = obj.dtype
+                name = kinds.get(dtype)
+                if name is None or obj.layout is not strided or obj.is_nested or metadata(obj):
+                    return NotImplemented
+                storage = obj.untyped_storage()
+                if not storage.data_ptr() and storage.nbytes():
+                    return NotImplemented
+                return rebuild, (
+                    _Typed(storage, dtype, name),
+                    obj.storage_offset(),
+                    tuple(obj.shape),
+                    obj.stride(),
+                    obj.requires_grad,
+                    _NoHooks(),
+                )
+            if kind is parameter_type and self.quick and not obj.__dict__:
+                return rebuild_parameter, (obj.data, obj.requires_grad, _NoHooks())
+            return NotImplemented
+
+        def dump(self, obj: Any) -> None:
+            self.quick = _nobody_has_a_say() and _agrees()
+            super().dump(obj)
+
+    return Quick
+
+
+def _nobody_has_a_say() -> bool:
+    """Whether tensors are pickled as torch does by itself, here and now."""
+    settings = getattr(torch.serialization, "_serialization_tls", None)
+    taggers = torch.serialization._package_registry
+    return (
+        _C._len_torch_function_stack() == 0
+        and _C._len_torch_dispatch_stack() == 0
+        and (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) == _REDUCE
+        and copyreg.dispatch_table.keys().isdisjoint(_TENSORS)
+        and taggers[0][1] is torch.serialization._cpu_tag
+        and not getattr(settings, "skip_data", False)
+        and not getattr(settings, "materialize_fake_tensors", False)
+    )
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter, OrderedDict)
+
+
+@functools.cache
+def _agrees() -> bool:
+    """Whether this torch pickles plain tensors as `_quick` does: tried on some, once."""
+    try:
+        told: Any = PickleModule(pickle, {}, None, at_once)
+        told.Pickler.dump = _dump_quick
+        return _pickle_of(pickle) == _pickle_of(told)
+    except Exception:
+        return False
+
+
+def _dump_quick(self: Any, obj: Any) -> None:
+    self.quick = True
+    pickle.Pickler.dump(self, obj)
+
+
+def _pickle_of(module: Any) -> bytes:
+    """What torch.save pickles of some plain tensors."""
+    buffer = io.BytesIO()
+    torch.save(_some_tensors(), buffer, module)
+    buffer.seek(0)
+    record: bytes = torch._C.PyTorchFileReader(buffer).get_record("data.pkl")
+    return record
+
+
+def _some_tensors() -> object:
+    made = [torch.zeros(2, 3, dtype=dtype, device="cpu") for dtype in _KINDS]
+    first = made[0]
+    weight = torch.nn.Parameter(torch.zeros(4, 5, device="cpu"))
+    frozen = torch.nn.Parameter(torch.zeros(3, device="cpu"), requires_grad=False)
+    graded = torch.zeros(1, device="cpu", requires_grad=True)
+    views = [first[1:], first.t(), first[:, 1], first.view(-1)]
+    others = [torch.zeros(0, device="cpu"), torch.zeros((), device="cpu"), graded, frozen, first]
+    return OrderedDict(a=made, b=views, c=[weight, weight, weight.data], d=others, storage="cpu")
