@@ -24,7 +24,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -104,6 +104,9 @@ bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
 
 bench-small: $(BENCH_STAMP) ## many small pieces at once beside fio, on a file of 8 GiB
 	@$(BIN)/python benchmarks/small.py $(BENCH_ARGS)
+
+bench-instructions: $(BENCH_STAMP) ## instructions of a read by a coroutine (valgrind)
+	@$(BIN)/python benchmarks/instructions.py $(BENCH_ARGS)
 
 bench-checkpoint: $(BENCH_STAMP) ## checkpoints beside torch, DCP, safetensors and others
 	@$(BIN)/python benchmarks/checkpoint.py $(BENCH_ARGS)

@@ -17,8 +17,8 @@ class LiveRecords:
     """What a core has in flight, and whether it takes more.
 
     Attributes:
-        lock: Held while a record is taken in, claimed, moved to another queue or ended.
-        records: In flight, by token; changed with the lock held.
+        lock: Held while a record is claimed, moved to another queue or ended.
+        records: In flight, by token. Others may be taken in at any time, also with the lock held.
         tokens: Names for records.
         refusal: Why none is taken in any more, or "".
     """
@@ -60,10 +60,11 @@ class LiveRecords:
         Raises:
             ClosedError: None is taken any more.
         """
-        with self.lock:
-            if self.refusal:
-                raise ClosedError(self.refusal)
-            self.records[record.token] = record
+        # Without the lock: whoever refuses looks for records after that. One sees the other.
+        self.records[record.token] = record
+        if self.refusal:
+            self.records.pop(record.token, None)
+            raise ClosedError(self.refusal)
 
     def drop(self, record: Record) -> None:
         """Its start failed: it was never in flight."""
@@ -126,20 +127,23 @@ class LiveRecords:
         """One that is in flight."""
         with self.lock:
             while self.records:
-                record = next(iter(self.records.values()))
+                try:
+                    record = next(iter(self.records.values()))
+                except (RuntimeError, StopIteration):  # another came in, or went, in between
+                    continue
                 if record.state == "pending":
                     return record
-                self.records.pop(record.token)  # an interrupt came between its end and this
+                self.records.pop(record.token, None)  # an interrupt came between its end and this
         return None
 
     def at(self, cq: CompletionQueue) -> list[Record]:
         """With the lock held: those whose end is to be reported at a completion queue."""
-        return [record for record in self.records.values() if record.home is cq]
+        return [record for record in list(self.records.values()) if record.home is cq]
 
     def writes_to(self, inode: tuple[int, int]) -> list[Record]:
         """The writes to a file that have been started up to now, and are not over."""
         with self.lock:
-            return [record for record in self.records.values() if record.writes_to(inode)]
+            return [record for record in list(self.records.values()) if record.writes_to(inode)]
 
     def user_of(self, storage: int) -> Record | None:
         """What is in flight in a storage, given its `_cdata`."""

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,8 +75,9 @@ class Record:
     stop = False
     claimed = 0  # the thread that concludes it, or HANDED_ON
     error: BaseException | None = None
-    # Who is told of the end: event loops, threads (by releasing a lock), anybody.
-    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
+    # Who is told of the end: event loops, threads (by releasing a lock), anybody. The first may be
+    # added to without a lock; whoever ends the record sets its state before it looks there.
+    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]
     gates: list[threading.Lock] | None = None
     callbacks: list[Callable[[], object]] | None = None
 
@@ -93,6 +94,7 @@ class Record:
     ) -> None:
         self.token = token
         self.opcode = opcode
+        self.waiters = []
         self.path = path
         self.file_offset = file_offset
         self.nbytes = nbytes
@@ -234,12 +236,15 @@ class Record:
         opened = self.opened
         if opened is not None:
             try:
-                opened.release(self)
+                self._release(opened)
             except OSError as failed:  # NFS and friends report lost writes here (man 2 close)
                 about = {**self._about(self.outcome().transferred), "operation": "close"}
                 return TransferError(failed.errno or errno.EIO, **about)
             self.opened = None
         return None
+
+    def _release(self, opened: Descriptors) -> None:
+        opened.release(self)
 
     def _about(self, transferred: int) -> dict[str, Any]:
         return {
@@ -269,45 +274,32 @@ def make_room(kind: type[Record], *names: str) -> None:
             setattr(record, name, None)
 
 
-make_room(Record, "token", "opcode", "path", "file_offset", "nbytes")
+make_room(Record, "token", "opcode", "path", "file_offset", "nbytes", "waiters")
 
 
-def let_go_plain(
-    records: list[Record], ends: Sequence[int | None]
-) -> tuple[list[Record], list[Record]]:
-    """Let go of those that went well and have no steps of their own, all at once; and the others.
+def let_go_plain(records: list[Record]) -> bool:
+    """Let go of records that went well and have no steps of their own, all at once.
 
     It may be done twice. What the file's closing told is the record's error.
 
-    Args:
-        records: Of which the kernel is done.
-        ends: What `Request.moved` says of each, where that is known.
+    Returns:
+        False if torch refused to be told of them together: each is to be concluded by itself.
     """
-    plain: list[Record] = []
-    others: list[Record] = []
-    changed: list[torch.Tensor] = []
-    for record, moved in zip(records, ends, strict=True):
-        if moved is None and record.request is not None:
-            moved = record.request.moved()
-        if moved != record.nbytes or not record.is_plain:
-            others.append(record)
-            continue
-        plain.append(record)
-        if record.changed is not None:
-            changed.append(record.changed)
+    changed = [record.changed for record in records if record.changed is not None]
     try:
         if changed:
             torch.autograd.graph.increment_version(changed)
-    except Exception:  # of one of them, an inference tensor for one: each for itself
-        return [], records
-    for record in plain:
+    except Exception:  # of one of them, an inference tensor for one
+        return False
+    for record in records:
         try:
             lost = record.let_go_whole()
-            if lost is not None:
-                record.error = lost
         except Exception as failed:
             record.error = failed
-    return plain, others
+        else:
+            if lost is not None:
+                record.error = lost
+    return True
 
 
 def failure_of(outcome: Outcome, about: dict[str, Any]) -> BaseException:

@@ -25,6 +25,7 @@ logger = logging.getLogger("nvmeio")
 
 _HANDED_ON = -1  # claimed by no thread in particular
 _SLICE_S = 0.1  # a blocked thread looks up this often
+_running_loop = asyncio._get_running_loop
 
 
 class Settler:
@@ -45,25 +46,42 @@ class Settler:
         tokens, moved = base.peek_ends(cq)
         if not tokens:
             return
-        mine, mine_moved = list[Record](), list[int | None]()
+        mine, plain, others = list[Record](), list[Record](), list[Record]()
         here = threading.get_ident()
         try:
             with self._live.lock:
                 records = self._live.records
                 for token, bytes_moved in zip(tokens, moved, strict=False):
                     record = records.get(token)
-                    if record is not None and not record.claimed:
-                        mine.append(record)
-                        mine_moved.append(bytes_moved)
-                        record.claimed = here
-            plain, others = let_go_plain(mine, mine_moved)
+                    if record is None or record.claimed:
+                        continue
+                    mine.append(record)
+                    record.claimed = here
+                    if bytes_moved is None and record.request is not None:
+                        bytes_moved = record.request.moved()
+                    if bytes_moved == record.nbytes and record.is_plain:
+                        plain.append(record)
+                    else:
+                        others.append(record)
+            if plain and not let_go_plain(plain):
+                plain, others = [], mine
             self._live.end_all(plain)
+            loop = _running_loop()
             for record in plain:
-                if record.waiters is not None or record.callbacks is not None or record.gates:
+                waiters = record.waiters
+                if record.callbacks is not None or record.gates:
                     try:
                         self._tell(record)
                     except Exception as failed:
                         self._settle(record, "failed", failed)
+                    continue
+                while waiters:  # as `_tell` does
+                    its_loop, waiter = waiters[0]
+                    if its_loop is not loop:
+                        wake(its_loop, waiter)
+                    elif not waiter.done():
+                        waiter.set_result(None)
+                    del waiters[0]
             for record in others:
                 if record.claimed == here:  # a callback before it may have waited for it
                     self._finish(record, may_block)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -97,20 +97,19 @@ class ShortRecord(Record):
         storage: The memory's, to be kept until the kernel is done.
     """
 
-    address = 0
+    address = nbytes = 0
     holder: ShortRequest | None = None
     is_plain = True
-    released = True  # until its file is retained
 
     def __init__(
         self, token: int, way: ShortWay, file_offset: int, storage: torch.UntypedStorage
     ) -> None:
         self.token = token
         self.opcode = way.opcode
+        self.waiters = []
         self.path = way.path
         self.opened = way.opened
         self.file_offset = file_offset
-        self.nbytes = 0
         self.storage: torch.UntypedStorage | None = storage
         self.direct = way.direct
 
@@ -119,30 +118,46 @@ class ShortRecord(Record):
 
     def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
         """Again through the page cache; what was refused holds the storage still."""
-        storage, holder = self.storage, self.holder
+        storage, holder = self.storage, self._holder()
         assert storage is not None
         assert holder is not None
+        self.holder = holder
         self.memory = Memory(
             self.address, self.nbytes, storage, None, changed=self.changed, foreign=not holder.held
         )
         self.direct = self.is_plain = False  # its end is for `let_go`: the first request's hold
         return super().go_on()
 
+    def _holder(self) -> ShortRequest | None:
+        """The request that holds the storage: the first."""
+        return self.holder or cast("ShortRequest | None", self.request)
+
     def uses(self, storage: int) -> bool:
         return self.storage is not None and self.storage._cdata == storage
 
     def let_go(self) -> TransferError | None:
-        holder = self.holder
+        holder = self._holder()
         if holder is not None:
             holder.let_go()
         return self.let_go_whole()
 
     def let_go_whole(self) -> TransferError | None:
-        self.holder = self.storage = self.changed = self.memory = None
-        return self._let_go_of_file()
+        self.storage = self.changed = self.memory = None
+        opened = self.opened
+        if opened is not None:
+            opened.holders.discard(self)  # most of what `let_go` does
+            if not opened._users:
+                return self._let_go_of_file()
+            self.opened = None
+        return None
+
+    def _release(self, opened: Descriptors) -> None:
+        opened.let_go(self)
 
 
-make_room(ShortRecord, "token", "opcode", "path", "file_offset", "nbytes", "storage", "direct")
+make_room(
+    ShortRecord, "token", "opcode", "path", "file_offset", "nbytes", "storage", "direct", "waiters"
+)
 
 
 def start_short(
@@ -163,7 +178,7 @@ def start_short(
     try:
         record.home = cq
         request = way.prepare(cq, token, storage._cdata + _FLAG_OFFSET)
-        record.request = record.holder = request
+        record.request = request
         # Only now that it is held can nobody change these.
         record.address = address = tensor.data_ptr()
         record.nbytes = nbytes = tensor.nbytes
@@ -173,11 +188,10 @@ def start_short(
             return None
         if way.reads:
             record.changed = tensor
-        way.opened.retain(record)
-        with live.lock:  # `live.add`, without the call: a hundredth of what this takes
-            if live.refusal:
-                live.check_open()
-            live.records[token] = record
+        way.opened.hold(record)
+        live.records[token] = record  # as `live.add` does it
+        if live.refusal:
+            live.check_open()
         request.start_at(address, nbytes, file_offset)
     except BaseException:
         core.withdraw(record)

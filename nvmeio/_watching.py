@@ -51,16 +51,20 @@ class Watchers:
         if self._live.refusal:
             self._live.check_process()
         waiter = loop.create_future()
-        cq = self.queues.of(loop)
+        latest, cq = self.queues.latest
+        if latest is not loop:
+            cq = self.queues.of(loop)
+        if record.home is cq:
+            record.waiters.append((loop, waiter))
+            if record.state != "pending" and not waiter.done():  # it may have been told, or not
+                waiter.set_result(None)
+            return waiter
         with self._live.lock:
+            lonely = not record.waiters and not record.callbacks
+            record.waiters.append((loop, waiter))
             if record.state != "pending":
                 waiter.set_result(None)
                 return waiter
-            lonely = not record.waiters and not record.callbacks
-            if record.waiters is None:
-                record.waiters = [(loop, waiter)]
-            else:
-                record.waiters.append((loop, waiter))
             if record.home is cq:
                 return waiter
             default = self.queues.default

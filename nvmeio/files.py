@@ -67,6 +67,7 @@ class Descriptors:
         "_users",
         "alignment",
         "direct_fd",
+        "holders",
         "inode",
         "path",
     )
@@ -87,6 +88,7 @@ class Descriptors:
         self._fds = fds
         self._buffered_fd = fds.buffered
         self._users = 1
+        self.holders: set[object] = set()
         self._before_close: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
 
@@ -178,6 +180,28 @@ class Descriptors:
                 user.released = False  # no call since the line above: both, or none
         return self
 
+    def hold(self, holder: object) -> None:
+        """As `retain`, without a lock: for who calls `let_go`, and that any number of times.
+
+        Raises:
+            ClosedError: As `retain`.
+        """
+        # Whoever releases last looks for holders after that: one of both sees the other.
+        self.holders.add(holder)
+        if not self._users:
+            self.holders.discard(holder)
+            raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
+
+    def let_go(self, holder: object) -> None:
+        """Undo `hold`; the last user closes.
+
+        Raises:
+            OSError: As `release`, and the same one whenever it is done again.
+        """
+        self.holders.discard(holder)
+        if not self._users:
+            self._close_unused()
+
     def release(self, user: User | None = None) -> None:
         """One user less; the last one closes.
 
@@ -194,7 +218,12 @@ class Descriptors:
             elif not user.released:
                 user.released = True  # and no call from here to the next line: it may not be cut
                 self._users -= 1
-            if self._users:
+        if not self._users:
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        with self._lock:
+            if self._users or self.holders:
                 return
             # Nulled before they are closed: the number may be somebody else's right after.
             self.direct_fd = self._buffered_fd = -1
@@ -235,7 +264,7 @@ class Descriptors:
     @property
     def users(self) -> int:
         """How many transfers (and files) hold this open."""
-        return self._users
+        return self._users + len(self.holders)
 
 
 class File(Closing):

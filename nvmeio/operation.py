@@ -49,7 +49,11 @@ class Operation(Coroutine[Any, Any, int]):
             try:
                 if thrown is not None:
                     raise thrown
-                yield from self._watchers.watch(record, loop)
+                # As `yield from` does it, without an object of its own for that.
+                waiter = self._watchers.watch(record, loop)
+                if not waiter.done():
+                    waiter._asyncio_future_blocking = True
+                    yield waiter
             except asyncio.CancelledError:
                 self.cancel()
                 while record.state == "pending":

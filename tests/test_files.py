@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -507,3 +508,49 @@ def test_the_next_file_system_with_a_number_is_tried_anew(
     assert alignment() > 0
     monkeypatch.setattr(files, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
     assert alignment() > 0
+
+
+def test_holders_keep_it_open_and_the_last_of_them_closes(tmp_path: Path) -> None:
+    """Without a lock: whoever lets go last, be it the file or a holder, finds that out."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    opened = Descriptors.open(str(path), os.O_RDONLY)
+    one, other = object(), object()
+    opened.hold(one)
+    opened.hold(other)
+    assert opened.users == 3
+    opened.let_go(one)
+    opened.let_go(one)  # once more does nothing
+    opened.release()
+    fd = opened.any_fd()
+    os.fstat(fd)
+    with pytest.raises(nvmeio.ClosedError):
+        opened.hold(one)
+    assert opened.users == 1
+    opened.let_go(other)
+    assert opened.any_fd() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    opened.let_go(other)
+
+
+def test_holders_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    for _ in range(200):
+        opened = Descriptors.open(str(path), os.O_RDONLY)
+        begin = threading.Barrier(2)
+
+        def hold(opened: Descriptors = opened, begin: threading.Barrier = begin) -> None:
+            begin.wait(60)
+            with contextlib.suppress(nvmeio.ClosedError):
+                opened.hold(begin)
+                assert opened.any_fd() >= 0
+                opened.let_go(begin)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        begin.wait(60)
+        opened.release()
+        thread.join(60)
+        assert (opened.users, opened.any_fd()) == (0, -1)

@@ -258,3 +258,29 @@ def test_a_handle_closed_outside_of_its_loop_leaves_no_descriptor(
     loop.close()
     del handle, loop
     spin_until_collected(lambda: not new_descriptors(before))
+
+
+@on_every_loop
+@pytest.mark.parametrize("order", ["told", "not told"])
+async def test_settled_by_another_thread_while_it_begins_to_be_awaited(
+    new_handle: Callable[..., nvmeio.AioHandle], path: Path, order: str
+) -> None:
+    """Whoever awaits takes no lock for it: he is told, or finds out by himself."""
+    engine = HeldEngine()
+    handle = new_handle(engine)
+    path.write_bytes(bytes(4096))
+    operation = handle.async_pread(torch.empty(4096, dtype=torch.uint8), path)
+
+    class Late(list[Any]):
+        def append(self, item: Any) -> None:
+            if order == "told":
+                super().append(item)
+            engine.gate.set()
+            other = threading.Thread(target=operation.result, args=(60,))
+            other.start()
+            other.join(60)
+            if order == "not told":
+                super().append(item)
+
+    operation._record.waiters = Late()
+    assert await operation == 4096
