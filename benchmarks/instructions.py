@@ -3,8 +3,8 @@
     python benchmarks/instructions.py                    # or: make bench-instructions
     python benchmarks/instructions.py --functions 40     # and where they go
 
-2,000 reads of 4 KiB by 32 coroutines on uvloop (or asyncio's loop, where that is missing), of a file
-that is in memory, through `handle.open` and through `nvmeio.open`. Unlike times, the figures are
+2,000 reads of 4 KiB by 32 coroutines on uvloop (or asyncio's loop, where that is missing), of a
+file that is in memory, through `handle.open` and through `nvmeio.open`. Unlike times, figures are
 the same on a busy machine, but for one or two in a hundred; they depend on how Python was built.
 Needs valgrind. `--python` names another interpreter, which has torch and cffi.
 """
