@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import inspect
 import json
-import time
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from faults._support import wait_until_asleep
 from inference._models import (
     MODELS,
     inputs,
@@ -355,7 +356,7 @@ def test_an_interrupted_read_of_experts_is_over_before_the_next_pass(
         def interrupt() -> None:
             spin_until(lambda: bool(held) and engine.begun > held[0])
             _thread.interrupt_main()
-            time.sleep(0.3)
+            wait_until_asleep(os.getpid())  # it has come, and the read is waited for all the same
             engine.gate.set()
 
         hook = model.model.layers[2].mlp.gate.register_forward_hook(hold)

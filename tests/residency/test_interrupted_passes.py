@@ -5,14 +5,15 @@ from __future__ import annotations
 import _thread
 import errno
 import gc
+import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults._support import wait_until_asleep
 from interrupting import at_places, at_random_times
 from support import PATIENCE_S, HeldEngine, spin_until, spin_until_collected, thread
 from torch import nn
@@ -129,7 +130,7 @@ def test_an_interrupt_during_a_read_that_hangs_is_told_at_once(tmp_path: Path) -
         engine.gate.clear()
 
         def interrupt() -> None:
-            time.sleep(0.3)  # until the read is waited for, most likely
+            wait_until_asleep(os.getpid())  # the read is waited for
             _thread.interrupt_main()
 
         for _ in range(2):  # the second comes while the first one's read is still waited for
