@@ -30,10 +30,10 @@ from nvmeio import _shim
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
-# Every second place of libaio's; all of all where NVMEIO_INTERRUPT_PLACES=all, as `make stress` has
+# Every third place of libaio's; all of all where NVMEIO_INTERRUPT_PLACES=all, as `make stress` has
 # it. syscalls has the same Python, fake is for tests, and stands on threads,
 # the portable one: every few places will do there.
-STEPS = {"libaio": 2, "syscalls": 7, "fake": 7, "threads": 3}
+STEPS = {"libaio": 3, "syscalls": 11, "fake": 11, "threads": 5}
 Everywhere = Callable[[Callable[[], object]], Iterator[str]]
 
 SIZE = 5000
