@@ -806,7 +806,7 @@ def test_only_aligned_tasks_count_as_direct(
     on_device: nvmeio.GdsHandle, device: FakeDevice, direct_path: Path, offset: int, direct: int
 ) -> None:
     """Of a file offset that is none of a page's, no task is aligned in file and memory at once."""
-    on_device._gds.mode = "gds"
+    on_device._gds._workers[0]._mover._reaches_drive = True
     tensor = device.take(nvmeio.empty_aligned(2 * TASK, dtype=torch.uint8))
     writing = on_device.async_pwrite(tensor, direct_path, offset)
     writing.result()
@@ -891,7 +891,8 @@ def test_call_given_up_that_returns_ends_its_transfer_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gds = new_gds(intra_op_parallelism=2)
-    gds._host_too, gds._gds.settings = False, driver.DriverSettings()
+    gds._host_too = False
+    gds._gds._workers[0]._mover._needs_cuda = True
     path.write_bytes(bytes(9 * TASK))
     let_in = threading.Event()
     monkeypatch.setattr(device, "enter", lambda _: let_in.wait() if fake.together else None)

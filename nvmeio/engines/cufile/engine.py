@@ -1,11 +1,8 @@
 """The engine: blocking cuFile calls in threads of its own, which release the GIL.
 
 A transfer is cut into tasks (8 MiB by default) at multiples of the task size in the *file*, so two
-tasks never share a block of it. The threads take tasks of all transfers in turn.
+tasks never share a block of it (`tasks`). The threads take tasks of all transfers in turn.
 
-- A write's unaligned head and tail do not go through cuFile, which would read the block, change it
-  and write it back over a neighbour's bytes. They are copied to the host and written through the
-  page cache, as on the AIO path.
 - Memory of a device is touched only once the caller's stream has got there (`Memory.ready`).
 - A call that does not come back within `call_limit_s` fails its transfer with ETIMEDOUT. The thread
   is left in it, the memory and the file stay alive until it returns, and the driver is not closed
@@ -16,7 +13,6 @@ tasks never share a block of it. The threads take tasks of all transfers in turn
 from __future__ import annotations
 
 import atexit
-import ctypes
 import errno
 import logging
 import os
@@ -24,22 +20,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from nvmeio import _holds
 from nvmeio._device import Copier
 from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES
-from nvmeio.engines._queued import DeviceRequest, QueuedEngine
-from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Options, Request, Transfer
+from nvmeio.engines._queued import QueuedEngine
+from nvmeio.engines.base import CompletionQueue, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
 from nvmeio.engines.cufile.library import Library
 from nvmeio.engines.cufile.registry import REGIONS, RegisteredRegion
 from nvmeio.engines.cufile.status import CuFileFailure
-from nvmeio.errors import TransferError
+from nvmeio.engines.cufile.tasks import CuFileRequest, Task, TaskMover
 
 logger = logging.getLogger("nvmeio")
 
@@ -51,45 +43,7 @@ _LOOK_S = (0.0001, 0.001)  # how often a stream that is not there yet is asked: 
 _WATCH_S = 0.25  # how often running calls are looked at, at most
 
 
-class _Request(DeviceRequest):
-    """A request with what is left of it."""
-
-    def __init__(
-        self, engine: CuFileEngine, token: int, transfer: Transfer, cq: CompletionQueue
-    ) -> None:
-        super().__init__(engine, token, transfer, cq)
-        span_start, span_end = transfer.span_start, transfer.span_end
-        end = transfer.file_offset + transfer.nbytes
-        if transfer.opcode == Opcode.READ:  # not the aligned span around it: cuFile takes any
-            span_start, span_end = transfer.file_offset, end
-        self.next = span_start
-        self.end = span_end
-        # A write's head and tail, in the file.
-        self.edges = [
-            (first, last)
-            for first, last in ((transfer.file_offset, span_start), (span_end, end))
-            if first < last
-        ]
-        self.region: RegisteredRegion | None = None
-        self.lost = False  # given up with a call under way, which keeps memory and file
-        self.held: Any = None  # then, on the memory's storage
-
-    @property
-    def exhausted(self) -> bool:
-        return self.stop or (self.next >= self.end and not self.edges)
-
-
-@dataclass(eq=False)
-class _Task:
-    """File range [start, end) of a request; an edge goes through the host."""
-
-    request: _Request
-    start: int
-    end: int
-    edge: bool
-
-
-class CuFileEngine(QueuedEngine[_Request]):
+class CuFileEngine(QueuedEngine[CuFileRequest]):
     """Moves device memory (or host memory, where that is asked for) through cuFile.
 
     Args:
@@ -115,7 +69,7 @@ class CuFileEngine(QueuedEngine[_Request]):
         self._call_limit_s = call_limit_s
         self._driver = DRIVER
         self._library: Library | None = None
-        self._turns: deque[_Request] = deque()
+        self._turns: deque[CuFileRequest] = deque()
         self._workers: list[_Worker] = []
         self._watch: Thread | None = None
         self._looking = False
@@ -136,10 +90,18 @@ class CuFileEngine(QueuedEngine[_Request]):
             raise RuntimeError("this engine was started before: one engine serves one handle")
         self._library = self._driver.acquire(self.settings)
         self.mode = self._driver.mode(self.settings)
+        mover = TaskMover(
+            self._library,
+            self._driver.files,
+            self._copier,
+            self.condition,
+            self.mode,
+            self.settings.needs_cuda,
+        )
         watch = Thread(self._watch_calls, "nvmeio-cufile-watch")
         try:
             for index in range(options.intra_op_parallelism):
-                worker = _Worker(self, index)
+                worker = _Worker(self, mover, index)
                 worker.start()
                 self._workers.append(worker)
             watch.start()
@@ -154,9 +116,9 @@ class CuFileEngine(QueuedEngine[_Request]):
 
     def prepare(self, cq: CompletionQueue, token: int, transfer: Transfer) -> Request:
         """A request; from its start on, what it lies in cannot be unregistered."""
-        return _Request(self, token, transfer, cq)
+        return CuFileRequest(self, token, transfer, cq)
 
-    def enqueue(self, request: _Request) -> None:
+    def enqueue(self, request: CuFileRequest) -> None:
         if not request.begun:
             request.region = REGIONS.use(request.transfer.address, request.transfer.nbytes)
         super().enqueue(request)
@@ -238,7 +200,7 @@ class CuFileEngine(QueuedEngine[_Request]):
 
     # --- the queue: called with the condition held ------------------------------------------
 
-    def take(self, worker: _Worker) -> _Task | None:
+    def take(self, worker: _Worker) -> Task | None:
         """The next task for a thread; None when it is to end."""
         look = _LOOK_S[0]
         with self.condition:
@@ -263,7 +225,7 @@ class CuFileEngine(QueuedEngine[_Request]):
                     self.condition.wait()
                     look = _LOOK_S[0]
 
-    def _next_task(self) -> _Task | None:
+    def _next_task(self) -> Task | None:
         for _ in range(len(self._turns)):
             request = self._turns.popleft()
             if not request.exhausted and not self._is_ready(request):
@@ -273,14 +235,14 @@ class CuFileEngine(QueuedEngine[_Request]):
                 if not request.parts_out and not request.done:
                     self._end(request)
                 continue
-            task = self._cut(request)
+            task = request.cut(self.task_bytes)
             request.parts_out += 1
             if not request.exhausted:
                 self._turns.append(request)
             return task
         return None
 
-    def _is_ready(self, request: _Request) -> bool:
+    def _is_ready(self, request: CuFileRequest) -> bool:
         ready = request.transfer.memory.ready
         try:
             return ready is None or ready.done()
@@ -288,15 +250,7 @@ class CuFileEngine(QueuedEngine[_Request]):
             request.fail(errno.EIO, failed)
             return True
 
-    def _cut(self, request: _Request) -> _Task:
-        if request.edges:
-            return _Task(request, *request.edges.pop(), True)
-        start = request.next
-        end = min((start // self.task_bytes + 1) * self.task_bytes, request.end)
-        request.next = end
-        return _Task(request, start, end, False)
-
-    def done(self, worker: _Worker, task: _Task) -> None:
+    def done(self, worker: _Worker, task: Task) -> None:
         """A thread is through with a task."""
         request = task.request
         with self.condition:
@@ -318,116 +272,15 @@ class CuFileEngine(QueuedEngine[_Request]):
         request.let_go()
         opened.release()
 
-    def _end(self, request: _Request) -> None:
+    def _end(self, request: CuFileRequest) -> None:
         if not request.lost:
             self._release_region(request)
         self.conclude(request)
 
-    def _release_region(self, request: _Request) -> None:
+    def _release_region(self, request: CuFileRequest) -> None:
         assert self._library is not None
         region, request.region = request.region, None
         REGIONS.release(self._library, region)
-
-    # --- one task: in a worker, without the condition -----------------------------------------
-
-    def run(self, task: _Task) -> None:
-        """Move a task's bytes; failures are the request's."""
-        request = task.request
-        memory = request.transfer.memory
-        try:
-            if request.stop:
-                return
-            if self.settings.needs_cuda and memory.device is not None:
-                self._copier.enter(memory.device.device)
-            if task.edge:
-                self._write_edge(task)
-            else:
-                self._move(task)
-        except CuFileFailure as failed:
-            request.fail(failed.errno, failed)
-        except TransferError as failed:
-            request.fail(failed.errno or errno.EIO, failed)
-        except OSError as failed:
-            request.fail(failed.errno or errno.EIO)
-        except Exception as failed:
-            request.fail(errno.EIO, failed)
-
-    def _move(self, task: _Task) -> None:
-        assert self._library is not None
-        request, transfer = task.request, task.request.transfer
-        fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
-        handle = self._driver.files.handle(self._library, transfer.opened, fd)
-        memory = transfer.address - transfer.file_offset  # plus the offset in the file
-        base = self._base(request)
-        move = self._library.read if transfer.opcode == Opcode.READ else self._library.write
-        at = task.start
-        while at < task.end and not request.stop:
-            address = memory + at
-            start = address if base is None else base
-            moved = move(handle, start, task.end - at, at, address - start)
-            if moved > task.end - at:
-                raise CuFileFailure(errno.EIO, f"cuFile moved {moved} bytes of {task.end - at}")
-            self._count(task, moved)
-            at += moved
-            if moved:
-                continue
-            if transfer.opcode == Opcode.WRITE:
-                raise CuFileFailure(errno.EIO, "cuFileWrite moved nothing and reported no error")
-            size = os.fstat(fd).st_size
-            if at < size:
-                # Seen where libcuda is broken: no bytes, and no error either.
-                raise CuFileFailure(
-                    errno.EIO, f"cuFileRead moved nothing at byte {at} of a file of {size}"
-                )
-            with self.condition:
-                request.next = request.end  # the file ends here: nothing lies behind
-            return
-
-    @staticmethod
-    def _base(request: _Request) -> int | None:
-        """What memory is named by: its registration's base; None for each call's own address.
-
-        Registered memory counts as such only by its base. But of host memory cuFile (1.20) looks
-        at the base's alignment alone: with an aligned base and an odd offset it hands the kernel
-        a misaligned direct transfer, and answers the kernel's EINVAL with -1 and a stale errno.
-        """
-        region = request.region
-        if region is None or request.transfer.memory.device is None:
-            return None
-        return region.base
-
-    def _write_edge(self, task: _Task) -> None:
-        transfer = task.request.transfer
-        start = task.start - transfer.file_offset
-        data = self._host_bytes(transfer, start, task.end - task.start)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(transfer.opened.buffered_fd(), data[done:], task.start + done)
-        with self.condition:
-            if not task.request.done:
-                task.request.buffered += done
-
-    def _host_bytes(self, transfer: DeviceTransfer, start: int, nbytes: int) -> bytes:
-        device = transfer.memory.device
-        if device is None:
-            return transfer.memory.read(start, nbytes)
-        chunk = torch.empty(nbytes, dtype=torch.uint8)
-        self._copier.download(chunk, device[start : start + nbytes]).wait()
-        return ctypes.string_at(chunk.data_ptr(), nbytes)
-
-    def _count(self, task: _Task, moved: int) -> None:
-        request, transfer = task.request, task.request.transfer
-        address = transfer.address + task.start - transfer.file_offset
-        aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, address))
-        with self.condition:
-            if request.done:
-                return  # given up; what comes later is nobody's
-            if self.mode in ("gds", "p2p") and transfer.direct_fd >= 0 and aligned:
-                request.direct += moved
-            elif transfer.direct_fd >= 0:
-                request.bounced += moved
-            else:
-                request.buffered += moved
 
     # --- calls that hang ----------------------------------------------------------------------
 
@@ -495,18 +348,19 @@ class CuFileEngine(QueuedEngine[_Request]):
 class _Worker:
     """A thread that calls cuFile, and since when it does."""
 
-    def __init__(self, engine: CuFileEngine, index: int) -> None:
-        self.task: _Task | None = None
+    def __init__(self, engine: CuFileEngine, mover: TaskMover, index: int) -> None:
+        self.task: Task | None = None
         self.lost = False
         self.ended = False
         self._since = 0.0
         self._engine = engine
+        self._mover = mover
         self.thread = Thread(self._run, f"nvmeio-cufile-{index}")
 
     def start(self) -> None:
         self.thread.start()
 
-    def begin(self, task: _Task) -> None:
+    def begin(self, task: Task) -> None:
         """With the condition held."""
         self.task = task
         self._since = time.monotonic()
@@ -521,7 +375,7 @@ class _Worker:
 
     def _run(self) -> None:
         while (task := self._engine.take(self)) is not None:
-            self._engine.run(task)
+            self._mover.run(task)
             self._engine.done(self, task)
             del task  # waiting for the next one, it would keep this one's memory alive
         self._engine.ended(self)
