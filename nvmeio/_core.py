@@ -178,7 +178,7 @@ class Core:
         """`close`, of a dropped handle or at the end of the program: nobody is left to be told."""
         self.close()
         for failed in self.live.take()[1]:
-            logger.error("an record of a dropped handle failed: %s", failed)
+            logger.error("an operation of a dropped handle failed: %s", failed)
 
     def release(self) -> None:
         """Give back what the kernel gave; nothing is in flight."""

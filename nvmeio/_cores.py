@@ -22,7 +22,7 @@ from nvmeio.engines.ring import RingEngine
 
 
 class Cores:
-    """One core or two.
+    """One core, and up to two more for device memory.
 
     Args:
         host: Moves host memory, and syncs files.

@@ -61,6 +61,7 @@ class Descriptors:
     __slots__ = (
         "_before_close",
         "_buffered_fd",
+        "_closing",
         "_fds",
         "_flags",
         "_lock",
@@ -91,6 +92,7 @@ class Descriptors:
         self.holders: set[object] = set()
         self._before_close: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
+        self._closing = threading.RLock()  # the collector may let a holder go meanwhile
 
     @classmethod
     def open(cls, path: str, flags: int) -> Descriptors:
@@ -189,7 +191,8 @@ class Descriptors:
         # Whoever releases last looks for holders after that: one of both sees the other.
         self.holders.add(holder)
         if not self._users:
-            self.holders.discard(holder)
+            with contextlib.suppress(OSError):
+                self.let_go(holder)  # who released last may have left the closing to this holder
             raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
 
     def let_go(self, holder: object) -> None:
@@ -227,10 +230,13 @@ class Descriptors:
                 return
             # Nulled before they are closed: the number may be somebody else's right after.
             self.direct_fd = self._buffered_fd = -1
+        # The last user and the last holder may both come here: the steps are through, and the
+        # descriptors closed once, before either goes on.
+        with self._closing:
             steps, self._before_close = self._before_close, ()
-        for step in steps:
-            step()
-        self._fds.close()
+            for step in steps:
+                step()
+            self._fds.close()
 
     def before_close(self, step: Callable[[], None]) -> None:
         """Have something undone once the last user is gone, while the descriptors are open."""

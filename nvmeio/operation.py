@@ -54,6 +54,8 @@ class Operation(Coroutine[Any, Any, int]):
                 if not waiter.done():
                     waiter._asyncio_future_blocking = True
                     yield waiter
+                    if record.state == "pending":  # as asyncio's future says it
+                        raise RuntimeError("await wasn't used with future")
             except asyncio.CancelledError:
                 self.cancel()
                 while record.state == "pending":

@@ -184,6 +184,22 @@ class HeldEngine(FakeEngine):
         spin_until(lambda: self.begun >= blocks)
 
 
+class LateEngine(FakeEngine):
+    """Blocks are moved and not yet reported: they wait for `gate`; `moved` counts them."""
+
+    def __init__(self, **faults: Any) -> None:
+        self.gate = threading.Event()
+        self.moved = 0
+        super().__init__(**faults)
+
+    def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
+        moved = super()._move(block, fd, memory, offset)
+        with self.condition:
+            self.moved += 1
+        self.gate.wait(PATIENCE_S)
+        return moved
+
+
 # Tensors
 
 ALL_DTYPES: list[torch.dtype] = sorted(

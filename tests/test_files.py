@@ -534,6 +534,22 @@ def test_holders_keep_it_open_and_the_last_of_them_closes(tmp_path: Path) -> Non
     opened.let_go(other)
 
 
+def test_a_holder_that_is_refused_closes_what_was_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    opened = Descriptors.open(str(path), os.O_RDONLY)
+
+    class Holders(set[object]):
+        def add(self, holder: object) -> None:
+            super().add(holder)
+            opened.release()  # by another thread: it sees a holder, who closes after it
+
+    opened.holders = Holders()
+    with pytest.raises(nvmeio.ClosedError):
+        opened.hold(object())
+    assert (opened.users, opened.any_fd()) == (0, -1)
+
+
 def test_holders_that_come_while_it_is_closed_are_refused_or_closed_behind(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")

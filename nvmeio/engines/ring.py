@@ -365,11 +365,14 @@ class _Pump:
             )
             self._to_drive(part, buffered=True)
             return
+        reads = part.active.transfer.opcode == Opcode.READ
+        if reads and request.cancelled:
+            self._drop(part)  # not counted as moved: the device does not have it, nor will it
+            return
         part.active.landed(part, outcome)
         request.buffered += outcome.buffered_bytes
         request.bounced += outcome.direct_bytes + outcome.bounced_bytes
-        reads = part.active.transfer.opcode == Opcode.READ
-        if not reads or request.cancelled or not part.nbytes:
+        if not reads or not part.nbytes:
             self._drop(part)
             return
         part.mark = self.copier.upload(part.on_device, part.bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ async def test_tasks_gather_wait_and_as_completed(handle: nvmeio.AioHandle, file
     assert ({task.result() for task in done}, pending) == ({80, 90}, set())
     sizes = [await each for each in asyncio.as_completed([read(1), read(2), read(3)])]
     assert sorted(sizes) == [1, 2, 3]
+
+
+@on_every_loop
+async def test_who_resumes_an_await_before_its_end_is_told(
+    new_handle: Callable[..., nvmeio.AioHandle], file: Path
+) -> None:
+    engine = HeldEngine()
+    operation = new_handle(engine).async_pread(target(), file)
+    driven = operation.__await__()
+    next(driven)
+    with pytest.raises(RuntimeError, match="await wasn't used with future"):
+        next(driven)
+    engine.gate.set()
+    assert await operation == SIZE
 
 
 @on_every_loop

@@ -21,6 +21,7 @@ from support import (
     PLAIN_DTYPES,
     SUB_BYTE,
     HeldEngine,
+    LateEngine,
     bytes_tensor,
     dtype_id,
     make_tensor,
@@ -384,6 +385,22 @@ async def test_cancelled_read_leaves_the_memory_alone(
     assert handle.stats.cancelled == 1
     assert await handle.async_pread(tensor, path) == 40 * PAGE
     assert raw(tensor) == path.read_bytes()
+
+
+def test_cancelled_read_whose_parts_the_drive_has_done_is_cancelled(
+    device: FakeDevice, new_handle: Callable[..., nvmeio.AioHandle], path: Path
+) -> None:
+    path.write_bytes(random_bytes(2 * PAGE))
+    engine = LateEngine()
+    handle = new_handle(engine, ring_bytes=SMALL_RING)
+    tensor = room(device, 2 * PAGE)
+    reading = handle.async_pread(tensor, path)
+    spin_until(lambda: engine.moved > 0)
+    assert reading.cancel()
+    engine.gate.set()
+    spin_until(reading.done)
+    assert reading.cancelled()  # and not done: the device has nothing of it
+    assert raw(tensor) == b"\xa5" * 2 * PAGE
 
 
 def test_cancelled_while_it_waits_for_the_stream(

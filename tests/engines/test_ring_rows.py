@@ -17,7 +17,16 @@ import torch
 from fake_device import FakeDevice, fake_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import HeldEngine, bytes_tensor, on_every_loop, random_bytes, raw, spin_until, until
+from support import (
+    HeldEngine,
+    LateEngine,
+    bytes_tensor,
+    on_every_loop,
+    random_bytes,
+    raw,
+    spin_until,
+    until,
+)
 
 import nvmeio
 from nvmeio import _device
@@ -334,6 +343,22 @@ async def test_cancelled_gather_leaves_the_memory_alone(
     assert handle.stats.cancelled == 1
     assert await handle.async_gather(out, file, places) == out.nbytes
     assert raw(out) == CONTENT[: out.nbytes]
+
+
+@pytest.mark.parametrize("row_bytes", [1000, 20_000])
+def test_cancelled_gather_whose_rows_the_drive_has_done_is_cancelled(
+    device: FakeDevice, new_handle: Make, file: Path, row_bytes: int
+) -> None:
+    engine = LateEngine()
+    handle = new_handle(engine, ring_bytes=SMALL_RING)
+    out = room(device, 2, row_bytes)
+    gathering = handle.async_gather(out, file, [0, row_bytes])
+    spin_until(lambda: engine.moved > 0)
+    assert gathering.cancel()
+    engine.gate.set()
+    spin_until(gathering.done)
+    assert gathering.cancelled()
+    assert bool((out == 0xA5).all())
 
 
 @pytest.mark.parametrize("rows", [100, 5000])
