@@ -279,6 +279,7 @@ async def test_settled_by_another_thread_while_it_begins_to_be_awaited(
             other = threading.Thread(target=operation.result, args=(60,))
             other.start()
             other.join(60)
+            assert not other.is_alive()
             if order == "not told":
                 super().append(item)
 
