@@ -147,7 +147,17 @@ class Messages:
         return [self.get(name, rank) for rank in range(self.size)]
 
     def has_told(self, name: str, value: bytes) -> bool:
-        """Whether a rank has told just this; of those that have told something so far."""
+        """Whether a rank has told just this; of those that have told something so far.
+
+        Never raises and never waits: where the store cannot be reached, nothing is known of it.
+        """
+        if self._store.alone:
+            return False
+        keys = (self._key(name, rank) for rank in range(self.size))
+        with contextlib.suppress(TransferError):
+            return any(
+                self._store.check([key]) and self._store.get(key) == b"0" + value for key in keys
+            )
         return False
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ from checkpoint._checkpointer_rank import (
 )
 
 import nvmeio
-from nvmeio.checkpoint import _part_ranks, _ranks
+from nvmeio.checkpoint import _job_parts, _part_ranks, _ranks
 
 
 def with_drives(me: Rank, name: str, layout: str) -> None:
@@ -236,6 +236,42 @@ def lost(me: Rank) -> None:
         assert same(checkpointer.restore(6), me.state(6))
 
 
+def not_named(me: Rank) -> None:
+    """A rank that fails after all have said "durable": the others take their names back."""
+    rename, wait_for_parts = os.rename, _job_parts.PartOfEachRank._wait_for_parts
+
+    def rename_or_fail(old: Any, new: Any) -> None:
+        if os.path.basename(new).startswith("step-00000002"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new)
+
+    def fail_waiting(job: Any) -> None:
+        wait_for_parts(job)
+        if job.step == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for writers in ("all", 1):
+        with_drives(me, f"not-named-{writers}", "one")
+        if me.rank == 1:
+            os.rename = rename_or_fail if writers == "all" else rename  # type: ignore[assignment]
+            _job_parts.PartOfEachRank._wait_for_parts = fail_waiting  # type: ignore[method-assign]
+        with me.new(writers=writers) as checkpointer:
+            me.saved(checkpointer, 1)
+            me.meet_others()
+            with me.raises(OSError) as raised:
+                checkpointer.save_sync(me.state(2), 2)
+                checkpointer.wait_sync(PATIENCE_S)
+            # ECANCELED where rank 1 is too slow to say why
+            assert raised[0].errno in (errno.EIO, errno.ECANCELED), raised
+            me.meet_others()
+            assert not list(me.folder.glob("step-00000002*")), os.listdir(me.folder)
+            assert checkpointer.latest_step() == 1 and checkpointer.steps() == [1]
+            assert same(checkpointer.restore(), me.state(1))
+            me.meet_others()
+    os.rename = rename
+    _job_parts.PartOfEachRank._wait_for_parts = wait_for_parts  # type: ignore[method-assign]
+
+
 # Killed
 
 
@@ -358,6 +394,7 @@ WORK: dict[str, Callable[..., bool | None]] = {
         leave,
         restore,
         lost,
+        not_named,
         killed,
         killed_sometime,
         resume,

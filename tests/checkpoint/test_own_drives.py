@@ -92,6 +92,11 @@ def test_a_drive_that_is_lost(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "lost", tmp_path)
 
 
+def test_a_rank_that_fails_after_all_said_durable(ranks: Any, tmp_path: Path) -> None:
+    """What the others had named by then stayed: a save that raised became the latest step."""
+    ranks(2, "not_named", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("world", "victim", "moment", "least"),
     [
