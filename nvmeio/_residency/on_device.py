@@ -107,6 +107,11 @@ class DevicePool:
         for stream in tuple(self._streams):
             self._copies.follow(stream)
 
+    def before_compute(self, mark: Mark) -> None:
+        """What streams are asked from now on comes after a mark."""
+        for stream in tuple(self._streams):
+            _device.come_after(stream, mark)
+
     def wait_for_one(self) -> bool:
         """Until the oldest copy that is under way is made, whose source is free then.
 
@@ -247,6 +252,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         below = self._below.need(slot.unit, computing=False).memory
         assert slot.memory is not None and below is not None
         slot.copied = self._pool.upload(slot.memory, below)
+        self._pool.before_compute(slot.copied)  # in a pass that goes on, nobody asks for it again
 
     def close(self) -> None:
         """Let everything go, and wait until nothing is under way."""

@@ -28,32 +28,41 @@ class Origin(Protocol):
 class Place:
     """Where a tensor lies in its storage."""
 
-    __slots__ = ("_dtype", "_offset", "_size", "_stride")
+    __slots__ = ("_dtype", "_offset", "_stride", "size")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._dtype = tensor.dtype
         self._offset = int(tensor.storage_offset())
-        self._size = tuple(tensor.shape)
+        self.size = tuple(tensor.shape)
         self._stride = tuple(tensor.stride())
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same tensor over a storage with the same bytes."""
         found = torch.empty(0, dtype=self._dtype, device=storage.device)
         with torch.no_grad():
-            return found.set_(storage, self._offset, self._size, self._stride)
+            return found.set_(storage, self._offset, self.size, self._stride)
 
 
 class _Elsewhere:
     """A tensor over memory that goes."""
 
-    __slots__ = ("_origin", "_place")
+    __slots__ = ("_origin", "_place", "_shown")
 
     def __init__(self, origin: Origin, tensor: torch.Tensor) -> None:
         self._origin = origin
         self._place = Place(tensor)
+        self._shown: torch.Tensor | None = None  # has the version of what was given out, alone
 
     def get(self) -> torch.Tensor:
-        return self._place.over(self._origin.memory().untyped_storage())
+        """The tensor, unless what an earlier backward got was changed by it."""
+        if self._shown is not None:
+            check_unchanged(self._shown, 0, self._place.size)
+        found = self._place.over(self._origin.memory().untyped_storage())
+        if self._shown is None:
+            self._shown = torch.empty(0, dtype=found.dtype, device=found.device)
+        shown = self._shown.detach()
+        shown.data = found
+        return shown
 
 
 class Kept:

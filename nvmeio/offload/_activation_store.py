@@ -24,12 +24,11 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvmeio import _device
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
@@ -45,7 +44,6 @@ from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
 
-Value = TypeVar("Value")
 
 _CLOSED = "the swapped activations are closed"
 
@@ -61,7 +59,6 @@ class SavedStorage:
 
     __slots__ = (
         "ahead",
-        "device",
         "fill",
         "holds",
         "nbytes",
@@ -77,7 +74,6 @@ class SavedStorage:
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
         self.nbytes = storage.nbytes()
-        self.device = storage.device
         self.storage: torch.UntypedStorage | None = storage
         self.holds = 0  # how many saved tensors lie over it
         self.place = 0  # in the file
@@ -139,7 +135,6 @@ class ActivationStore:
         self._writing_bytes = 0
         self._numbers_on_drive: list[int] = []
         self._on_drive: dict[int, SavedStorage] = {}
-        self._ahead_bytes = 0  # of device memory
         self._pool: LentPool | None = None
         self._failed: BaseException | None = None  # a write, which nobody was told of yet
         self._resources = contextlib.ExitStack()
@@ -176,7 +171,7 @@ class ActivationStore:
         Raises:
             TransferError: They do not fit into memory, and could not be written (ENOSPC, EIO).
         """
-        return self._ask(storage.device, partial(self._save, storage))
+        return self._owner.call(self._save, storage)
 
     def bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
         """A storage with the same bytes, in memory.
@@ -186,11 +181,7 @@ class ActivationStore:
             IntegrityError: They are not what was written.
         """
         with profiled("wait", "saved activations"):
-            return self._ask(saved.device, partial(self._bytes_of, saved))
-
-    def _ask(self, device: torch.device, work: Callable[[], Value]) -> Value:
-        # Transfers of device memory come after what the caller's stream was asked so far.
-        return self._owner.call(work if device.type == "cpu" else _device.as_here(work))
+            return self._owner.call(self._bytes_of, saved)
 
     # Saving
 
@@ -257,7 +248,7 @@ class ActivationStore:
         saved.place, saved.writing, saved.wanted = place, begun, False
         self._writing[saved] = None
         self._writing_bytes += saved.nbytes
-        if self._checksum and saved.device.type == "cpu":  # while it is written
+        if self._checksum:  # while it is written
             saved.sum = crc32.of_tensor(memory)
         for operation in begun:
             operation.add_done_callback(partial(_tell, self._owner, self._end_write, saved))
@@ -337,8 +328,8 @@ class ActivationStore:
         assert fill is not None and memory is not None
         fill.done.wait()
         try:
-            if fill.error is not None:
-                raise fill.error
+            if not fill.whole:
+                raise fill.error or ClosedError(_CLOSED)
             if saved.sum is not None:
                 self._check(saved, crc32.of_tensor(memory))
         finally:
@@ -379,8 +370,7 @@ class ActivationStore:
                     if memory is not None:
                         break
             else:
-                memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
-                self._ahead_bytes += saved.nbytes * (saved.device.type != "cpu")
+                memory = torch.empty(saved.nbytes, dtype=torch.uint8)
         if memory is None:
             return False
         wanted = [
@@ -399,15 +389,6 @@ class ActivationStore:
     def _room(self, saved: SavedStorage) -> torch.Tensor | None:
         """Memory of the budget, free with the last tensor over it; None where there is none."""
         most = self.resident_bytes - self._most
-        if saved.device.type != "cpu":
-            if self._ahead_bytes + saved.nbytes > most:
-                return None
-            try:
-                memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
-            except RuntimeError:  # the device is full
-                return None
-            self._ahead_bytes += saved.nbytes
-            return memory
         if self._pool is None:
             self._pool = LentPool(most)
             self._resources.callback(self._pool.close)
@@ -421,8 +402,6 @@ class ActivationStore:
         self._forget_ahead(saved)
 
     def _forget_ahead(self, saved: SavedStorage) -> None:
-        if saved.ahead is not None and saved.device.type != "cpu":
-            self._ahead_bytes -= saved.nbytes
         saved.fill = saved.ahead = None
 
     # The end
@@ -484,7 +463,7 @@ def _stop(operations: list[Operation]) -> None:
 
 def _bytes_over(storage: torch.UntypedStorage | None) -> torch.Tensor:
     assert storage is not None
-    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    memory = torch.empty(0, dtype=torch.uint8)
     return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvmeio import _device
 from nvmeio._closing import Closing
 from nvmeio._io.owner import Lease
 from nvmeio._residency import calls
@@ -37,8 +36,9 @@ class SwappedActivations(Closing):
 
     Written is only what nobody but autograd has any more. So parameters, buffers and their views,
     and whatever you hold yourself, are neither written nor held twice; nor are tensors of less than
-    `min_bytes`, subclasses (DTensor), sparse and quantised ones, and memory that torch did not
-    allocate: they stay in memory, as without this.
+    `min_bytes`, subclasses (DTensor), sparse and quantised ones, memory that torch did not
+    allocate, and that of a device (`torch.autograd.graph.save_on_cpu` takes that): they stay where
+    they are, as without this.
 
     With activation checkpointing (either kind) the regions' inputs are what is saved. Gradients
     may accumulate, graphs be kept (`retain_graph`, `create_graph`) or dropped, and several threads
@@ -48,9 +48,9 @@ class SwappedActivations(Closing):
         swap_dir: A directory on a fast drive, made where it is missing (not those above it), or a
             list of them, one on each drive. The files in it have no name: nothing is left there.
         resident_bytes: The window: half of it for what was saved last and is not written, half
-            for what is read ahead. Of a CUDA device, its own memory.
+            for what is read ahead.
         min_bytes: Smaller storages stay in memory.
-        checksum: Compare what is read with what was written (CRC-32; not of device memory).
+        checksum: Compare what is read with what was written (CRC-32).
         handle: Moves the bytes and stays open; None makes one for each drive.
 
     Raises:
@@ -138,9 +138,10 @@ class SwappedActivations(Closing):
         storage = tensor.untyped_storage()
         # Memory that torch did not allocate may change, or be held, by others that nobody sees.
         return (
-            storage.nbytes() >= self._min_bytes
+            storage.device.type == "cpu"
+            and storage.nbytes() >= self._min_bytes
             and storage.resizable()
-            and not (storage.device.type == "cpu" and storage.is_shared())
+            and not storage.is_shared()
         )
 
     def close(self) -> None:
@@ -228,5 +229,6 @@ class _Saved:
         check_unchanged(self._witness, self._version, self._size)
         self._activations._store.check_open()
         found = self._place.over(self._activations._store.bytes_of(self._storage))
-        _device.used_here(found)
-        return found
+        shown = self._witness.detach()  # whose version a change of it is seen by, the next time
+        shown.data = found
+        return shown

@@ -452,6 +452,35 @@ def test_what_was_changed_in_place_is_refused(swapped: SwappedActivations) -> No
         loss.backward()
 
 
+class Doubles(torch.autograd.Function):
+    """Its backward changes what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        x.mul_(2)
+        return grads[0] * x
+
+
+def test_a_change_by_backward_is_refused_in_the_next_one(swapped: SwappedActivations) -> None:
+    start = torch.ones(64, 64, requires_grad=True)
+    with swapped.saving():
+        loss: Any = Doubles.apply(start * 1)  # type: ignore[no-untyped-call]
+        loss = loss.sum()
+    filler(swapped)
+    loss.backward(retain_graph=True)
+    assert start.grad is not None
+    assert bool((start.grad == 2).all())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(retain_graph=True)
+
+
 class Odd(torch.Tensor):
     """Of a user."""
 
@@ -689,8 +718,10 @@ def test_a_forward_that_raises_leaves_nothing(swapped: SwappedActivations) -> No
 def test_a_program_may_end_in_the_middle_and_a_child_is_refused(tmp_path: Path) -> None:
     done = run_python(
         f"""
-        import os, torch, nvmeio
+        import os, torch, nvmeio, warnings
         from nvmeio.offload import SwappedActivations
+
+        warnings.simplefilter("ignore")  # of a fork beside threads
 
         torch.set_num_threads(1)
         activations = SwappedActivations(
