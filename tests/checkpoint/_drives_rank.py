@@ -254,7 +254,7 @@ def not_named(me: Rank) -> None:
         with_drives(me, f"not-named-{writers}", "one")
         if me.rank == 1:
             os.rename = rename_or_fail if writers == "all" else rename  # type: ignore[assignment]
-            _job_parts.PartOfEachRank._wait_for_parts = fail_waiting  # type: ignore[method-assign]
+            _job_parts.PartOfEachRank._wait_for_parts = fail_waiting  # type: ignore[assignment, method-assign]
         with me.new(writers=writers) as checkpointer:
             me.saved(checkpointer, 1)
             me.meet_others()
