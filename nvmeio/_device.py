@@ -333,15 +333,6 @@ def current(tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def used_here(tensor: torch.Tensor) -> None:
-    """Its memory is not given to others before what the caller's stream is asked now is done.
-
-    For device memory that was allocated in another thread, and so perhaps for another stream.
-    """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 def as_here(work: Callable[[], Value]) -> Callable[[], Value]:
     """The same work for a new thread, on the calling thread's current CUDA device and stream.
 

@@ -61,8 +61,8 @@ class SwappedActivations(Closing):
     run again; what could not be written is still in memory. One that cannot be read is told by
     `backward` (`TransferError`, or `IntegrityError`): no gradient is computed from it.
 
-    Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it; the file is
-    as large as the most that was on the drive at a time.
+    Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it; the file
+    grows by a quarter, 64 MiB at least, when it has no room in a row, and keeps what it has.
     """
 
     def __init__(

@@ -166,7 +166,9 @@ def offload(
         chosen = swapped.parameters() if params is None else params(swapped)
         if state["device"] == "none":
             if master_dtype is not None:
-                raise ValueError('bf16: master weights need offload_optimizer with device "nvme"')
+                raise ValueError(
+                    'bf16: master weights need offload_optimizer with device "nvme" or "cpu"'
+                )
             optimizer = optimizer_class(chosen, **optimizer_args)
         else:
             optimizer = _optimizer(

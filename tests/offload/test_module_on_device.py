@@ -147,7 +147,6 @@ def test_a_missing_wait_shows(
             )
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_memory_of_the_device_is_out_of_the_cpu_s_reach(lazy: Accelerator) -> None:
     there = lazy.tensor(torch.ones(4))
     assert (there + there).sum().item() == 8
