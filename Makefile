@@ -27,7 +27,7 @@ CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 .PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-17s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
 	@$(BIN)/python examples/01_await_beside_compute.py $(DEMO_ARGS)

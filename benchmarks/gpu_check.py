@@ -461,8 +461,9 @@ def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
     }
 
 
-def train(step: Step, gradients: str) -> dict[str, Any]:
-    return gpu_training.training(step.file.parent, step.size, step.device, gradients)
+def train(step: Step, gradients: str, stepped_there: bool = False) -> dict[str, Any]:
+    folder, size, device = step.file.parent, step.size, step.device
+    return gpu_training.training(folder, size, device, gradients, stepped_there)
 
 
 def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], float]]:
@@ -472,7 +473,12 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
         "correctness gds": (lambda step: correctness(step, True), 300),
         "train, gradients in memory": (lambda step: train(step, "memory"), 300),
         "train, gradients on the drive": (lambda step: train(step, "disk"), 300),
+        "train, stepped on the device": (lambda step: train(step, "memory", True), 300),
         "stream": (lambda s: gpu_training.streaming(s.file.parent, s.size, s.device), 180),
+        "stream, adapters trained": (
+            lambda s: gpu_training.adapters(s.file.parent, s.size, s.device),
+            180,
+        ),
         "checkpoint": (lambda step: checkpoint(step, False), 180),
         "checkpoint, guarded": (lambda step: checkpoint(step, True), 180),
         "raw preadv, 8 threads": (raw_preadv, 300),

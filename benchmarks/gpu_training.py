@@ -5,9 +5,10 @@ Each also runs on the CPU, so that a machine without a GPU can tell whether the 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def train(made: Any, optimizer: Any, width: int, device: str) -> dict[str, Any]:
         synchronize(device)
         told["passes_s"] = round(time.perf_counter() - began, 4)
         began = time.perf_counter()
-        optimizer.clip_grad_norm_(1.0)
+        clip(made, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)
@@ -76,7 +77,28 @@ def train(made: Any, optimizer: Any, width: int, device: str) -> dict[str, Any]:
     return told
 
 
-def training(directory: Path, size: int, device: str, gradients: str) -> dict[str, Any]:
+def clip(made: Any, optimizer: Any) -> None:
+    if isinstance(optimizer, SwappedOptimizer):
+        optimizer.clip_grad_norm_(1.0)
+    else:
+        nn.utils.clip_grad_norm_(list(made.parameters()), 1.0)
+
+
+@contextlib.contextmanager
+def in_memory(made: nn.Module, folder: Path, options: dict[str, Any]) -> Iterator[Any]:
+    """What a step is compared with: the CPU's, in files; where the device steps, torch's own."""
+    if "device" in options:
+        yield torch.optim.AdamW(made.parameters(), lr=options["lr"])
+        return
+    with SwappedOptimizer(
+        torch.optim.AdamW, made.parameters(), swap_dir=folder, **options
+    ) as optimizer:
+        yield optimizer
+
+
+def training(
+    directory: Path, size: int, device: str, gradients: str, stepped_there: bool = False
+) -> dict[str, Any]:
     """Parameters, gradients and state on the drive: is it the training in memory, and how fast?"""
     with tempfile.TemporaryDirectory(dir=directory) as made_in:
         folder = Path(made_in)
@@ -86,9 +108,9 @@ def training(directory: Path, size: int, device: str, gradients: str) -> dict[st
         wanted.to(device)
         options: dict[str, Any] = {"lr": 1e-3, "gradients": gradients}
         options["subgroup_bytes"] = max(1 << 20, min(64 << 20, size // 64))
-        with SwappedOptimizer(
-            torch.optim.AdamW, wanted.parameters(), swap_dir=folder / "theirs", **options
-        ) as optimizer:
+        if stepped_there:
+            options["device"] = device
+        with in_memory(wanted, folder / "theirs", options) as optimizer:
             theirs = train(wanted, optimizer, width, device)
         ours, _ = model(size // 32)
         whole = bytes_of(ours)
@@ -112,6 +134,7 @@ def training(directory: Path, size: int, device: str, gradients: str) -> dict[st
                 for name, tensor in wanted.state_dict().items()
             )
             read = module.bytes_read
+            buffers = optimizer.plan.device_bytes
         pairs = list(zip(found["losses"], theirs["losses"], strict=True))
         furthest = max(abs(mine - other) / abs(other) for mine, other in pairs)
         if furthest > 1e-3:
@@ -122,6 +145,7 @@ def training(directory: Path, size: int, device: str, gradients: str) -> dict[st
             "weights_equal": f"{same} of {len(saved)}",
             "parameter_mb": round(whole / 1e6, 1),
             "read_mb": round(read / 1e6, 1),
+            "device_buffer_mb": round(buffers / 1e6, 1),
             "passes_s": found["passes_s"],
             "passes_in_memory_s": theirs["passes_s"],
             "step_s": found["step_s"],
@@ -165,4 +189,79 @@ def streaming(directory: Path, size: int, device: str) -> dict[str, Any]:
             "weights_mb": round(whole / 1e6, 1),
             "read_mb": round(read / 1e6, 1),
             "pass_s": round(seconds, 4),
+        }
+
+
+class Adapted(nn.Module):
+    """A linear layer with two matrices of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        where = base.weight.device
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False, device=where)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device=where)
+        generator = torch.Generator().manual_seed(base.in_features)
+        for each in (self.down, self.up):
+            values = torch.randn(each.weight.shape, generator=generator) / base.in_features
+            each.weight.data.copy_(values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(made: Any, width: int, device: str) -> dict[str, Any]:
+    """Adapters trained beside a frozen base; losses, and seconds of the last step."""
+    made.requires_grad_(False)
+    for part in made:
+        part.up, part.down = Adapted(part.up), Adapted(part.down)
+    optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-3)
+    losses, seconds = [], 0.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = made(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for number in range(PASSES):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(ROWS, width, generator=generator).to(device)
+        seconds, loss = timed(lambda x=x: step(x), device)
+        losses.append(loss.item())
+    return {"losses": losses, "step_s": round(seconds, 4)}
+
+
+def adapters(directory: Path, size: int, device: str) -> dict[str, Any]:
+    """Adapters over a base that is read while it is computed with, half of it in memory."""
+    with tempfile.TemporaryDirectory(dir=directory) as made_in:
+        file = Path(made_in) / "model.safetensors"
+        made, width = model(size // 4)
+        whole = bytes_of(made)
+        nvmeio.save_safetensors(made.state_dict(), file)
+        wanted = adapt(made.to(device), width, device)
+        del made
+        empty, _ = model(size // 4, "meta")
+        streamed = nvmeio.stream_model(
+            empty,
+            file,
+            trainable=True,
+            device=device,
+            resident_bytes=whole // PARTS * 5 + (1 << 20),
+        )
+        try:
+            found = adapt(streamed, width, device)
+            read = streamed.weight_stream.stats.bytes_read
+        finally:
+            streamed.weight_stream.close()
+        pairs = list(zip(found["losses"], wanted["losses"], strict=True))
+        if any(mine != theirs for mine, theirs in pairs):
+            raise SystemExit(f"WRONG: losses differ from those in memory: {pairs}")
+        return {
+            "checked": len(pairs),
+            "weights_mb": round(whole / 1e6, 1),
+            "read_mb": round(read / 1e6, 1),
+            "step_s": found["step_s"],
+            "step_in_memory_s": wanted["step_s"],
         }

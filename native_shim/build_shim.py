@@ -14,6 +14,7 @@ FILES = (
     "kaio",
     "file_facts",
     "copy",
+    "copy_crc32",
     "hold",
     "own_fds",
     "request",

@@ -182,16 +182,20 @@ int nv_fds_close(nv_fds *); /* whatever is open; -errno of this or an earlier ca
 /* Copies between memory of ours and memory that may not be there; 0 or -EFAULT. */
 int nv_copy_foreign(char *ours, char *theirs, uint64_t nbytes, int into);
 
-/* What statx(2) tells about an open file. */
-typedef struct {
-  uint32_t mode;
-  uint32_t block_size;
-  uint64_t size;
-  uint64_t device;
-  uint64_t inode;
-  uint32_t has_dio;           /* the kernel knows; else the two below say nothing */
-  uint32_t memory_alignment;  /* 0: this file takes no direct I/O */
-  uint32_t offset_alignment;
-} nv_facts;
+/* Copies, and goes on with the CRC-32 `crc` by what was copied; slow where the CPU cannot. */
+uint32_t nv_copy_crc32(uint64_t to, uint64_t from, uint64_t nbytes, uint32_t crc);
+int nv_can_copy_crc32(void);
 
-int nv_file_facts(int fd, nv_facts *);
+/* What statx(2) tells about an open file. */
+enum {
+  NV_MODE,
+  NV_BLOCK_SIZE,
+  NV_SIZE,
+  NV_DEVICE,
+  NV_INODE,
+  NV_HAS_DIO,           /* the kernel knows; else the two below say nothing */
+  NV_MEMORY_ALIGNMENT,  /* 0: this file takes no direct I/O */
+  NV_OFFSET_ALIGNMENT,
+  NV_FACTS,
+};
+int nv_file_facts(int fd, uint64_t facts[]); /* NV_FACTS of them */

@@ -28,19 +28,19 @@ typedef struct {
 
 _Static_assert(sizeof(kernel_statx) == 0x100, "struct statx is 256 bytes");
 
-int nv_file_facts(int fd, nv_facts *facts) {
+int nv_file_facts(int fd, uint64_t facts[]) {
   kernel_statx x;
   memset(&x, 0, sizeof x);
   if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, NV_STATX_BASIC_STATS | NV_STATX_DIOALIGN, &x) < 0)
     return -errno;
-  facts->mode = x.mode;
-  facts->block_size = x.blksize;
-  facts->size = x.size;
-  facts->device = makedev(x.dev_major, x.dev_minor);
-  facts->inode = x.ino;
-  facts->has_dio = (x.mask & NV_STATX_DIOALIGN) != 0;
-  facts->memory_alignment = x.dio_mem_align;
-  facts->offset_alignment = x.dio_offset_align;
+  facts[NV_MODE] = x.mode;
+  facts[NV_BLOCK_SIZE] = x.blksize;
+  facts[NV_SIZE] = x.size;
+  facts[NV_DEVICE] = makedev(x.dev_major, x.dev_minor);
+  facts[NV_INODE] = x.ino;
+  facts[NV_HAS_DIO] = (x.mask & NV_STATX_DIOALIGN) != 0;
+  facts[NV_MEMORY_ALIGNMENT] = x.dio_mem_align;
+  facts[NV_OFFSET_ALIGNMENT] = x.dio_offset_align;
   return 0;
 }
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 import torch
 
 from nvmeio import _checks, _holds, _tensor, files
+from nvmeio._descriptors import Descriptors
 from nvmeio._tensor import Data, Memory
 from nvmeio.engines.base import Opcode
-from nvmeio.files import Descriptors, File
+from nvmeio.files import File
 
 if TYPE_CHECKING:
     import numpy

@@ -21,13 +21,13 @@ import torch
 
 from nvmeio import _transfer
 from nvmeio._batch import Batch, BatchMember
+from nvmeio._descriptors import Descriptors
 from nvmeio._plan import Plan
 from nvmeio._record import NOTHING, Record, copy_back, failure_of, refused_once
 from nvmeio._tensor import Memory
 from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Opcode, Outcome, Request, Transfer
 from nvmeio.errors import BatchError, TransferError
-from nvmeio.files import Descriptors
 
 Planner = Callable[[Opcode, Memory, Descriptors, int], tuple[Plan, Transfer]]
 

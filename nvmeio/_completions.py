@@ -50,7 +50,11 @@ class CompletionQueues:
         latest, cq = self.latest
         if latest is loop:
             return cq
-        return self.default if loop is None else self.of(loop)
+        if loop is not None:
+            return self.of(loop)
+        if latest is not None and latest.is_closed():
+            self.forget_closed_loops()
+        return self.default
 
     def of(self, loop: asyncio.AbstractEventLoop) -> CompletionQueue:
         """The completion queue that a loop watches; called in the loop's own thread.
@@ -80,6 +84,8 @@ class CompletionQueues:
         for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with self._lock:
                 gone = self._loops.pop(loop, None)
+                if self.latest[0] is loop:
+                    self.latest = (None, self.default)
             if gone is not None:
                 try:
                     self._orphaned(gone.cq)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from nvmeio import _transfer, _unreleased, files
 from nvmeio._batch import Batch
 from nvmeio._batch_record import BatchRecord, Planner
+from nvmeio._descriptors import Descriptors
 from nvmeio._io.threads import run_interruptible
 from nvmeio._live import LiveRecords
 from nvmeio._loops import in_a_thread
@@ -26,7 +27,7 @@ from nvmeio._tensor import Memory
 from nvmeio._watching import Watchers
 from nvmeio.engines.base import Counters, Engine, Opcode, Transfer
 from nvmeio.errors import TransferError
-from nvmeio.files import Descriptors, File
+from nvmeio.files import File
 
 logger = logging.getLogger("nvmeio")
 
@@ -129,7 +130,11 @@ class Core:
             self.live.add(record)
             request.start()
         except BaseException:
-            self.withdraw(record)
+            try:
+                self.withdraw(record)
+            except BaseException:  # Ctrl-C once more, before it or within: it may be done again
+                self.withdraw(record)
+                raise
             raise
         if cq is self.queues.default and not token % REAP_EVERY:
             self.settler.reap(cq, True)

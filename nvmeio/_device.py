@@ -82,6 +82,9 @@ class Beside(Protocol):
     def precede(self) -> None:
         """What the calling thread's stream is asked from now on comes after what was begun."""
 
+    def after(self, mark: Mark) -> None:
+        """What is begun from now on comes after a mark."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
 
@@ -177,6 +180,9 @@ class _SideStream:
         with torch.cuda.device(self._device):
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
+    def after(self, mark: Mark) -> None:
+        come_after(self._stream, mark)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.device(self._device), torch.no_grad(), torch.cuda.stream(self._stream):
             _begin_copy(target, source)
@@ -200,6 +206,9 @@ class _InOrder:
 
     def precede(self) -> None:
         pass
+
+    def after(self, mark: Mark) -> None:
+        mark.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
@@ -261,6 +270,30 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 def stream_here(device: torch.device) -> Any:
     """Where the calling thread's work on a device is queued; None for one without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """What the calling thread asks of a device meanwhile is queued on a stream of `stream_here`."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+
+
+def now(device: torch.device) -> Mark:
+    """All that the calling thread's stream of a device was asked so far."""
+    return _CudaMark(stream_here(device)) if device.type == "cuda" else _Reached()
+
+
+def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of a device's memory, for the calling thread's stream.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no more.
+    """
+    return _empty(nbytes, device)
 
 
 def come_after(stream: Any, mark: Mark) -> None:

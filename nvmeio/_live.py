@@ -133,7 +133,7 @@ class LiveRecords:
                     continue
                 if record.state == "pending":
                     return record
-                self.records.pop(record.token, None)  # an interrupt came between its end and this
+                self.end(record, record.state)  # an interrupt came before it was taken out
         return None
 
     def at(self, cq: CompletionQueue) -> list[Record]:

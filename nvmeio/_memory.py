@@ -1,43 +1,44 @@
-"""The memory behind nvmeio's buffers: mappings on huge pages, and the registry of them.
+"""The memory behind nvmeio's buffers: mappings on huge pages.
 
 Who keeps what alive: tensor → torch storage → `Mapping` (a `mmap.mmap`) → the pages. The mapping
-goes when the last view of it goes; nothing here holds one.
+goes when the last view of it goes; nothing here holds one. `_memory_registry` knows their
+addresses.
 
-The registry knows which addresses are ours (`mapped`) and which of them are locked (`locked`). It
-is process-wide because addresses are.
-
-Sources: man 2 mmap, man 2 madvise (MADV_HUGEPAGE, MADV_POPULATE_WRITE), man 2 mlock,
-man 2 getrlimit; Documentation/admin-guide/mm/transhuge.rst in the kernel tree.
+Sources: man 2 mmap, man 2 madvise (MADV_HUGEPAGE, MADV_POPULATE_WRITE), man 2 mlock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
 import math
 import mmap
 import os
-import resource
 import sys
-import threading
 import weakref
-from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from nvmeio._plan import PAGE_BYTES
+from nvmeio import _memory_registry as registry
+from nvmeio._memory_registry import Alive, Pin, unpin
+from nvmeio._memory_system import (
+    check_available,
+    cuda_refusal,
+    cuda_runtime,
+    huge_page_bytes,
+    libc,
+    no_memory,
+    not_lockable,
+)
+from nvmeio._plan import PAGE_BYTES, round_up
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22  # Linux 5.14; linux/mman.h
 _MADV_POPULATE_WRITE = 23
 _MLOCK_ONFAULT = 1  # Linux 4.4
-_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
 
 # The kernel holds the process's memory map for the whole of one populate call, and every other
 # thread that maps or unmaps memory waits for it. Populating 1 GiB in one call stalled such a thread
@@ -45,21 +46,9 @@ _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; driver_types.h
 # for 5 to 60 ms; 16 MiB at a time for 1 to 2 ms, at the same 11 to 12 GB/s.
 _POPULATE_BYTES = 16 << 20
 
-# From here on a mapping is checked against MemAvailable before it is touched. Overcommit lets mmap
-# succeed for far more than there is, and the OOM killer would answer the touching. Below this size
-# reading /proc/meminfo (40 us) would cost more than it guards.
-_CHECK_BYTES = 64 << 20
-
 # A tail shorter than a huge page lies on small pages. It is rounded up to a whole huge page where
 # that costs at most this fraction of the buffer.
 _ROUNDING_SHARE = 8
-
-# CDLL, not PyDLL: each call gives up the GIL.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mlock2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
 
 
 class Mapping(mmap.mmap):
@@ -72,12 +61,12 @@ class Mapping(mmap.mmap):
     mmap's own deallocator calls weak references after that, when another thread may have been
     given the same address already. What Ctrl-C takes of a `__del__` nobody does again, so there is
     a net below it: Python drops a subclass's slots between the two, and the weak reference to what
-    lies in one puts itself in a queue (`_died`), in C.
+    lies in one puts itself in a queue (`died`), in C.
     """
 
     __slots__ = ("_alive", "address", "base", "nbytes")
 
-    _alive: _Alive
+    _alive: Alive
 
     base: int  # of the first byte
     address: int  # of the first usable byte
@@ -95,7 +84,7 @@ class Mapping(mmap.mmap):
         rounded = round_up(length, align)
         if (rounded - length) * _ROUNDING_SHARE <= length:
             length = rounded
-        _check_available(nbytes, length)
+        check_available(nbytes, length)
         try:
             # Linux aligns a mapping of whole huge pages by itself from 6.7 on; where it did not,
             # a longer one contains an aligned span. What is left over is never touched.
@@ -104,15 +93,15 @@ class Mapping(mmap.mmap):
                 self = _anonymous(cls, length + align)
                 self.address = round_up(self.address, align)
         except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(_no_memory(nbytes, str(error))) from None
+            raise MemoryError(no_memory(nbytes, str(error))) from None
         if align == huge:
             # Refused (EINVAL) only by a kernel without huge pages, where small ones must do.
-            _libc.madvise(self.address, length, _MADV_HUGEPAGE)
-        _take_out_dead()  # one of them may have had this address
-        self._alive = _Alive()
+            libc.madvise(self.address, length, _MADV_HUGEPAGE)
+        registry.take_out_dead()  # one of them may have had this address
+        self._alive = Alive()
         self.nbytes = length
-        alive[self.address] = weakref.ref(self._alive, _died.put)
-        mapped.add(self.address, length)
+        registry.alive[self.address] = weakref.ref(self._alive, registry.died.put)
+        registry.mapped.add(self.address, length)
         return self
 
     def lock(self) -> None:
@@ -121,14 +110,14 @@ class Mapping(mmap.mmap):
         On fault: what `populate` brings in is locked as it comes, so that a refusal is known
         at once and `mlock` does not populate in one long call (see _POPULATE_BYTES).
         """
-        pinned[self.address] = _Pin(self.nbytes)  # first: what is interrupted can be undone
-        if _libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
+        registry.pinned[self.address] = Pin(self.nbytes)  # first: what is interrupted can be undone
+        if libc.mlock2(self.address, self.nbytes, _MLOCK_ONFAULT) != 0:
             code = ctypes.get_errno()
-            if code != errno.ENOSYS or _libc.mlock(self.address, self.nbytes) != 0:
+            if code != errno.ENOSYS or libc.mlock(self.address, self.nbytes) != 0:
                 code = ctypes.get_errno()
                 unpin(self.address)
-                raise OSError(code, _not_lockable(self.nbytes, code))
-        locked.add(self.address, self.nbytes)
+                raise OSError(code, not_lockable(self.nbytes, code))
+        registry.locked.add(self.address, self.nbytes)
 
     def populate(self) -> None:
         """Back every page with memory.
@@ -138,11 +127,11 @@ class Mapping(mmap.mmap):
         """
         for start in range(0, self.nbytes, _POPULATE_BYTES):
             length = min(_POPULATE_BYTES, self.nbytes - start)
-            if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
+            if libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
                 continue
             code = ctypes.get_errno()
             if code not in (errno.EINVAL, errno.ENOSYS):
-                raise MemoryError(_no_memory(self.nbytes, os.strerror(code)))
+                raise MemoryError(no_memory(self.nbytes, os.strerror(code)))
             ctypes.memset(self.address + start, 0, length)  # Linux before 5.14; no GIL either
 
     def register_with_cuda(self) -> None:
@@ -150,13 +139,13 @@ class Mapping(mmap.mmap):
 
         CUDA page-locks what is not locked yet.
         """
-        runtime = _cuda_runtime()
+        runtime = cuda_runtime()
         if runtime is None:
             return
-        if self.address not in pinned:
-            pinned[self.address] = _Pin(self.nbytes)
-            locked.add(self.address, self.nbytes)
-        pin = pinned[self.address]
+        if self.address not in registry.pinned:
+            registry.pinned[self.address] = Pin(self.nbytes)
+            registry.locked.add(self.address, self.nbytes)
+        pin = registry.pinned[self.address]
         pin.device = torch.cuda.current_device()
         pin.runtime = runtime  # before the call: what is interrupted after it can be undone
         # 0, cudaHostRegisterDefault: with unified addressing it is page-locked to every device.
@@ -164,7 +153,7 @@ class Mapping(mmap.mmap):
         if int(error) != 0:
             pin.runtime = None
             unpin(self.address)
-            raise OSError(errno.EIO, _cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error))
+            raise OSError(errno.EIO, cuda_refusal(runtime, "cudaHostRegister", self.nbytes, error))
 
     def tensor(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from byte `offset` on, with a storage of exactly its size.
@@ -195,7 +184,7 @@ class Mapping(mmap.mmap):
         # At the end of the interpreter the globals may be gone; so is the process, soon.
         if finalizing() or not hasattr(self, "nbytes"):
             return
-        _leave(self.address)
+        registry.leave(self.address)
 
 
 def _anonymous(cls: type[Mapping], length: int) -> Mapping:
@@ -209,16 +198,6 @@ def _address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
-@functools.cache
-def huge_page_bytes() -> int:
-    """Size of a transparent huge page: 2 MiB on x86-64, else what the kernel says."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 2 << 20
-
-
 def accessible(address: int, nbytes: int, writing: bool) -> bool:
     """Whether memory can be read (or written), found by having the kernel bring it in.
 
@@ -226,7 +205,7 @@ def accessible(address: int, nbytes: int, writing: bool) -> bool:
     """
     advice = _MADV_POPULATE_WRITE if writing else _MADV_POPULATE_READ
     start = address - address % PAGE_BYTES
-    if not nbytes or _libc.madvise(start, address + nbytes - start, advice) == 0:
+    if not nbytes or libc.madvise(start, address + nbytes - start, advice) == 0:
         return True
     code = ctypes.get_errno()
     if code == errno.EINVAL:  # read-only, or an advice that this kernel does not know
@@ -237,280 +216,4 @@ def accessible(address: int, nbytes: int, writing: bool) -> bool:
 @functools.cache
 def _knows_populate() -> bool:
     page = mmap.mmap(-1, PAGE_BYTES)
-    return bool(_libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)
-
-
-@functools.cache
-def huge_pages_for_all() -> bool:
-    """Whether the kernel gives huge pages to memory that did not ask for them."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
-            return "[always]" in file.read()
-    except OSError:
-        return False
-
-
-# The registry
-
-
-class Serial:
-    """Runs short steps one after another, whichever thread they come from.
-
-    A plain lock will not do: the steps are also called by destructors, and the garbage collector
-    may run one at any moment, in a thread that is in the middle of a step. Such a call leaves its
-    step to the one under way and returns; every other call returns once its step has run. Steps
-    must not raise and must not wait. One that an interrupt (Ctrl-C) cuts short is run again from
-    its beginning, and must be written for that.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._steps: deque[Callable[[], None]] = deque()
-        self._running = False
-
-    @property
-    def was_cut_short(self) -> bool:
-        """Whether interrupts left steps that nobody runs."""
-        return bool(self._steps) and not self._running
-
-    def run(self, step: Callable[[], None]) -> None:
-        self._steps.append(step)
-        try:
-            self._run_all()
-        except BaseException:  # Ctrl-C, in the middle of a step: once more
-            self._run_all()
-            raise
-
-    def _run_all(self) -> None:
-        with self._lock:
-            if self._running:
-                return
-            while self._steps:
-                self._running = True
-                try:
-                    while self._steps:
-                        self._steps[0]()
-                        self._steps.popleft()
-                finally:
-                    self._running = False
-
-
-class _Regions:
-    """A set of disjoint spans of addresses, asked without a lock.
-
-    A change replaces the whole table, which is one store: a reader sees the old or the new one.
-    Copying costs 70 us at 10,000 spans; mapping and touching the smallest, 20 us.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._table: tuple[list[int], list[int]] = ([], [])  # starts (sorted), ends
-
-    def add(self, address: int, nbytes: int) -> None:
-        _changes.run(lambda: self._insert(address, address + nbytes))
-
-    def remove(self, address: int) -> None:
-        _changes.run(lambda: self._delete(address))
-
-    def covers(self, address: int, nbytes: int) -> bool:
-        _take_out_dead()
-        starts, ends = self._table
-        index = bisect_right(starts, address) - 1
-        return index >= 0 and address + nbytes <= ends[index]
-
-    def _insert(self, start: int, end: int) -> None:
-        starts, ends = self._table
-        at = bisect_left(starts, start)
-        if starts[at : at + 1] == [start]:
-            return  # done, and interrupted after that
-        self._table = ([*starts[:at], start, *starts[at:]], [*ends[:at], end, *ends[at:]])
-
-    def _delete(self, start: int) -> None:
-        starts, ends = self._table
-        at = bisect_left(starts, start)
-        if starts[at : at + 1] == [start]:
-            self._table = (starts[:at] + starts[at + 1 :], ends[:at] + ends[at + 1 :])
-
-    def __len__(self) -> int:
-        _take_out_dead()
-        return len(self._table[0])
-
-
-class _Alive:
-    """What a mapping has while it lives."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Pin:
-    """What `unpin` has to undo."""
-
-    __slots__ = ("device", "lock", "nbytes", "runtime")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.lock = threading.Lock()
-        self.runtime: Any = None  # torch.cuda.cudart() where CUDA knows the memory
-        self.device = 0  # that was current then
-
-    def unregister(self, address: int) -> Any:
-        """Have CUDA forget it; CUDA's answer, 0 for success."""
-        if self.runtime is None:
-            return 0
-        # A destructor's thread may be on a device that is not in use: CUDA would make a context.
-        with torch.cuda.device(self.device):
-            error = self.runtime.cudaHostUnregister(address)
-        if int(error) == _NOT_REGISTERED:  # an interrupt came after CUDA had forgotten it
-            _clear_cuda_error()
-            return 0
-        return error
-
-
-_changes = Serial()  # one for both: a destructor may come in the middle of a change of either
-mapped = _Regions()
-locked = _Regions()
-pinned: dict[int, _Pin] = {}  # by address
-alive: dict[int, weakref.ref[_Alive]] = {}  # by address, what is to leave the registry
-_died: SimpleQueue[weakref.ref[_Alive]] = SimpleQueue()  # of these, what was interrupted in that
-
-
-def _leave(address: int) -> None:
-    """A mapping out of the registry; what an interrupt cuts short is done again later."""
-    with contextlib.suppress(OSError):  # a destructor has nobody to tell
-        unpin(address)
-    mapped.remove(address)
-    alive.pop(address, None)
-
-
-def _take_out_dead() -> None:
-    """Out of the registry with what died and is still there."""
-    if not _died.empty():
-        _changes.run(_leave_all_dead)
-    elif _changes.was_cut_short:
-        _changes.run(lambda: None)
-
-
-def _leave_all_dead() -> None:
-    died = _died.qsize()
-    for address, known in alive.copy().items():  # in one step of C: the collector may come any time
-        if known() is None:
-            _leave(address)
-    for _ in range(died):  # last: after an interrupt all of this is done again
-        _died.get_nowait()
-
-
-def unpin(address: int) -> bool:
-    """Undo `Mapping.lock` and `register_with_cuda`; False where there is nothing to undo.
-
-    Raises:
-        OSError: CUDA refused (EIO); the page lock is gone all the same.
-    """
-    pin = pinned.get(address)
-    if pin is None:
-        return False
-    locked.remove(address)
-    with pin.lock:  # within it no step of the registry's, which may be waiting for it
-        if pinned.get(address) is not pin:
-            return False
-        error = pin.unregister(address)
-        _libc.munlock(address, pin.nbytes)
-        pinned.pop(address, None)  # last: after an interrupt all of this is done again
-    if int(error) != 0:
-        text = _cuda_refusal(pin.runtime, "cudaHostUnregister", pin.nbytes, error)
-        raise OSError(errno.EIO, text)
-    return True
-
-
-def _after_fork_in_child() -> None:
-    # Page locks and CUDA stay with the parent (man 2 mlock), the mappings are here too; another
-    # thread of the parent may have been inside a step.
-    global _changes
-    _changes = Serial()
-    locked.reset()
-    pinned.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-# What the kernel and CUDA say
-
-
-def _cuda_runtime() -> Any:
-    """`torch.cuda.cudart()` where CUDA can be used, else None (in a forked child, for one)."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        cuda: Any = torch.cuda
-        return cuda.cudart()
-    except RuntimeError:
-        return None
-
-
-def _clear_cuda_error() -> None:
-    # CUDA keeps it for the next launch of a kernel in this thread, which would seem to have failed.
-    # torch has no name for the call; its runtime's symbols are global.
-    take_error = getattr(_libc, "cudaGetLastError", None)
-    if take_error is not None:
-        take_error()
-
-
-def _cuda_refusal(runtime: Any, call: str, nbytes: int, error: Any) -> str:
-    _clear_cuda_error()
-    return f"{call} of {nbytes} bytes failed: {runtime.cudaGetErrorString(error)}"
-
-
-def _proc_bytes(path: str, field: str) -> int | None:
-    """A "Field: 123 kB" line of /proc/meminfo or /proc/self/status, in bytes."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith(f"{field}:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def available_bytes() -> int | None:
-    """What the kernel says could be allocated now without swapping; None where it says nothing."""
-    return _proc_bytes("/proc/meminfo", "MemAvailable")
-
-
-def _check_available(nbytes: int, length: int) -> None:
-    if length < _CHECK_BYTES:
-        return
-    available = _proc_bytes("/proc/meminfo", "MemAvailable")
-    if available is not None:
-        available += _proc_bytes("/proc/meminfo", "SwapFree") or 0
-        if length > available:
-            raise MemoryError(_no_memory(nbytes, "more than is available"))
-
-
-def _no_memory(nbytes: int, reason: str) -> str:
-    available = _proc_bytes("/proc/meminfo", "MemAvailable")
-    known = "unknown" if available is None else f"{available} bytes"
-    return f"cannot allocate {nbytes} bytes: {reason} (available: {known}; MemAvailable)"
-
-
-def _not_lockable(nbytes: int, code: int) -> str:
-    soft, hard = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK))
-    used = _proc_bytes("/proc/self/status", "VmLck")
-    return (
-        f"cannot page-lock {nbytes} bytes ({os.strerror(code)}): the limit RLIMIT_MEMLOCK is "
-        f"{soft} (hard limit {hard}), of which this process has "
-        f"{'an unknown number of' if used is None else used} bytes locked. Raise it with "
-        "`ulimit -l unlimited` in the shell, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= "
-        "in a systemd unit, or `docker run --ulimit memlock=-1`. nvmeio does not need locked "
-        "memory: nvmeio.empty_aligned is as fast"
-    )
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value} bytes"
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return bool(libc.madvise(_address_of(page), PAGE_BYTES, _MADV_POPULATE_READ) == 0)

@@ -23,6 +23,11 @@ PAGE_BYTES = mmap.PAGESIZE
 _new = tuple.__new__
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple from a value on."""
+    return -(-value // multiple) * multiple
+
+
 class Alignment(NamedTuple):
     """What a file asks of direct I/O, in bytes; ``Alignment(0, 0)`` where there is none."""
 

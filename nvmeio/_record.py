@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nvmeio import _transfer
+from nvmeio._descriptors import Descriptors
 from nvmeio._plan import Plan
 from nvmeio._row_places import RowPlaces
 from nvmeio._tensor import Memory, touch
@@ -31,7 +32,6 @@ from nvmeio.engines.base import (
     Transfer,
 )
 from nvmeio.errors import ShortTransferError, TransferError
-from nvmeio.files import Descriptors
 
 NAMES = {
     Opcode.READ: "pread",

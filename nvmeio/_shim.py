@@ -113,6 +113,10 @@ def memory_at(address: int, nbytes: int, keep: object = None) -> memoryview:
     return memoryview(ffi.buffer(pointer, nbytes))
 
 
+_FDS = ffi.typeof("nv_fds *")
+_FACTS = ffi.typeof(f"uint64_t[{lib.NV_FACTS}]")
+
+
 class OwnFds:
     """Up to two descriptors of one file, closed with this object at the latest.
 
@@ -123,7 +127,7 @@ class OwnFds:
 
     def __init__(self) -> None:
         # The destructor is a C function: one of Python's could be interrupted as well.
-        self._raw = ffi.gc(ffi.new("nv_fds *", (-1, -1, 0)), lib.nv_fds_close)
+        self._raw = ffi.gc(ffi.new(_FDS, (-1, -1, 0)), lib.nv_fds_close)
 
     @property
     def direct(self) -> int:
@@ -138,6 +142,10 @@ class OwnFds:
     def open(self, direct: bool, path: str, flags: int) -> int:
         """Open a file as the one or the other; OSError as `os.open` raises it."""
         return _checked(lib.nv_fds_open(self._raw, direct, os.fsencode(path), flags))
+
+    def reopen(self, direct: bool, fd: int, flags: int) -> int:
+        """Open once more what is open: the inode itself, renamed or unlinked as it may be."""
+        return self.open(direct, f"/proc/self/fd/{fd}", flags)  # the kernel's magic link
 
     def duplicate(self, fd: int) -> int:
         """dup(2), as the one without."""
@@ -178,17 +186,11 @@ def file_facts(fd: int) -> FileFacts:
     Raises:
         OSError: EBADF and friends.
     """
-    facts = ffi.new("nv_facts *")
+    facts = ffi.new(_FACTS)
     failure = lib.nv_file_facts(fd, facts)
     if failure:
         raise OSError(-failure, os.strerror(-failure))
-    known = bool(facts.has_dio)
-    return FileFacts(
-        facts.mode,
-        facts.block_size,
-        facts.size,
-        facts.device,
-        facts.inode,
-        facts.memory_alignment if known else None,
-        facts.offset_alignment if known else None,
-    )
+    mode, block_size, size, device, inode, known, memory, offset = ffi.unpack(facts, lib.NV_FACTS)
+    if not known:
+        memory = offset = None
+    return FileFacts(mode, block_size, size, device, inode, memory, offset)

@@ -13,12 +13,12 @@ import torch
 
 from nvmeio import _holds, _transfer
 from nvmeio._core import REAP_EVERY, Core
+from nvmeio._descriptors import Descriptors
 from nvmeio._plan import PAGE_BYTES
 from nvmeio._record import Record, make_room
 from nvmeio._tensor import LOOKED_UP_BYTES, Memory
 from nvmeio.engines.base import Opcode, ShortRequest, Transfer
 from nvmeio.errors import TransferError
-from nvmeio.files import Descriptors
 from nvmeio.operation import Operation
 
 _FLAG_OFFSET = _holds.FLAG_OFFSET or 0  # where there is none, nothing goes this way
@@ -194,7 +194,11 @@ def start_short(
             live.check_open()
         request.start_at(address, nbytes, file_offset)
     except BaseException:
-        core.withdraw(record)
+        try:
+            core.withdraw(record)
+        except BaseException:  # as in `Core._submit`
+            core.withdraw(record)
+            raise
         raise
     if not token % REAP_EVERY and cq is queues.default:
         core.settler.reap(cq, True)

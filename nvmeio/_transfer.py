@@ -6,11 +6,11 @@ import errno
 from collections.abc import Sequence
 
 from nvmeio import buffers
+from nvmeio._descriptors import Descriptors
 from nvmeio._plan import PAGE_BYTES, Plan, plan_read, plan_write
 from nvmeio._tensor import Memory
 from nvmeio.engines.base import DeviceTransfer, Opcode, Transfer
 from nvmeio.errors import TransferError
-from nvmeio.files import Descriptors
 
 # Aligned memory on 4 KiB pages was read at 1.4 to 2.8 GB/s and written at 2.7 to 5.1, as its pages
 # happened to lie; through a ring of huge-page blocks at 2.5 and 4.7, always. Short transfers are

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 from nvmeio import files
+from nvmeio._descriptors import Descriptors
 from nvmeio._tensor import Memory
 from nvmeio.errors import IntegrityError, TransferError
 
@@ -35,7 +36,7 @@ def comparison(
     return compare
 
 
-def _compare(memory: Memory, opened: files.Descriptors, file_offset: int) -> None:
+def _compare(memory: Memory, opened: Descriptors, file_offset: int) -> None:
     fd = opened.buffered_fd()
     for start in range(0, memory.nbytes, _CHUNK_BYTES):
         wanted = min(_CHUNK_BYTES, memory.nbytes - start)

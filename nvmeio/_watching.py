@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from nvmeio._completions import CompletionQueues
 from nvmeio._live import LiveRecords
+from nvmeio._loops import wake
 from nvmeio._record import Record
 from nvmeio._settling import Settler
 from nvmeio.engines.base import CompletionQueue, Engine
@@ -56,15 +57,17 @@ class Watchers:
             cq = self.queues.of(loop)
         if record.home is cq:
             record.waiters.append((loop, waiter))
-            if record.state != "pending" and not waiter.done():  # it may have been told, or not
-                waiter.set_result(None)
+            if record.state != "pending":  # it may have been told, or not
+                for each in list(record.waiters):
+                    wake(*each)
+                record.waiters = []  # whoever tells them too has the other list
             return waiter
         with self._live.lock:
-            lonely = not record.waiters and not record.callbacks
-            record.waiters.append((loop, waiter))
             if record.state != "pending":
                 waiter.set_result(None)
                 return waiter
+            lonely = not record.waiters and not record.callbacks
+            record.waiters.append((loop, waiter))
             if record.home is cq:
                 return waiter
             default = self.queues.default

@@ -7,7 +7,8 @@ of the device's block size can go through O_DIRECT without a copy. Direct reads 
 Page-locking adds nothing to that: Linux pins the pages of a direct transfer itself. It matters to
 copies between host and GPU only.
 
-`PinnedPool` (pool.py) reuses such memory; _memory.py has the mappings and the registry.
+`PinnedPool` (pool.py) reuses such memory; _memory.py has the mappings, _memory_registry.py which
+addresses they have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nvmeio import _checks, _memory
+from nvmeio import _checks, _memory, _memory_registry, _memory_system
 
 __all__ = [
     "empty_aligned",
@@ -149,7 +150,7 @@ def free_pinned(tensor: torch.Tensor) -> None:
     """
     _check_tensor(tensor)
     address = span(tensor)[0]
-    if not _memory.unpin(address):
+    if not _memory_registry.unpin(address):
         raise ValueError(_why_not_freeable(tensor, address))
 
 
@@ -173,7 +174,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     _check_tensor(tensor)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
-    if _memory.locked.covers(*span(tensor)):
+    if _memory_registry.locked.covers(*span(tensor)):
         return True
     # torch has pinned memory of its own only where CUDA is up; asking must not bring it up.
     cuda: Any = torch.cuda
@@ -193,7 +194,7 @@ def owns(address: int, nbytes: int) -> bool:
     Cost:
         0.3 us among 10,000 buffers. Takes no lock.
     """
-    return _memory.mapped.covers(address, nbytes)
+    return _memory_registry.mapped.covers(address, nbytes)
 
 
 def on_huge_pages(address: int, nbytes: int) -> bool:
@@ -202,7 +203,7 @@ def on_huge_pages(address: int, nbytes: int) -> bool:
     True for nvmeio's own buffers, and for all memory where transparent huge pages are "always".
     Parameters and cost as for `owns`.
     """
-    return _memory.huge_pages_for_all() or owns(address, nbytes)
+    return _memory_system.huge_pages_for_all() or owns(address, nbytes)
 
 
 def _sizes(shape: tuple[int | tuple[int, ...] | list[int], ...]) -> tuple[int, ...]:
@@ -248,8 +249,8 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _why_not_freeable(tensor: torch.Tensor, address: int) -> str:
     what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor at {address:#x} on {tensor.device}"
-    if address and _memory.locked.covers(address, 1):
+    if address and _memory_registry.locked.covers(address, 1):
         return f"{what} is a view into the middle of page-locked memory: free the whole tensor"
-    if address and _memory.mapped.covers(address, 1):
+    if address and _memory_registry.mapped.covers(address, 1):
         return f"{what} is not page-locked (any more): it was freed before, or is empty_aligned's"
     return f"{what} was not page-locked by nvmeio (new_cpu_locked_tensor, empty_pinned)"

@@ -16,6 +16,7 @@ from nvmeio._batch import BatchOffsets, FileLike, Files
 from nvmeio._closing import ClosingWork
 from nvmeio._core import Core
 from nvmeio._cores import Cores, ring_core
+from nvmeio._descriptors import Descriptors
 from nvmeio._handle_settings import HandleSettings
 from nvmeio._io.threads import run_interruptible
 from nvmeio._record import NAMES, ROWS_NAMES
@@ -275,7 +276,8 @@ class AioHandle(HandleSettings, ClosingWork):
         Raises: As `async_pread`; ValueError also where there are not as many offsets as rows.
 
         The operation fails with `RowsError` if some rows cannot be read, or the file ends before
-        them; all others are read. It names the first of them and knows which are whole.
+        them; all others are read. It names the first of them and knows which are whole. What the
+        others hold is unknown: what was there, some of what was read, or, on a device, zeros.
 
         Cost: one call and no Python for each row. Rows are sorted (16 bytes of memory each, 32
         while it is done), and what is near is read at once, up to `block_size`, each sector once
@@ -500,11 +502,11 @@ class AioHandle(HandleSettings, ClosingWork):
             raise
         self._sync(data_only, opened).result()
 
-    def _sync(self, data_only: bool, opened: files.Descriptors) -> Operation:
+    def _sync(self, data_only: bool, opened: Descriptors) -> Operation:
         core, opcode = self._cores.host, Opcode.FDATASYNC if data_only else Opcode.FSYNC
         return Operation(core.watchers, core.start_sync(opcode, opened))
 
-    def _opened_for_sync(self, file: FileLike) -> files.Descriptors:
+    def _opened_for_sync(self, file: FileLike) -> Descriptors:
         self._cores.check_open()
         return files.acquire(file, None)
 

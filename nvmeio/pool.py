@@ -4,17 +4,12 @@ First touch is expensive (`empty_aligned` has the figures), so whoever moves man
 host memory maps one arena and reuses it; whoever must stay within a budget waits here until enough
 of it is back.
 
-How it works: blocks of whole pages, best fit, the lowest address among equals, merged with their
-neighbours when they come back (`FreeBlocks`). Those who wait form one queue, whether they wait in
-a thread or on an event loop, and are served strictly in the order they came: a small request never
-passes a big one, so a big one is served once enough earlier leases are back. Every change of state
-is a step in one `Serial`, so there is no moment at which a block belongs to nobody: a waiter that
-gives up either leaves the queue, or finds that it was served already and hands the block back.
+Who has which bytes, and who waits: `_lease_queue`.
 
 Where Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
 bytes back. They come back when both the lease and the memory are dead: the callbacks of their weak
 references are `SimpleQueue.put` itself, a C function, which no interrupt cuts in half, and whoever
-takes or waits looks there (`_sweep`).
+takes or waits looks there (`LeaseQueue.look`).
 """
 
 from __future__ import annotations
@@ -26,18 +21,16 @@ import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from nvmeio import _checks
-from nvmeio._free_blocks import FreeBlocks
-from nvmeio._memory import Mapping, Serial, round_up
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._lease_queue import LeaseQueue, Waiter
+from nvmeio._memory import Mapping
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import ClosedError
 
 __all__ = ["Lease", "PinnedPool"]
@@ -79,16 +72,9 @@ class PinnedPool:
         self._budget = round_up(budget, PAGE_BYTES)
         arena = Mapping(self._budget)
         self._locked = _lock_if_allowed(arena)
-        self._arena: Mapping | None = arena
-        self._free = FreeBlocks(self._budget)
-        self._granted: dict[_Waiter, None] = {}
-        self._cut = False  # a step began to change what is free, and has not ended
-        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()  # in the order they came
-        self._died: SimpleQueue[weakref.ref[Any]] = SimpleQueue()  # of leases and their memory
+        self._queue = LeaseQueue(arena, self._budget)
         self._collected_s = 0.0
-        self._serial = Serial()
         self._pid = os.getpid()
-        self._closed = False
 
     def take(self, nbytes: int, *, timeout: float | None = None) -> Lease:
         """A lease of `nbytes` bytes, for ``async with`` (waits) or ``with`` (blocks).
@@ -135,20 +121,20 @@ class PinnedPool:
 
     # Steps of a lease
 
-    def _enqueue(self, waiter: _Waiter) -> None:
+    def _enqueue(self, waiter: Waiter) -> None:
         self._check_open()
-        self._serial.run(lambda: self._admit(waiter))
+        self._queue.enqueue(waiter)
 
-    def _withdraw(self, waiter: _Waiter) -> None:
+    def _withdraw(self, waiter: Waiter) -> None:
         """Give up waiting, or give back what was granted; harmless if there is neither."""
         if os.getpid() == self._pid:  # in a forked child there is nobody to give it to
-            self._serial.run(lambda: self._dismiss(waiter))
+            self._queue.withdraw(waiter)
 
-    def _tensor(self, waiter: _Waiter) -> torch.Tensor:
+    def _tensor(self, waiter: Waiter) -> torch.Tensor:
         arena = waiter.arena
         if arena is None or waiter.start is None:
             raise ClosedError(f"the pool was closed while {waiter.nbytes} bytes were waited for")
-        memory, waiter.memory = arena.lend(waiter.start, waiter.nbytes, self._died.put)
+        memory, waiter.memory = arena.lend(waiter.start, waiter.nbytes, self._queue.died.put)
         waiter.arena = None  # the memory keeps it, as long as it is needed
         return memory
 
@@ -160,86 +146,7 @@ class PinnedPool:
         if waited_s > _COLLECT_AFTER_S and now_s > self._collected_s + _COLLECT_EVERY_S:
             self._collected_s = now_s
             gc.collect()
-        self._serial.run(self._sweep)
-
-    # What runs in the Serial, one at a time
-
-    def _admit(self, waiter: _Waiter) -> None:
-        if self._closed:
-            waiter.wake()
-            return
-        if waiter not in self._granted:
-            self._waiters[waiter] = None
-        self._sweep()
-
-    def _serve(self) -> None:
-        self._recover()
-        while self._waiters:
-            waiter = next(iter(self._waiters))
-            self._cut = True
-            start = self._free.take(waiter.charged_bytes)
-            if start is None:
-                self._cut = False
-                return
-            # No call among these, so no interrupt: granted or not.
-            waiter.start, waiter.arena = start, self._arena
-            self._granted[waiter] = None
-            del self._waiters[waiter]
-            self._cut = False
-            if not waiter.wake():
-                self._take_back(waiter)
-
-    def _sweep(self) -> None:
-        """Take back what died without being given back, and serve whoever waits."""
-        self._recover()
-        died = self._died.qsize()
-        if died:
-            for waiter in [waiter for waiter in self._waiters if waiter.is_dead]:
-                self._waiters.pop(waiter, None)
-            for waiter in [waiter for waiter in self._granted if waiter.is_dead]:
-                self._take_back(waiter)
-            for _ in range(died):  # last: after an interrupt all of this is done again
-                self._died.get_nowait()
-        self._serve()
-
-    def _recover(self) -> None:
-        """After a step that was cut short: what is free is what nobody was granted."""
-        if self._cut:
-            self._free = FreeBlocks(self._budget)
-            for waiter in self._granted:
-                if waiter.start is not None and waiter.charged_bytes:
-                    self._free.take_at(waiter.start, waiter.charged_bytes)
-            self._cut = False
-        for waiter in self._unwoken():
-            waiter.wake()
-
-    def _unwoken(self) -> list[_Waiter]:
-        return [waiter for waiter in self._granted if not waiter.woken]
-
-    def _dismiss(self, waiter: _Waiter) -> None:
-        self._recover()
-        if waiter in self._granted:
-            self._take_back(waiter)
-        else:
-            self._waiters.pop(waiter, None)
-            waiter.lease = None
-        self._serve()
-
-    def _take_back(self, waiter: _Waiter) -> None:
-        start = waiter.start
-        if waiter in self._granted and start is not None:
-            self._cut = True
-            del self._granted[waiter]
-            waiter.start = waiter.arena = None
-            waiter.lease = waiter.memory = None  # nobody needs to be told of their end any more
-            self._free.put(start, waiter.charged_bytes)
-            self._cut = False
-
-    def _refuse_all(self) -> None:
-        self._closed = True
-        self._arena = None
-        while self._waiters:
-            self._waiters.popitem(last=False)[0].wake()
+        self._queue.look()
 
     # Closing
 
@@ -250,9 +157,9 @@ class PinnedPool:
         unmapped when the last of them, and the last tensor of one, is gone: at once if none is.
         """
         if os.getpid() == self._pid:
-            self._serial.run(self._refuse_all)
+            self._queue.close()
         else:
-            self._closed, self._arena = True, None
+            self._queue.forget()
 
     def __enter__(self) -> PinnedPool:
         self._check_open()
@@ -288,12 +195,12 @@ class PinnedPool:
     def in_use_bytes(self) -> int:
         """Bytes of the budget that are out on lease, in whole pages."""
         self._look()
-        return self._budget - self._free.nbytes
+        return self._budget - self._queue.free_bytes
 
     @property
     def waiting(self) -> int:
         """How many requests wait for bytes to come back."""
-        return len(self._waiters)
+        return self._queue.waiting
 
     @property
     def locked(self) -> bool:
@@ -303,10 +210,10 @@ class PinnedPool:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._queue.closed
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._queue.closed:
             raise ClosedError("the pool is closed")
         if os.getpid() != self._pid:
             raise ClosedError(
@@ -323,10 +230,10 @@ class PinnedPool:
 
     def __repr__(self) -> str:
         kind = "page-locked" if self._locked else "not locked"
-        leases = len(self._granted)
+        leases = self._queue.leases
         return (
             f"<PinnedPool {self.in_use_bytes} of {self._budget} bytes in {leases} leases, "
-            f"{self.waiting} waiting, {kind}{', closed' if self._closed else ''}>"
+            f"{self.waiting} waiting, {kind}{', closed' if self._queue.closed else ''}>"
         )
 
 
@@ -337,7 +244,7 @@ class Lease:
         self._pool = pool
         self._nbytes = nbytes
         self._timeout = timeout
-        self._waiter: _Waiter | None = None
+        self._waiter: Waiter | None = None
 
     def __reduce__(self) -> NoReturn:
         _checks.refuse_pickling(self, "send the tensor, which is copied, or share_memory_()")
@@ -406,10 +313,10 @@ class Lease:
     ) -> None:
         self.__exit__(kind, error, traceback)
 
-    def _start(self, wake: Callable[[], bool]) -> _Waiter:
+    def _start(self, wake: Callable[[], bool]) -> Waiter:
         if self._waiter is not None:
             raise RuntimeError("a lease is entered once: call pool.take() again")
-        self._waiter = _Waiter(self._nbytes, wake, weakref.ref(self, self._pool._died.put))
+        self._waiter = Waiter(self._nbytes, wake, weakref.ref(self, self._pool._queue.died.put))
         return self._waiter
 
     def _timed_out(self) -> TimeoutError:
@@ -425,7 +332,7 @@ class Lease:
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         # The bytes come back when their tensor is gone as well.
         waiter = getattr(self, "_waiter", None)
-        if waiter is not None and waiter.start is not None and not self._pool._closed:
+        if waiter is not None and waiter.start is not None and not self._pool.closed:
             warn(f"{self!r} was dropped, not left", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
@@ -456,43 +363,6 @@ class _Patience:
         if self._timeout is None:
             return _SLICE_S
         return min(_SLICE_S, max(self._timeout - self.waited_s, 0.0))
-
-
-class _Waiter:
-    """One request in the queue. Hashed by identity; changed by the pool's steps only."""
-
-    __slots__ = (
-        "arena",
-        "charged_bytes",
-        "lease",
-        "memory",
-        "nbytes",
-        "start",
-        "wake_up",
-        "woken",
-    )
-
-    def __init__(self, nbytes: int, wake: Callable[[], bool], lease: weakref.ref[Lease]) -> None:
-        self.nbytes = nbytes
-        self.charged_bytes = round_up(nbytes, PAGE_BYTES)
-        self.wake_up = wake  # False: nobody is left to be woken
-        self.woken = False
-        self.start: int | None = None  # offset in the arena once granted
-        self.arena: Mapping | None = None
-        self.lease: weakref.ref[Lease] | None = lease
-        self.memory: weakref.ref[memoryview] | None = None  # under the tensor
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether nobody has the lease or its memory any more."""
-        lease, memory = self.lease, self.memory
-        return (lease is None or lease() is None) and (memory is None or memory() is None)
-
-    def wake(self) -> bool:
-        """Tell whoever waits, twice if an interrupt comes after the first time."""
-        there = self.wake_up()
-        self.woken = True
-        return there
 
 
 def _wake(reached: weakref.ref[asyncio.Future[None]]) -> bool:

@@ -37,7 +37,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nvmeio import _device
+from nvmeio import _checks, _device, _memory_registry
 from nvmeio._shim import memory_at
 
 _ADDRESSES = 256 << 20  # touched as far as it is used
@@ -294,6 +294,8 @@ class Kernels(TorchDispatchMode):
 
         if written:
             stream.ask(lambda: (call(), None)[1])
+            if not all(cuda.has(t) for t in written):  # a number that the host looks at
+                stream.synchronize()
             found = [t for info, t in zip(returns, written, strict=False) if info is not None]
             return found[0] if len(found) == 1 else tuple(found) or None
         if not any(isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns):
@@ -381,6 +383,7 @@ def accelerator(
     Kernels are this thread's, and of threads that work as it does (`_device.as_here`).
     """
     cuda = Accelerator(compute, copies)
+    cpu = torch.device("cpu")
     for name in fake_cuda.NAMES:
         made: Any = getattr(cuda, name)
         patch.setattr(torch.cuda, name, made)
@@ -397,10 +400,20 @@ def accelerator(
 
         return there
 
+    @contextlib.contextmanager
+    def on_stream(stream: Any) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        with cuda.stream(stream), Kernels(cuda):
+            yield
+
     patch.setattr(_device, "as_here", as_here)
+    patch.setattr(_device, "on_stream", on_stream)
+    patch.setattr(_checks, "device", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
     patch.setattr(_device, "is_device", cuda.has)
     patch.setattr(_device, "device_of", lambda t: DEVICE if cuda.has(t) else t.device)
-    patch.setattr(_device, "usable", lambda name, device: DEVICE)
+    patch.setattr(_device, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
     patch.setattr(_device, "moved", moved)
     patch.setattr(_device, "_begin_copy", cuda.begin_copy)
     patch.setattr(_device, "_empty", lambda nbytes, device: cuda.empty(nbytes))
@@ -409,3 +422,8 @@ def accelerator(
             yield cuda
     finally:
         cuda.stop()
+        # Memory may outlive the stand-in (in the traceback of an error, say), and ends without it.
+        for pin in list(_memory_registry.pinned.values()):
+            with pin.lock:
+                if pin.runtime is cuda:
+                    pin.runtime = None

@@ -26,12 +26,13 @@ import support
 import torch
 from support import collect, new_descriptors, open_descriptors, spin_until_collected
 
-from nvmeio import _memory, buffers
+from nvmeio import _memory, _memory_registry, _memory_system, buffers
 from nvmeio._plan import PAGE_BYTES
+from nvmeio._serial import Serial
 
 MIB = 1 << 20
 PAGE = PAGE_BYTES
-HUGE = _memory.huge_page_bytes()
+HUGE = _memory_system.huge_page_bytes()
 
 DTYPES = [
     torch.bool,
@@ -83,6 +84,12 @@ def huge_bytes(address: int) -> int:
         elif inside and first == "VmFlags:":
             asked = "hg" in line.split()
     return huge if asked else -1
+
+
+def entries() -> tuple[int, int, int]:
+    """How much the registry has."""
+    registry = _memory_registry
+    return len(registry.mapped), len(registry.locked), len(registry.pinned)
 
 
 @pytest.fixture
@@ -304,13 +311,13 @@ def test_the_registry_forgets_a_buffer_before_its_address_is_free(
 ) -> None:
     """Weak references of a mmap are called after munmap: the address may be another's by then."""
     seen = []
-    remove = _memory.mapped.remove
+    remove = _memory_registry.mapped.remove
 
     def spy(address: int) -> None:
         seen.append(is_mapped(address))
         remove(address)
 
-    monkeypatch.setattr(_memory.mapped, "remove", spy)
+    monkeypatch.setattr(_memory_registry.mapped, "remove", spy)
     buffers.empty_aligned(4 * MIB)
     spin_until_collected(lambda: bool(seen))
     assert all(seen)
@@ -325,7 +332,12 @@ def test_a_thousand_allocations_leak_nothing(
             make((1 + index % 3) * MIB + index, dtype=torch.uint8)
 
     def counts() -> tuple[int, ...]:
-        return len(_memory.mapped), len(_memory.locked), len(_memory.pinned), status_bytes("VmLck")
+        return (
+            len(_memory_registry.mapped),
+            len(_memory_registry.locked),
+            len(_memory_registry.pinned),
+            status_bytes("VmLck"),
+        )
 
     allocate(20)
     collect()
@@ -342,17 +354,17 @@ def test_a_thousand_allocations_leak_nothing(
 
 def test_tensors_in_reference_cycles_are_freed_by_the_collector() -> None:
     collect()
-    before = len(_memory.mapped)
+    before = len(_memory_registry.mapped)
     for _ in range(200):
         cycle: list[object] = [buffers.empty_aligned(16)]
         cycle.append(cycle)
     del cycle
-    spin_until_collected(lambda: len(_memory.mapped) <= before)
+    spin_until_collected(lambda: len(_memory_registry.mapped) <= before)
 
 
 def test_threads_may_allocate_and_free_at_once(lockable: None) -> None:
     def counts() -> tuple[int, ...]:
-        return len(_memory.mapped), len(_memory.locked), status_bytes("VmLck")
+        return len(_memory_registry.mapped), len(_memory_registry.locked), status_bytes("VmLck")
 
     collect()
     before = counts()
@@ -409,7 +421,7 @@ def test_more_than_is_available_is_refused_before_it_is_touched(
 ) -> None:
     """Overcommit would let mmap succeed, and the OOM killer would answer the touching."""
     small = {"MemAvailable": 100 * MIB, "SwapFree": 20 * MIB}
-    monkeypatch.setattr(_memory, "_proc_bytes", lambda path, field: small[field])
+    monkeypatch.setattr(_memory_system, "proc_bytes", lambda path, field: small[field])
     buffers.empty_aligned(118 * MIB, dtype=torch.uint8)
     wanted = 128 * MIB
     with pytest.raises(MemoryError, match=rf"{wanted} bytes.*available: {100 * MIB} bytes"):
@@ -420,12 +432,12 @@ def test_more_than_is_available_is_refused_before_it_is_touched(
 def test_an_mmap_that_fails_is_a_memory_error_with_the_figures(
     wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_memory, "_check_available", lambda nbytes, length: None)
+    monkeypatch.setattr(_memory, "check_available", lambda nbytes, length: None)
     collect()
-    before = len(_memory.mapped)
+    before = len(_memory_registry.mapped)
     with pytest.raises(MemoryError, match=rf"{wanted} bytes.*MemAvailable"):
         buffers.empty_aligned(wanted, dtype=torch.uint8)
-    assert len(_memory.mapped) <= before
+    assert len(_memory_registry.mapped) <= before
 
 
 def test_memory_running_out_while_touching_is_a_memory_error(
@@ -435,12 +447,12 @@ def test_memory_running_out_while_touching_is_a_memory_error(
         ctypes.set_errno(errno.ENOMEM)
         return -1
 
-    monkeypatch.setattr(_memory._libc, "madvise", full)
+    monkeypatch.setattr(_memory_system.libc, "madvise", full)
     collect()
-    before = len(_memory.mapped)
+    before = len(_memory_registry.mapped)
     with pytest.raises(MemoryError, match=f"allocate {2 * PAGE} bytes: Cannot allocate"):
         buffers.empty_aligned(2 * PAGE, dtype=torch.uint8)
-    spin_until_collected(lambda: len(_memory.mapped) <= before)
+    spin_until_collected(lambda: len(_memory_registry.mapped) <= before)
 
 
 # owns
@@ -461,7 +473,7 @@ def test_owns_is_exact_at_both_ends() -> None:
 
 
 def test_adjacent_regions_do_not_make_one() -> None:
-    regions = _memory._Regions()
+    regions = _memory_registry._Regions()
     for start in (3 * PAGE, PAGE, 2 * PAGE):
         regions.add(start, PAGE)
     assert regions.covers(2 * PAGE, PAGE)
@@ -475,7 +487,7 @@ def test_adjacent_regions_do_not_make_one() -> None:
 
 def test_a_step_that_runs_into_the_collector_does_not_deadlock() -> None:
     """A destructor may call in while its own thread is in the middle of a step."""
-    serial = _memory.Serial()
+    serial = Serial()
     ran = []
 
     class Garbage:
@@ -527,8 +539,8 @@ def test_the_last_view_unlocks(locked_before: int) -> None:
     assert status_bytes("VmLck") > locked_before
     del view
     assert status_bytes("VmLck") == locked_before
-    assert address not in _memory.pinned
-    assert not _memory.locked.covers(address, 1)
+    assert address not in _memory_registry.pinned
+    assert not _memory_registry.locked.covers(address, 1)
 
 
 def test_mlock_without_mlock2_does_as_well(
@@ -538,7 +550,7 @@ def test_mlock_without_mlock2_does_as_well(
         ctypes.set_errno(errno.ENOSYS)
         return -1
 
-    monkeypatch.setattr(_memory._libc, "mlock2", missing)
+    monkeypatch.setattr(_memory_system.libc, "mlock2", missing)
     tensor = buffers.empty_pinned(MIB, dtype=torch.uint8)
     assert status_bytes("VmLck") - locked_before == MIB
     assert buffers.is_pinned(tensor)
@@ -660,7 +672,7 @@ def test_new_locked_says_what_was_wrong(
 UNPRIVILEGED = """
 import ctypes, os, resource, sys
 import torch
-from nvmeio import _memory, buffers
+from nvmeio import _memory, _memory_registry, buffers
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import TransferError
 from nvmeio.pool import PinnedPool
@@ -709,7 +721,7 @@ def test_a_lock_limit_hit_names_the_limit_and_how_to_raise_it() -> None:
             print(f"text={error}")
             print(f"grown={rss() - before}")
         print(f"held={buffers.is_pinned(held)}")
-        print(f"entries={len(_memory.locked)},{len(_memory.pinned)}")
+        print(f"entries={len(_memory_registry.locked)},{len(_memory_registry.pinned)}")
         print(f"still={buffers.is_pinned(buffers.empty_pinned(4096))}")
         """
     )
@@ -852,7 +864,7 @@ def test_an_interrupted_destructor_leaves_no_entry(
     monkeypatch: pytest.MonkeyPatch, unraisable: None
 ) -> None:
     """Python goes on after a KeyboardInterrupt there: nobody would do it again."""
-    registry, calls = _memory.mapped, []
+    registry, calls = _memory_registry.mapped, []
 
     class Interrupted:
         def remove(self, address: int) -> None:
@@ -865,7 +877,7 @@ def test_an_interrupted_destructor_leaves_no_entry(
     mapping = _memory.Mapping(4096)
     address = mapping.address
     assert registry.covers(address, 1)
-    monkeypatch.setattr(_memory, "mapped", Interrupted())
+    monkeypatch.setattr(_memory_registry, "mapped", Interrupted())
     del mapping
     assert not registry.covers(address, 1)
     assert calls == [address, address]
@@ -882,7 +894,11 @@ def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisabl
             raise KeyboardInterrupt
 
     collect()
-    before = len(_memory.mapped), len(_memory.locked), len(_memory.pinned)
+    before = (
+        len(_memory_registry.mapped),
+        len(_memory_registry.locked),
+        len(_memory_registry.pinned),
+    )
     mapping = _memory.Mapping(PAGE)
     mapping.lock()
     address = mapping.address
@@ -893,9 +909,14 @@ def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisabl
     finally:
         sys.settrace(tracing)
     assert taken == [address]
-    assert not _memory.mapped.covers(address, 1) and not _memory.locked.covers(address, 1)
-    assert address not in _memory.pinned and address not in _memory.alive
-    assert none_more(before, (len(_memory.mapped), len(_memory.locked), len(_memory.pinned)))
+    assert not _memory_registry.mapped.covers(address, 1) and not _memory_registry.locked.covers(
+        address, 1
+    )
+    assert address not in _memory_registry.pinned and address not in _memory_registry.alive
+    assert none_more(
+        before,
+        (len(_memory_registry.mapped), len(_memory_registry.locked), len(_memory_registry.pinned)),
+    )
 
 
 def test_what_a_destructor_left_is_known_before_its_address_is_free(
@@ -914,13 +935,13 @@ def test_what_a_destructor_left_is_known_before_its_address_is_free(
             raise KeyboardInterrupt
 
     collect()
-    registry = _memory.mapped
-    monkeypatch.setattr(_memory, "_died", Died())
+    registry = _memory_registry.mapped
+    monkeypatch.setattr(_memory_registry, "died", Died())
     mapping = _memory.Mapping(4 * MIB)
     address = mapping.address
-    monkeypatch.setattr(_memory, "mapped", Interrupted())
+    monkeypatch.setattr(_memory_registry, "mapped", Interrupted())
     del mapping
-    monkeypatch.setattr(_memory, "mapped", registry)
+    monkeypatch.setattr(_memory_registry, "mapped", registry)
     assert seen == [True]
     assert not registry.covers(address, 1)
 
@@ -947,15 +968,15 @@ def test_unlocking_that_is_interrupted_is_gone_on_with(
         monkeypatch.setattr(thing, name, cut)
 
     if at == "locked":
-        once(_memory.locked, "remove")
+        once(_memory_registry.locked, "remove")
     elif at == "munlock":
-        once(_memory._libc, "munlock")
+        once(_memory_system.libc, "munlock")
     else:
         once(runtime, "cudaHostUnregister", after=at != "CUDA")
     with pytest.raises(KeyboardInterrupt):
         buffers.free_pinned(tensor)
     buffers.free_pinned(tensor)
-    assert not buffers.is_pinned(tensor) and address not in _memory.pinned
+    assert not buffers.is_pinned(tensor) and address not in _memory_registry.pinned
     assert runtime.known == {}
     assert status_bytes("VmLck") == locked_before
 
@@ -969,7 +990,7 @@ def test_a_refusal_by_cuda_leaves_nothing_locked(
     def take() -> None:
         taken.append(1)
 
-    monkeypatch.setattr(_memory._libc, "cudaGetLastError", take, raising=False)
+    monkeypatch.setattr(_memory_system.libc, "cudaGetLastError", take, raising=False)
     with pytest.raises(
         OSError, match=f"cudaHostRegister of {PAGE} bytes failed: fake error 2"
     ) as info:

@@ -28,10 +28,12 @@ from support import (
 )
 
 import nvmeio
-from nvmeio import files
+from nvmeio import _descriptors, _direct_io, files
+from nvmeio._descriptors import Descriptors
 from nvmeio._plan import Alignment
+from nvmeio._shim import OwnFds
 from nvmeio.engines.threads import ThreadsRequest
-from nvmeio.files import Descriptors, probe_direct
+from nvmeio.files import probe_direct
 
 DATA = random_bytes(10_000)
 
@@ -411,10 +413,10 @@ def test_the_buffered_descriptor_is_opened_when_it_is_needed(direct_path: Path) 
 @pytest.fixture
 def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that says nothing of direct I/O: it has to be tried."""
-    facts = files.file_facts
+    facts = _descriptors.file_facts
     unknown = {"memory_alignment": None, "offset_alignment": None}
-    monkeypatch.setattr(files, "file_facts", lambda fd: facts(fd)._replace(**unknown))
-    monkeypatch.setattr(files, "_probed", {})
+    monkeypatch.setattr(_descriptors, "file_facts", lambda fd: facts(fd)._replace(**unknown))
+    monkeypatch.setattr(_direct_io, "_probed", {})
 
 
 @pytest.mark.parametrize("step", ["preadv", "open"])
@@ -424,7 +426,7 @@ def test_a_trial_that_fails_says_nothing_of_the_device(
 ) -> None:
     """One EIO, and the whole process went through the page cache from then on, quietly."""
     direct_path.write_bytes(DATA)
-    real = files.OwnFds.open
+    real = OwnFds.open
 
     def fail(*args: object) -> int:
         if step == "open" and not str(args[2]).startswith("/proc/self/fd"):
@@ -433,7 +435,7 @@ def test_a_trial_that_fails_says_nothing_of_the_device(
 
     before = open_descriptors()
     with monkeypatch.context() as patch:
-        patch.setattr(files.OwnFds if step == "open" else os, step, fail)
+        patch.setattr(OwnFds if step == "open" else os, step, fail)
         with open(direct_path, "rb") as mine, pytest.raises(nvmeio.TransferError) as failed:
             files.acquire(mine.fileno() if step == "preadv" else str(direct_path), False)
     assert failed.value.errno == code
@@ -503,10 +505,10 @@ def test_the_next_file_system_with_a_number_is_tried_anew(
     fsid = os.statvfs(direct_path).f_fsid
     with monkeypatch.context() as before:
         before.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_fsid=fsid + 1))
-        before.setattr(files, "_try_direct_read", lambda *_: Alignment(0, 0))
+        before.setattr(_direct_io, "_try_direct_read", lambda *_: Alignment(0, 0))
         assert alignment() == 0
     assert alignment() > 0
-    monkeypatch.setattr(files, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
+    monkeypatch.setattr(_direct_io, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
     assert alignment() > 0
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import spin_until
 
-from nvmeio import _memory, _page_cache
+from nvmeio import _memory_system, _page_cache
 
 BYTES = random.Random(7).randbytes((1 << 20) + 123)
 
@@ -38,7 +38,7 @@ def resident(fd: int) -> int:
         told, first = (ctypes.c_ubyte * pages)(), ctypes.c_char.from_buffer(mapped)
         address = ctypes.c_void_p(ctypes.addressof(first))
         del first
-        assert _memory._libc.mincore(address, ctypes.c_size_t(len(BYTES)), told) == 0
+        assert _memory_system.libc.mincore(address, ctypes.c_size_t(len(BYTES)), told) == 0
     return sum(page & 1 for page in told)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import collect, run_python, spin_until_collected
 
-from nvmeio import _memory, buffers
+from nvmeio import _memory, _memory_registry, buffers
 from nvmeio._free_blocks import FreeBlocks
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError
@@ -487,14 +487,14 @@ async def test_a_pool_is_a_context_manager_of_both_kinds() -> None:
 
 def test_pools_leak_nothing() -> None:
     collect()
-    before = (len(_memory.mapped), len(_memory.locked))
+    before = (len(_memory_registry.mapped), len(_memory_registry.locked))
     for _ in range(200):
         with PinnedPool(PAGE) as pool, pool.take(10):
             pass
         PinnedPool(PAGE)  # dropped, never closed
     del pool
-    spin_until_collected(lambda: len(_memory.mapped) <= before[0])
-    spin_until_collected(lambda: len(_memory.locked) <= before[1])
+    spin_until_collected(lambda: len(_memory_registry.mapped) <= before[0])
+    spin_until_collected(lambda: len(_memory_registry.locked) <= before[1])
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from _files import remove
+from functools import partial
+from pathlib import Path
+
+from _files import remove, write_file
 from _lines import Line, at_least, at_most, compare
-from _measure import Sample, median
+from _measure import Contender, Sample, median
 from _session import Session, calling
+from peers import fio
 
 from checkpoint_rows._state import NAME, worker_with_state
-from nvmeio.cli.measure.worker import Failed
+from nvmeio.cli.measure.worker import Failed, Worker
 from nvmeio.errors import BackendUnavailableError
 
 MIB = 1 << 20
@@ -20,7 +24,7 @@ def measure(session: Session) -> list[Line]:
     ready = worker_with_state(session)
     if ready is None:
         return []
-    worker, _ = ready
+    worker, nbytes = ready
     directory = session.directory / "guarded"
     try:
         worker.call("open_checkpointer", directory=str(directory), keep=1, guard=True)
@@ -28,20 +32,24 @@ def measure(session: Session) -> list[Line]:
         writes: list[Sample] = [worker.call("checkpoint") for _ in range(5)]
         write_s = median([sample.extra["written_s"] for sample in writes[2:]]) or 1.0
         worker.call("calibrate", seconds=COMPUTE_PER_WRITE * write_s)
-        samples = session.measure(
-            "guarded",
-            [
-                calling("saving", worker, "train_with_steps", steps=STEPS, save=True),
-                calling("without", worker, "train_with_steps", steps=STEPS, save=False),
-                calling("one step", worker, "guarded_step"),
-            ],
-        )
+        contenders = [
+            calling("saving", worker, "train_with_steps", steps=STEPS, save=True),
+            calling("without", worker, "train_with_steps", steps=STEPS, save=False),
+            calling("one step", worker, "guarded_step"),
+        ]
+        if session.has_fio():
+            alone = worker.call("train_with_steps", steps=STEPS, save=False)
+            beside = session.directory / "beside"
+            write_file(beside, nbytes // MIB * MIB)
+            train = partial(_train_beside_fio, worker, beside, nbytes, nbytes * alone.iops)
+            contenders.append(Contender("beside fio", train))
+        samples = session.measure("guarded", contenders)
     except Failed as error:
         session.leave_out("nvmeio (guarded)", error)
         return []
     finally:
         worker.call("close_checkpointer")
-        remove(*directory.glob("*"))
+        remove(*directory.glob("*"), session.directory / "beside")
     ones = samples["one step"]
     return [
         compare(
@@ -55,9 +63,34 @@ def measure(session: Session) -> list[Line]:
             at_least(0.95),
             f"forward and backward of {COMPUTE_PER_WRITE:g} times the write, on all cores",
         ),
+        compare(
+            "guard",
+            "the same steps, fio overwriting as much beside",
+            "without saves",
+            "steps/s",
+            lambda sample: sample.iops,
+            samples.get("beside fio", []),
+            samples["without"],
+            note="what these bytes cost at the least: no copy, no checksum; "
+            + _kept_up(samples.get("beside fio", [])),
+        ),
         _own_figure("held by a guarded save", "ms", ones, "held_s", 10.0),
         _own_figure("held by optimizer.step()", "ms", ones, "step_held_s", 1.0),
     ]
+
+
+def _train_beside_fio(worker: Worker, path: Path, nbytes: int, per_s: float) -> Sample:
+    """Steps without saves, while fio writes what the saves would have."""
+    with fio.overwriting(path, nbytes, per_s) as written:
+        before = written()
+        sample: Sample = worker.call("train_with_steps", steps=STEPS, save=False)
+        sample.extra["written"] = (written() - before) / (STEPS * nbytes)
+    return sample
+
+
+def _kept_up(samples: list[Sample]) -> str:
+    share = median([sample.extra["written"] for sample in samples])
+    return "left out" if share is None else f"it wrote {share:.2f} of what the saves write"
 
 
 def measure_memory(session: Session) -> list[Line]:

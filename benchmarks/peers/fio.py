@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +85,31 @@ def new_file(path: Path, nbytes: int, setting: Setting) -> Sample:
 def overwrite(path: Path, nbytes: int, setting: Setting) -> Sample:
     """One pass over a file that was written before, durable in the end."""
     return _run(path, "--overwrite=1", *_durable_write(nbytes, setting))
+
+
+@contextmanager
+def overwriting(path: Path, nbytes: int, per_s: float) -> Iterator[fio.Written]:
+    """Overwrites the file again and again while the body runs, so many bytes a second.
+
+    Each pass is made durable. Over the memory of 32 blocks.
+    """
+    setting = Setting("libaio", 32)
+    options = [
+        "--overwrite=1",
+        "--rw=write",
+        "--time_based",
+        "--runtime=3600",
+        f"--rate={max(int(per_s), BLOCK_SIZE)}",
+        f"--fdatasync={max(nbytes // BLOCK_SIZE, 1)}",
+        f"--size={nbytes >> 20 << 20}",
+        f"--bs={BLOCK_SIZE}",
+        f"--ioengine={setting.engine}",
+        f"--iodepth={setting.queue_depth}",
+        f"--mem={setting.memory}",
+        "--scramble_buffers=0",
+    ]
+    with fio.beside(path, options) as written:
+        yield written
 
 
 def _durable_write(nbytes: int, setting: Setting) -> list[str]:

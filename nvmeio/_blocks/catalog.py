@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from nvmeio._blocks.slots import BlockPlace, Index
 from nvmeio._blocks.table import NotATable, Table
 from nvmeio._io.ending import wait_for_those_that_end
+from nvmeio._plan import round_up
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import reserve
 from nvmeio._storage.locks import become_writer
@@ -168,7 +169,7 @@ class Catalog:
         if slots > index.slots or self._is_full:
             return False
         step = max(STEP_BYTES // self._slot_bytes, 1)
-        limit = min(-(-slots // step) * step, index.slots)
+        limit = min(round_up(slots, step), index.slots)
         try:
             reserve(self._blocks.fileno(), limit * self._slot_bytes, os.fspath(self._path))
         except TransferError as full:

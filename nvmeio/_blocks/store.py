@@ -41,6 +41,7 @@ from nvmeio._closing import Closing
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.handles import new_handle
 from nvmeio._io.threads import being_interrupted
+from nvmeio._plan import round_up
 from nvmeio._storage import crc32
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
@@ -109,7 +110,7 @@ class BlockStore(Closing):
     ) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes must be positive, not {block_bytes}")
-        self.slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = round_up(block_bytes, PAGE_BYTES)
         slots = capacity_bytes // self.slot_bytes
         if slots < 1:
             raise ValueError(

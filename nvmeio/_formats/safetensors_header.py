@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import IntegrityError
 
 LENGTH_BYTES = 8
@@ -249,7 +249,7 @@ def build(
     except UnicodeEncodeError as failed:
         raise ValueError(f"a name or metadata text is not valid Unicode: {failed}") from None
     unpadded = LENGTH_BYTES + len(text)
-    base = -(-unpadded // alignment) * alignment
+    base = round_up(unpadded, alignment)
     length = base - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ValueError(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nvmeio import _memory
+from nvmeio import _memory_system
 from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
@@ -114,7 +114,7 @@ class TorchFile:
                 found=None,
             )
         if name == _PICKLE:
-            _memory._check_available(entry.nbytes, entry.nbytes)
+            _memory_system.check_available(entry.nbytes, entry.nbytes)
         elif entry.nbytes > _MAX_TEXT_BYTES:
             raise IntegrityError(
                 f"{self.path}: record {name!r} of absurd size: expected at most "

@@ -263,15 +263,19 @@ def _nobody_has_a_say() -> bool:
 _TENSORS = (torch.Tensor, torch.nn.Parameter, OrderedDict)
 
 
-@functools.cache
 def _agrees() -> bool:
     """Whether this torch pickles plain tensors as `_quick` does: tried on some, once."""
     try:
-        told: Any = PickleModule(pickle, {}, None, at_once)
-        told.Pickler.dump = _dump_quick
-        return _pickle_of(pickle) == _pickle_of(told)
-    except Exception:
+        return _found_to_agree()
+    except Exception:  # of this moment, as a lack of memory is: the next save tries again
         return False
+
+
+@functools.cache
+def _found_to_agree() -> bool:
+    told: Any = PickleModule(pickle, {}, None, at_once)
+    told.Pickler.dump = _dump_quick
+    return _pickle_of(pickle) == _pickle_of(told)
 
 
 def _dump_quick(self: Any, obj: Any) -> None:

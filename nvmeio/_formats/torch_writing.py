@@ -4,7 +4,9 @@ The file is cut at page boundaries into two kinds of stretches:
 
 - the *body* of a large record, written from its own memory, chunk by chunk;
 - everything between two bodies (headers, small records, the last bytes of large ones), gathered
-  in a few staging chunks.
+  in a few staging chunks. So are large records whose memory a handle would copy in any case
+  (`is_gathered`): one loop copies them and makes their CRC, so memory is read once, not twice, and
+  the chunks are all that it takes.
 
 So every write is direct, begins and ends on a page boundary, and no byte is written twice. Bytes
 are handled in the order of the file, in one thread: a chunk's write is started, then its CRC is
@@ -27,10 +29,11 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio import _holds, buffers
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage import crc32
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -42,7 +45,7 @@ BODY_BYTES = 1 << 20
 CHUNK_BYTES = 16 << 20
 
 # The ring in which stretches between bodies are gathered, and chunks of other devices' memory.
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 8 << 20
 DEVICE_STAGING_BYTES = 16 << 20
 STAGINGS = 4
 
@@ -63,9 +66,23 @@ class Crc(NamedTuple):
     crc: int
 
 
+def is_gathered(data: torch.Tensor) -> bool:
+    """Whether large storages are copied on their way: a handle would do so with this memory.
+
+    Not where neither torch nor nvmeio allocated it, for that may end early: handles know how to
+    copy it.
+    """
+    storage = data.untyped_storage()
+    return (
+        data.is_cpu
+        and storage.resizable()
+        and not buffers.on_huge_pages(data.data_ptr(), data.nbytes)
+    )
+
+
 def padded_nbytes(layout: FileLayout) -> int:
     """The size up to which the file is written, in whole pages; `finish` cuts it to its size."""
-    return -(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES
+    return round_up(layout.nbytes, PAGE_BYTES)
 
 
 def write_part(
@@ -102,8 +119,8 @@ def write_part(
 
     After an error or cancellation: nothing is in flight, and the part's contents are unknown.
 
-    Cost: 16 MiB of memory, 64 MiB page-locked for storages on other devices, and the handle's own
-    bounce memory. No copy of large CPU storages, but for what the handle bounces.
+    Cost: 32 MiB of memory, 64 MiB page-locked for storages on other devices, and the handle's own
+    bounce memory for what is foreign. No copy of large CPU storages in memory on huge pages.
     """
     end = padded_nbytes(layout) if end is None else end
     if start % PAGE_BYTES or end % PAGE_BYTES or not 0 <= start <= end:
@@ -224,6 +241,7 @@ class _Writer:
             [*layout.pieces, *enumerate(layout.records)], key=_start_of
         )
         self._starts = [_start_of(content) for content in self._contents]
+        self._ends = [_end_of(content) for content in self._contents]
         # Where CRCs stand: (offset in the file, index of the record).
         self._places = sorted(
             (at, index) for index, record in enumerate(layout.records) for at in record.crc_at
@@ -246,9 +264,9 @@ class _Writer:
             index, record = content
             if record.offset >= end:
                 break
-            low = -(-max(record.offset, start) // PAGE_BYTES) * PAGE_BYTES
+            low = round_up(max(record.offset, start), PAGE_BYTES)
             high = min(record.end, end) // PAGE_BYTES * PAGE_BYTES
-            if high - low < BODY_BYTES:
+            if high - low < BODY_BYTES or self._is_gathered(record):
                 continue
             self.write_gathered(position, low)
             self._write_body(index, record, low, high)
@@ -256,6 +274,11 @@ class _Writer:
         self.write_gathered(position, end)
         self._flight.drain()
         return [self._crcs[index] for index in sorted(self._crcs)]
+
+    @staticmethod
+    def _is_gathered(record: StorageRecord) -> bool:
+        data = record.data
+        return is_gathered(data) if isinstance(data, torch.Tensor) else record.is_gathered
 
     # Bodies
 
@@ -270,14 +293,22 @@ class _Writer:
             self._start(data, start, staging)
             self._sum(index, record, start, data)
 
-    def _sum(self, index: int, record: StorageRecord, start: int, data: torch.Tensor) -> None:
-        """Take the next bytes of a record into its CRC."""
+    def _sum(
+        self, index: int, record: StorageRecord, start: int, data: torch.Tensor, to: int = 0
+    ) -> None:
+        """Take the next bytes of a record into its CRC, and copy them to an address."""
+        address, nbytes = data.data_ptr(), data.nbytes
         if not self._checksum or self._known:
+            if to:
+                ctypes.memmove(to, address, nbytes)
             return
         at = start - record.offset
         before = self._crcs.get(index) or Crc(index, at, 0, 0)
-        crc = crc32.of_tensor(data, before.crc)
-        self._crcs[index] = before._replace(nbytes=before.nbytes + data.nbytes, crc=crc)
+        if to:
+            crc = crc32.copy(to, address, nbytes, before.crc)
+        else:
+            crc = crc32.of_memory(address, nbytes, before.crc)
+        self._crcs[index] = before._replace(nbytes=before.nbytes + nbytes, crc=crc)
 
     # What lies between them
 
@@ -290,31 +321,41 @@ class _Writer:
 
     def _gather(self, address: int, start: int, nbytes: int) -> None:
         """Copy what belongs in [start, start + nbytes) to memory."""
-        end = start + nbytes
-        ctypes.memset(address, 0, nbytes)
+        end, reached = start + nbytes, start
         first = max(bisect_right(self._starts, start) - 1, 0)
         for number in range(first, len(self._contents)):
-            content = self._contents[number]
-            if _start_of(content) >= end:
+            low, high = self._starts[number], self._ends[number]
+            if low >= end:
                 break
-            if isinstance(content, KnownBytes):
-                low, high = max(content.offset, start), min(content.end, end)
-                if low < high:
-                    part = content.data[low - content.offset : high - content.offset]
-                    ctypes.memmove(address + low - start, part, high - low)
+            low, high = max(low, start), min(high, end)
+            if low >= high:
                 continue
-            index, record = content
-            low, high = max(record.offset, start), min(record.end, end)
-            if low < high:
-                data = _part_of(record, low - record.offset, high - low)
-                if not data.is_cpu:
-                    data = data.cpu()
-                ctypes.memmove(address + low - start, data.data_ptr(), high - low)
-                self._sum(index, record, low, data)
+            content = self._contents[number]
+            if low > reached:
+                ctypes.memset(address + reached - start, 0, low - reached)
+            if isinstance(content, KnownBytes):
+                part = content.data[low - content.offset : high - content.offset]
+                ctypes.memmove(address + low - start, part, high - low)
+            else:
+                self._copy(*content, low, high, address + low - start)
+            reached = high
+        ctypes.memset(address + reached - start, 0, end - reached)
         for at, index in self._places_in(start, end):
             low, high = max(at, start), min(at + 4, end)
             value = struct.pack("<I", self._crc_of(index))[low - at : high - at]
             ctypes.memmove(address + low - start, value, high - low)
+
+    def _copy(self, index: int, record: StorageRecord, low: int, high: int, to: int) -> None:
+        """The bytes of a record in [low, high) of the file, and their CRC."""
+        data = _part_of(record, low - record.offset, high - low)
+        if not data.is_cpu:
+            data = data.cpu()
+        # `resize_` gives memory back: refused, while it takes long enough for somebody to do so.
+        held = _holds.hold(data.untyped_storage()) if high - low >= BODY_BYTES else None
+        try:
+            self._sum(index, record, low, data, to)
+        finally:
+            _holds.end(held)
 
     def _places_in(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         first = bisect_right(self._places, (start - 4, len(self._layout.records)))
@@ -348,6 +389,10 @@ class _Writer:
 
 def _start_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
     return content.offset if isinstance(content, KnownBytes) else content[1].offset
+
+
+def _end_of(content: KnownBytes | tuple[int, StorageRecord]) -> int:
+    return content.end if isinstance(content, KnownBytes) else content[1].end
 
 
 def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:

@@ -161,19 +161,33 @@ class Calls:
     """Numbers what the ranks of a group do together, all of them in the same order.
 
     A call that is refused before its group is known has no number, and the others give it up in
-    vain. The next one finds that out, and leaves those numbers out.
+    vain. The next one finds that out, and leaves those numbers out. So it does for calls of the
+    same path without a group, which may have been meant for all ranks.
 
     Args:
         operation: What is done, as errors say it; a part of the keys' names.
-        failed: The key, below the number, under which a rank tells all others (in JSON, with
-            "errno") that it does not go on.
+        failed: The keys, below the number, under which a rank tells all others (in JSON, with
+            "errno") that it does not go on: of whatever comes first.
     """
 
-    def __init__(self, operation: str, failed: str = "failed") -> None:
+    def __init__(self, operation: str, *failed: str) -> None:
         self._operation = operation
         self._failed = failed
         self._counts: dict[str, int] = {}  # by the keys' names
         self._refused = 0  # since the last number was taken
+        self._alone = ("", 0)  # a path, and the calls of it without a group, one after the other
+
+    def size(self, group: Any, otherwise: str) -> int:
+        """How many ranks there are; a group that is refused here is refused to `begin`.
+
+        Raises:
+            TypeError, ValueError: As `begin`.
+        """
+        try:
+            return 1 if group is None else checked_group(group, otherwise)[1]
+        except BaseException:
+            self._refused += 1
+            raise
 
     def begin(
         self, group: Any, otherwise: str, path: str, of: str = ""
@@ -195,7 +209,10 @@ class Calls:
             ValueError: This process is no member of it.
             TransferError: The store cannot be reached.
         """
+        alone = self._alone[1] if self._alone[0] == path else 0
         if group is None:
+            if several():
+                self._alone = path, alone + 1
             return None
         try:
             _, size, members = checked_group(group, otherwise)
@@ -204,7 +221,7 @@ class Calls:
             digest = sha256(f"{members} {of}".encode()).hexdigest()[:16]
             store = RankStore.of_group(group, f"{self._operation}/{digest}", path, self._operation)
             number = self._counts.get(digest, 0) + 1
-            for _ in range(self._refused):
+            for _ in range(self._refused + alone):
                 if not self._given_up(store, number):
                     break
                 number += 1
@@ -213,12 +230,14 @@ class Calls:
             raise
         self._counts[digest] = number
         self._refused = 0
+        self._alone = "", 0
         return store, number
 
     def _given_up(self, store: RankStore, number: int) -> bool:
         """Whether the others have waited for this rank, and do so no longer."""
-        key = f"{number}/{self._failed}"
-        return store.check([key]) and json.loads(store.get(key))["errno"] == errno.ETIMEDOUT
+        keys = [f"{number}/{failed}" for failed in self._failed]
+        told = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        return any(each["errno"] == errno.ETIMEDOUT for each in told)
 
 
 def _prefixed(name: str, store: Any) -> Any:

@@ -6,14 +6,15 @@ again before the files grow, so work that repeats itself allocates nothing after
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 from nvmeio._free_blocks import FreeBlocks
 from nvmeio._io.drives import weights_of
 from nvmeio._io.striping import FileSpan, StripedFile, Striping
-from nvmeio._memory import round_up
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage import durable
 from nvmeio._storage.private import open_nameless
 from nvmeio.errors import TransferError
@@ -38,6 +39,7 @@ class ScratchFile:
     def __init__(self, directories: Sequence[str]) -> None:
         self._weights = weights_of(directories, reads=1.0, writes=1.0)
         self._files: list[File] = []
+        self._lengths = [0] * len(directories)
         self._striped: StripedFile | None = None
         self._free = FreeBlocks(0)
         self.nbytes = 0  # of all files
@@ -97,12 +99,16 @@ class ScratchFile:
         if len(self._files) > 1:
             bands = [band] * ((self.nbytes + more) // band)
         striping = Striping(self._weights, bands)
-        for file, length in zip(self._files, striping.lengths, strict=True):
-            opened = file.acquire(True)
-            try:
-                durable.reserve(opened.any_fd(), length, file.path)
-            finally:
-                opened.release()
+        try:
+            for file, length in zip(self._files, striping.lengths, strict=True):
+                with _descriptor(file) as fd:
+                    durable.reserve(fd, length, file.path)
+        except BaseException:  # the other drives keep no room that this one has not
+            for file, length in zip(self._files, self._lengths, strict=True):
+                with contextlib.suppress(OSError), _descriptor(file) as fd:
+                    os.ftruncate(fd, length)
+            raise
+        self._lengths = striping.lengths
         self._striped = StripedFile(self._files, striping)
         self._free.put(self.nbytes, more)
         self.nbytes += more
@@ -111,3 +117,12 @@ class ScratchFile:
         """Close the files, which are gone then; idempotent."""
         for file in self._files:
             file.close()
+
+
+@contextlib.contextmanager
+def _descriptor(file: File) -> Iterator[int]:
+    opened = file.acquire(True)
+    try:
+        yield opened.any_fd()
+    finally:
+        opened.release()

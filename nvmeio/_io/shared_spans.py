@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import _device, _memory
+from nvmeio import _device, _memory, _memory_system
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
@@ -286,7 +286,7 @@ class _InHost:
         self, spans: Sequence[Span], regions: Sequence[Region], exchange: Exchange
     ) -> None:
         nbytes = sum(region.nbytes for region in regions)
-        _memory._check_available(sum(span.nbytes for span in spans), nbytes)
+        _memory_system.check_available(sum(span.nbytes for span in spans), nbytes)
         self._spans, self._regions, self._exchange = spans, regions, exchange
         self._mappings = [_memory.Mapping(region.nbytes) for region in regions]
         self._prefault = Prefault(self._mappings)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.files import File
 
 # A span from here on has a mapping of its own.
@@ -144,7 +144,7 @@ class _Arena:
 
 
 def _pages(position: int) -> int:
-    return -(-position // PAGE_BYTES) * PAGE_BYTES
+    return round_up(position, PAGE_BYTES)
 
 
 def _read_to(end: int, size: int) -> int:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import _device, _memory, files
+from nvmeio import _device, _memory, _memory_system, files
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.prefault import Prefault
@@ -171,7 +171,7 @@ class Load:
 
     def _to_host(self, regions: list[Region]) -> list[torch.Tensor]:
         # Reserved one by one and never touched here, they would all seem to fit.
-        _memory._check_available(
+        _memory_system.check_available(
             sum(span.nbytes for span in self._spans), sum(region.nbytes for region in regions)
         )
         mappings = [_memory.Mapping(region.nbytes) for region in regions]

@@ -50,13 +50,16 @@ class DevicePool:
     Args:
         device: Whose.
         budget_bytes: How much.
+        copies: Fill it, if others than its own do.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, budget_bytes: int, copies: _device.Beside | None = None
+    ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
         self.refused: BaseException | None = None  # the device had less than the budget
-        self._copies = _device.beside(device)
+        self._copies = copies or _device.beside(device)
         self._streams: list[Any] = []  # that have worked on it
         self._lent: list[tuple[Any, int]] = []
         self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way

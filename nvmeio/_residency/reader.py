@@ -171,7 +171,8 @@ class Reader:
         try:
             error = operation.exception()
         except concurrent.futures.CancelledError:
-            fill.cancelled = True
+            if not fill.cancelled:  # by us, that is
+                error = ClosedError("a read was cancelled, as closing its handle does")
         except BaseException as failed:
             error = failed
         with self._condition:

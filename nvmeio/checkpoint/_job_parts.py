@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,7 +219,10 @@ class PartOfEachRank(SaveJob):
 
     def _wait_for_parts(self) -> None:
         """Where this rank has none: until those of the others are durable."""
-        self._make_room()
+        old = self._make_room()
+        if old is not None:  # this rank has nothing to write over it
+            with contextlib.suppress(OSError):
+                os.unlink(old)
         self.messages.put("part", b"")
         self.check_cancelled()
         self._tell("durable", b"1")
@@ -282,9 +286,12 @@ class PartOfEachRank(SaveJob):
             self.messages.put("seen", b"")
 
     def _raise_cause(self) -> None:
-        for number, _ in enumerate(pauses()):
+        until = time.monotonic() + _NEXT_WORD_S
+        for _ in pauses():
             self.messages.check()
-            if number * 0.02 > _NEXT_WORD_S:
+            self.check_cancelled()
+            self.messages.beat()
+            if time.monotonic() > until:
                 break
         raise TransferError(
             errno.ECANCELED,

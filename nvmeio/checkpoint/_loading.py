@@ -149,10 +149,8 @@ def load(
             map_location, pickle_module, weights_only, mmap, pickle_load_args
         )
         with LongCall("load", _checked_path(path), progress) as call:
-            return run_with_caller(
-                lambda in_caller: load_file(path, options, handle, call, in_caller, ranks),
-                call.cancel,
-            )
+            how = HowToLoad(options, handle, call)
+            return run_with_caller(lambda ask: load_file(path, how.by(ask), ranks), call.cancel)
 
 
 async def async_load(
@@ -180,9 +178,8 @@ async def async_load(
             map_location, pickle_module, weights_only, mmap, pickle_load_args
         )
         with LongCall("load", _checked_path(path), progress) as call:
-            return await in_thread(
-                lambda: load_file(path, options, handle, call, at_once, ranks), call.cancel
-            )
+            how = HowToLoad(options, handle, call)
+            return await in_thread(lambda: load_file(path, how, ranks), call.cancel)
 
 
 def _checked_path(path: Any) -> str | os.PathLike[str]:
@@ -248,15 +245,30 @@ class LoadOptions:
         )
 
 
-def load_file(
-    path: str | os.PathLike[str],
-    options: LoadOptions,
-    handle: AioHandle | None,
-    call: LongCall,
-    in_caller: InCaller,
-    ranks: LoadingRanks = ALONE,
-) -> Any:
-    """Load a file; what unpickles is called through `in_caller`. See `load`."""
+@dataclass(frozen=True)
+class HowToLoad:
+    """How one call loads its files.
+
+    Attributes:
+        options: The caller's.
+        handle: Moves the bytes; None makes one for each file.
+        call: Cancels it, and is told how far it is.
+        in_caller: Calls what unpickles.
+    """
+
+    options: LoadOptions
+    handle: AioHandle | None
+    call: LongCall
+    in_caller: InCaller = at_once
+
+    def by(self, in_caller: InCaller) -> HowToLoad:
+        """The same, with the unpickling done by the caller's thread."""
+        return replace(self, in_caller=in_caller)
+
+
+def load_file(path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks = ALONE) -> Any:
+    """Load a file. See `load`."""
+    options, call, in_caller = how.options, how.call, how.in_caller
     with ranks.loading(call), open_reading(path) as file:
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
         through_torch = older or options.mmap or _seam() is None
@@ -266,18 +278,13 @@ def load_file(
             return in_caller(_load_older, file, options)
         if through_torch:
             return in_caller(_load_through_torch, path, options)
-        with CallHandle(handle, path) as call_handle:
-            return load_archive(file, options, call_handle, call, in_caller, ranks)
+        with CallHandle(how.handle, path) as handle:
+            return load_archive(file, how, handle, ranks)
 
 
-def load_archive(
-    file: File,
-    options: LoadOptions,
-    handle: CallHandle,
-    call: LongCall,
-    in_caller: InCaller,
-    ranks: LoadingRanks,
-) -> Any:
+def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingRanks) -> Any:
+    """Load an archive that is open, through a handle of this call."""
+    options, call, in_caller = how.options, how.call, how.in_caller
     first = Load()
     call.then(first.cancel)
     checkpoint = ranks.open(partial(TorchFile, file, handle.get, first))

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from nvmeio._io.caller import Cancellation
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import Calls, RankStore
-from nvmeio._io.shared_spans import read_together
+from nvmeio._io.shared_spans import Source, read_together
 from nvmeio._io.spans import Span
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._retention import Generation
@@ -40,7 +40,7 @@ _MESSAGES = ("which", "there", "file", "beat")
 # The end of an archive is its directory, with the CRC-32 of every record.
 _TAIL_BYTES = 64 << 10
 
-_loads = Calls("load")
+_loads = Calls("load", "failed")
 
 
 class LoadingRanks:
@@ -51,6 +51,8 @@ class LoadingRanks:
         number: Of the load: the same on all ranks, one more each time.
         timeout_s: How long one may make no progress, in seconds.
     """
+
+    _sources: Sequence[Source] = ()  # who has what, where not all ranks have all of it
 
     def __init__(self, store: RankStore, number: int, timeout_s: float) -> None:
         self._store = store
@@ -237,12 +239,12 @@ class LoadingRanks:
         device: torch.device,
         call: LongCall,
     ) -> list[torch.Tensor]:
-        """Read spans, a part of them by each rank; see `read_together`."""
+        """Read spans, a part of them by each rank, or each byte by one that has it."""
         exchange = self._exchange
         assert exchange is not None
         with exchange.agreeing():
             get_handle()
-        return read_together(get_handle(), file, spans, device, exchange, call)
+        return read_together(get_handle(), file, spans, device, exchange, call, self._sources)
 
     def part(self) -> None:
         """All ranks have all bytes: from here on nobody needs another one."""
@@ -253,6 +255,33 @@ class LoadingRanks:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.end(well)
+
+
+Ranks = TypeVar("Ranks", bound=LoadingRanks)
+
+
+class Attempts(Generic[Ranks]):
+    """One load after the other by the ranks, of which the first is begun at once.
+
+    So what its caller is refused can be told to those that wait for this rank.
+
+    Args:
+        new: Begins the next one.
+    """
+
+    def __init__(self, new: Callable[[], Ranks]) -> None:
+        self._new = new
+        self._first = new()
+        self._begun = False
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around the call; see `LoadingRanks.telling`."""
+        return self._first.telling()
+
+    def next(self) -> Ranks:
+        """The first of them, and later another one."""
+        begun, self._begun = self._begun, True
+        return self._new() if begun else self._first
 
 
 ALONE = LoadingRanks(RankStore(None, 0, 1, "", "load"), 0, 1.0)

@@ -19,20 +19,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_file import is_asked_for, read_buffered
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.exchange import NoExchange
 from nvmeio._io.inflight import InFlight
-from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.scattered import read_scattered
-from nvmeio._io.shared_spans import Source, read_together
-from nvmeio._io.spans import Span
+from nvmeio._io.shared_spans import Source
 from nvmeio._storage.locks import open_reading
-from nvmeio.checkpoint._drives import OwnDrives, Survey
+from nvmeio.checkpoint._drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._loading_ranks import LoadingRanks
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
@@ -82,8 +78,6 @@ class Cut(NamedTuple):
 
 class PartRanks(LoadingRanks):
     """The ranks of one load from drives of their own; arguments as for `LoadingRanks`."""
-
-    _sources: Sequence[Source] = ()
 
     def survey(self, drives: OwnDrives, **wanted: Any) -> Survey:
         """What all ranks have.
@@ -205,21 +199,6 @@ class PartRanks(LoadingRanks):
             at[rank] += cut.nbytes
         return [bytes(each) for each in found]
 
-    def read(
-        self,
-        get_handle: Callable[[], AioHandle],
-        file: File,
-        spans: Sequence[Span],
-        device: torch.device,
-        call: LongCall,
-    ) -> list[torch.Tensor]:
-        """Read spans, each byte by a rank that has it."""
-        exchange = self._exchange
-        assert exchange is not None
-        with exchange.agreeing():
-            get_handle()
-        return read_together(get_handle(), file, spans, device, exchange, call, self._sources)
-
 
 def _read(cuts: Sequence[Cut], get_handle: Callable[[], AioHandle]) -> list[bytes]:
     """What this rank has, in the order of the cuts."""
@@ -311,12 +290,12 @@ class Image(File):
         super().close()
 
 
-def open_part(path: str, opened: contextlib.ExitStack) -> OpenPart:
+def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) -> OpenPart:
     """Open a part that will not be recycled meanwhile, and see what it says of itself.
 
     Raises:
         TransferError: It cannot be opened; ESTALE where it was recycled or deleted just now.
-        IntegrityError: It is damaged.
+        IntegrityError: It is damaged, or another part than its name says.
     """
     try:
         file = opened.enter_context(open_reading(path))
@@ -327,7 +306,17 @@ def open_part(path: str, opened: contextlib.ExitStack) -> OpenPart:
             path=path,
             detail="it was recycled or deleted while ranks looked for it",
         ) from gone
-    return OpenPart(head_of(file), file)
+    head = head_of(file)
+    named = (save.step, save.token, save.kind, number, save.parts)
+    if head[: len(named)] != named:  # parts of two saves may fit together, and must not be put so
+        raise IntegrityError(
+            f"{path} holds {head.what}, of save {head.save}, and its name says step {save.step}, "
+            f"{save.kind} {number} of {save.parts}, save {save.token}: it was renamed or copied "
+            "over; give it the name that it had, or restore another step",
+            expected=named,
+            found=head[: len(named)],
+        )
+    return OpenPart(head, file)
 
 
 def of_one() -> PartRanks:

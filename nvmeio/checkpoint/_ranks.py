@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._io.rank_store import MOST_PAUSE_S, Calls, RankStore, checked_group, pauses
+from nvmeio._io.rank_store import MOST_PAUSE_S, Calls, RankStore, pauses
 from nvmeio.errors import TransferError
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -28,13 +28,13 @@ _MOST_VALUE_BYTES = 1 << 20
 
 _NO_MEMBER = "make no Checkpointer"
 
-# Checkpointers that were made.
-_made = Calls("save")
+# Checkpointers that were made; whoever does not come is missed by the first save or restore.
+_made = Calls("save", "1/failed", "restore/1/failed")
 
 
 def ranks_of(group: Any) -> int:
-    """How many ranks save together. Raises as `store_of`."""
-    return 1 if group is None else checked_group(group, _NO_MEMBER)[1]
+    """How many ranks save together. Raises as `store_of`, and is then counted as that."""
+    return _made.size(group, _NO_MEMBER)
 
 
 def store_of(group: Any, directory: str) -> RankStore:
@@ -201,8 +201,8 @@ class Messages:
                 operation=self._store.operation,
                 path=self._directory,
                 detail=f"rank {rank} of {self.size} made no progress for {self._timeout_s:g} s: "
-                f"it died, hangs, or did not call {self._store.operation}; older checkpoints are "
-                "as they were",
+                f"it died, hangs, or did not call {self._store.operation}, or without this "
+                "process_group; older checkpoints are as they were",
             )
             self.fail(failed)
             raise failed

@@ -8,27 +8,25 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
-from nvmeio._io.caller import InCaller
-from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._drives import parsed, parts_in
-from nvmeio.checkpoint._loading import LoadOptions, load_file
-from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks
+from nvmeio.checkpoint._loading import HowToLoad, load_file
+from nvmeio.checkpoint._loading_ranks import LoadingRanks, Ranks
 from nvmeio.checkpoint._retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.handle import AioHandle
 
 _ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Wanted(Generic[Ranks]):
     """What is to be restored; as for `Checkpointer.restore`.
 
     Attributes:
+        directory: Of the Checkpointer; with drives of their own, the first of this rank's.
         size: How many ranks there are now.
         own: Which of them this is.
         new_ranks: Those that restore it together; `ALONE` where this one does so by itself.
@@ -39,26 +37,20 @@ class Wanted:
     rank: int | None
     size: int
     own: int
-    new_ranks: Callable[[], LoadingRanks] = lambda: ALONE
+    new_ranks: Callable[[], Ranks]
 
 
-def restore(
-    wanted: Wanted,
-    options: LoadOptions,
-    handle: AioHandle | None,
-    call: LongCall,
-    in_caller: InCaller,
-) -> Any:
+def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Any:
     """The state, or a list of states."""
     for attempt in range(_ATTEMPTS):
-        call.again()
+        how.call.again()
         ranks, path = wanted.new_ranks(), ""
-        ranks.listen(call)
+        ranks.listen(how.call)
         try:
             with ranks.telling():
                 generation = ranks.choose(partial(_find, wanted), wanted.directory)
                 path = generation.path
-                load = _Loading(wanted, options, handle, call, in_caller, ranks)
+                load = _Loading(wanted, how, ranks)
                 if generation.of_ranks:
                     return _load_directory(wanted, path, load)
                 return load(path)
@@ -75,13 +67,10 @@ def restore(
 
 @dataclass(frozen=True)
 class _Loading:
-    """How each file of a checkpoint is loaded; as for `load_file`."""
+    """Each file of a checkpoint, as for `load_file`."""
 
-    wanted: Wanted
-    options: LoadOptions
-    handle: AioHandle | None
-    call: LongCall
-    in_caller: InCaller
+    wanted: Wanted[LoadingRanks]
+    how: HowToLoad
     ranks: LoadingRanks
 
     def __call__(self, path: str) -> Any:
@@ -89,14 +78,14 @@ class _Loading:
         ranks = self.ranks
         if ranks.is_over and not ranks.is_alone:  # of a file before
             ranks = self.wanted.new_ranks()
-        return load_file(path, self.options, self.handle, self.call, self.in_caller, ranks)
+        return load_file(path, self.how, ranks)
 
     def own(self, path: str) -> Any:
         """Load a file that no other rank wants."""
-        return load_file(path, self.options, self.handle, self.call, self.in_caller)
+        return load_file(path, self.how)
 
 
-def _find(wanted: Wanted) -> Generation:
+def _find(wanted: Wanted[LoadingRanks]) -> Generation:
     if wanted.step is None:
         newest = _retention.newest(wanted.directory)
         if newest is None:
@@ -133,7 +122,7 @@ def _parts_there(directory: str) -> str:
     )
 
 
-def _load_directory(wanted: Wanted, path: str, load: _Loading) -> Any:
+def _load_directory(wanted: Wanted[LoadingRanks], path: str, load: _Loading) -> Any:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as failed:
@@ -160,7 +149,7 @@ def _load_directory(wanted: Wanted, path: str, load: _Loading) -> Any:
     )
 
 
-def _load_ranks(wanted: Wanted, path: str, load: _Loading) -> Any:
+def _load_ranks(wanted: Wanted[LoadingRanks], path: str, load: _Loading) -> Any:
     names = _files_of(path)
     rank = wanted.rank
     if rank is None and wanted.size == len(names):

@@ -6,59 +6,33 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nvmeio._io.caller import InCaller
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio.checkpoint._drives import OwnDrives, Save
-from nvmeio.checkpoint._loading import LoadOptions, _seam, load_archive, nothing_to_read
+from nvmeio.checkpoint._loading import HowToLoad, _seam, load_archive, nothing_to_read
 from nvmeio.checkpoint._part_ranks import Image, PartRanks, of_one, open_part
+from nvmeio.checkpoint._restoring import Wanted
 from nvmeio.errors import BackendUnavailableError, TransferError
-from nvmeio.handle import AioHandle
 
 logger = logging.getLogger("nvmeio")
 
 _ATTEMPTS = 5
 
 
-@dataclass(frozen=True)
-class WantedParts:
-    """What is to be restored; as for `Checkpointer.restore`.
-
-    Attributes:
-        size: How many ranks there are now.
-        own: Which of them this is.
-        new_ranks: They, for one more load of all of them.
-    """
-
-    drives: OwnDrives
-    step: int | None
-    rank: int | None
-    size: int
-    own: int
-    new_ranks: Callable[[], PartRanks]
-
-
-def restore_parts(
-    wanted: WantedParts,
-    options: LoadOptions,
-    handle: AioHandle | None,
-    call: LongCall,
-    in_caller: InCaller,
-) -> Any:
-    """The state, or a list of states."""
+def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) -> Any:
+    """The state, or a list of states, from what ranks have on their drives."""
     if _seam() is None:
         raise BackendUnavailableError(
             "parts of a checkpoint are put together beneath torch's unpickler, which this torch "
             "has in another place than any that is known here",
             attempts=[("torch.serialization._load", "missing, or of other parameters")],
         )
-    load = _Loading(wanted, options, handle, call, in_caller)
+    load = _Loading(wanted, drives, how)
     for attempt in range(_ATTEMPTS):
-        call.again()
+        how.call.again()
         try:
             return load()
         except OSError as failed:  # recycled between the look and the opening; all ranks know
@@ -69,18 +43,16 @@ def restore_parts(
 
 @dataclass(frozen=True)
 class _Loading:
-    wanted: WantedParts
-    options: LoadOptions
-    handle: AioHandle | None
-    call: LongCall
-    in_caller: InCaller
+    wanted: Wanted[PartRanks]
+    drives: OwnDrives
+    how: HowToLoad
 
     def __call__(self) -> Any:
         wanted = self.wanted
         ranks = wanted.new_ranks()
-        ranks.listen(self.call)
+        ranks.listen(self.how.call)
         with ranks.telling():
-            survey = ranks.survey(wanted.drives, step=wanted.step, rank=wanted.rank)
+            survey = ranks.survey(self.drives, step=wanted.step, rank=wanted.rank)
             save, warning = survey.chosen(wanted.step)
             if warning and wanted.own == 0:
                 logger.warning("%s", warning)
@@ -118,23 +90,23 @@ class _Loading:
             raise TransferError(  # no other rank knows, to look once more
                 errno.ENOENT,
                 operation="open",
-                path=os.path.join(self.wanted.drives.directories[0], save.name),
+                path=os.path.join(self.wanted.directory, save.name),
                 detail=f"step {save.step} was recycled while it was restored; restore a newer one",
             ) from failed
 
     def _load(self, save: Save, number: int | None, ranks: PartRanks) -> Any:
         """One archive; all of its parts, or the one that it has."""
-        paths = self.wanted.drives.paths(save)
+        paths = self.drives.paths(save)
         if number is not None:
             paths = {number: paths[number]} if number in paths else {}
-        name = os.path.join(self.wanted.drives.directories[0], save.name)
-        with ranks.loading(self.call), contextlib.ExitStack() as opened:
-            mine = [open_part(path, opened) for path in paths.values()]
-            nbytes = ranks.connect(mine, name, nothing_to_read(self.options))
+        name = os.path.join(self.wanted.directory, save.name)
+        with ranks.loading(self.how.call), contextlib.ExitStack() as opened:
+            mine = [open_part(path, save, each, opened) for each, path in paths.items()]
+            nbytes = ranks.connect(mine, name, nothing_to_read(self.how.options))
             image = opened.enter_context(Image(nbytes, name))
-            with CallHandle(self.handle, name) as handle:
+            with CallHandle(self.how.handle, name) as handle:
                 ranks.fill(image, handle.get)
-                return load_archive(image, self.options, handle, self.call, self.in_caller, ranks)
+                return load_archive(image, self.how, handle, ranks)
 
 
 def whole_saves(ranks: PartRanks, drives: OwnDrives, call: LongCall) -> list[Save]:

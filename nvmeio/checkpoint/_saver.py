@@ -53,6 +53,7 @@ class Saver:
     def __init__(
         self,
         directory: str,
+        *,
         keep: int,
         handle: AioHandle | None,
         store: RankStore,
@@ -66,19 +67,19 @@ class Saver:
     ) -> None:
         self.directory = directory
         self.setup = Setup(
-            directory,
-            keep,
-            recycle,
-            checksum,
-            SnapshotMemory(memory_bytes),
-            store,
-            timeout_s,
-            Guard(memory_bytes),
-            self.get_handle,
-            self._claim,
-            writers,
-            drives,
-            Kept(),
+            directory=directory,
+            keep=keep,
+            recycle=recycle,
+            checksum=checksum,
+            memory=SnapshotMemory(memory_bytes),
+            store=store,
+            timeout_s=timeout_s,
+            guard=Guard(memory_bytes),
+            get_handle=self.get_handle,
+            claim=self._claim,
+            writers=writers,
+            drives=drives,
+            kept=Kept(),
         )
         self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
         self._handle = handle
@@ -125,6 +126,9 @@ class Saver:
             if not call.cancelled:
                 self.result(job)
             self._saves += 1
+            if call.refused is not None:
+                self.setup.messages(self._saves).fail(call.refused)
+                raise call.refused
             call.job = job = self._new_job(self.setup, call.step, self._saves, call.progress)
             if call.cancelled:
                 job.give_up()  # in its turn, for the other ranks wait for it
@@ -318,9 +322,18 @@ class Saver:
 
 
 class SaveCall:
-    """One call of `save`, which another thread may cancel."""
+    """One call of `save`, which another thread may cancel.
 
-    def __init__(self, step: int, progress: Progress | None) -> None:
+    Args:
+        step: Of the checkpoint.
+        progress: As for `Checkpointer.save`.
+        refused: Why there is none; told to the other ranks in its turn, and raised.
+    """
+
+    def __init__(
+        self, step: int, progress: Progress | None, refused: Exception | None = None
+    ) -> None:
+        self.refused = refused
         self.step = step
         self.progress = long_call.checked(progress)
         self.began = time.perf_counter()

@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import _device, _memory, buffers
+from nvmeio import _device, _memory_system, buffers
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._io.threads import SLICE_S, Thread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 
 logger = logging.getLogger("nvmeio")
 
@@ -78,7 +78,7 @@ class SnapshotMemory:
         Raises:
             MemoryError: There is not even the least.
         """
-        nbytes = _memory.round_up(max(nbytes, 1), PAGE_BYTES)
+        nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
         wanted = self._allowed(nbytes)
         pinned = device.type == "cuda"
         old = self._arena
@@ -102,7 +102,7 @@ class SnapshotMemory:
         budget = self._budget
         if budget is None:
             # What is held already counts as available: it would be given back first.
-            available = _memory.available_bytes()
+            available = _memory_system.available_bytes()
             budget = nbytes if available is None else max((available + held) // 2, held)
         budget = max(budget // PAGE_BYTES * PAGE_BYTES, LEAST_BYTES)
         return min(nbytes, budget)

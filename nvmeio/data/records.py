@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +16,8 @@ from nvmeio._io import threads
 from nvmeio._io.handles import new_handle
 from nvmeio._row_places import FileOffsets
 from nvmeio._storage import durable
+from nvmeio.data._opened import Opened, generation
+from nvmeio.data._record_layout import record_count, record_layout
 from nvmeio.data.gather import Gather
 from nvmeio.data.prefetch import Prefetch
 from nvmeio.errors import ClosedError, IntegrityError
@@ -86,7 +86,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         mode: str = "r",
         handle: AioHandle | None = None,
     ) -> None:
-        self._layout = layout = _layout(dtype, shape, file_offset, stride_bytes)
+        self._layout = layout = record_layout(dtype, shape, file_offset, stride_bytes)
         if mode not in _MODES:
             raise ValueError(f'mode must be "r" or "r+", not {mode!r}')
         if handle is not None and not isinstance(handle, AioHandle):
@@ -95,11 +95,11 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         self._mode = mode
         self._closed = False
         self._handle = handle
-        self._born = _generation
-        self._opened: dict[int, _Opened] = {}  # by generation: see `_here`
+        self._born = generation()
+        self._opened: dict[int, Opened] = {}  # by generation: see `_here`
         with files.open(self._path, mode) as file:
             size = file.size()
-        self._count = _count(self._path, layout, size, count)
+        self._count = record_count(self._path, layout, size, count)
         self._identity = _identity(self._path)
 
     @classmethod
@@ -131,7 +131,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
                 system can do that; no file is left then.
             ValueError, TypeError: As for the class.
         """
-        layout = _layout(dtype, shape, file_offset, stride_bytes)
+        layout = record_layout(dtype, shape, file_offset, stride_bytes)
         size = layout.end(_checks.integer("count", count, 0))
         name = os.path.abspath(path)
         threads.run_interruptible(lambda: _create(name, size))
@@ -288,18 +288,18 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     # --- opening and closing ------------------------------------------------------------------
 
-    def _here(self) -> _Opened:
+    def _here(self) -> Opened:
         """What is open in this process; opened now, if it is the first use.
 
         What a forked child has of its parent's stays under the parent's generation. No lock of our
         own: another thread may hold it when this process is forked.
         """
-        opened = self._opened.get(_generation)
+        opened = self._opened.get(generation())
         if self._closed:
             raise ClosedError(f"the records of {self._path} are closed: open them again")
         if opened is None:
             made = self._open()
-            opened = self._opened.setdefault(_generation, made)
+            opened = self._opened.setdefault(generation(), made)
             if opened is not made:  # another thread was faster
                 made.close()
             if self._closed:
@@ -307,13 +307,13 @@ class Records(Dataset[torch.Tensor], ClosingWork):
                 raise ClosedError(f"the records of {self._path} are closed: open them again")
         return opened
 
-    def _open(self) -> _Opened:
+    def _open(self) -> Opened:
         file = files.open(self._path, self._mode)
         try:
             self._check_unchanged(file)
-            if self._handle is not None and self._born == _generation:
-                return _Opened(file, self._handle, False)
-            return _Opened(file, new_handle(self._path), True)
+            if self._handle is not None and self._born == generation():
+                return Opened(file, self._handle, False)
+            return Opened(file, new_handle(self._path), True)
         except BaseException:
             file.close()
             raise
@@ -342,14 +342,14 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         Raises the first failure that nobody has seen, as `AioHandle.close` does.
         """
         self._closed = True
-        opened = self._opened.get(_generation)
+        opened = self._opened.get(generation())
         if opened is not None:
             opened.close()
 
     async def aclose(self) -> None:
         """`close`, awaited."""
         self._closed = True
-        opened = self._opened.get(_generation)
+        opened = self._opened.get(generation())
         if opened is not None:
             await opened.aclose()
 
@@ -359,7 +359,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._born = _generation
+        self._born = generation()
         self._opened = {}
 
     # --- properties ---------------------------------------------------------------------------
@@ -402,62 +402,6 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         )
 
 
-class _RecordLayout(NamedTuple):
-    """Where records lie."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    file_offset: int
-    stride: int
-
-    def end(self, count: int) -> int:
-        """The size of a file that holds so many."""
-        return self.file_offset + ((count - 1) * self.stride + self.nbytes if count else 0)
-
-    def held(self, size: int) -> int:
-        """How many a file of this size holds."""
-        return max(0, (size - self.file_offset - self.nbytes) // self.stride + 1)
-
-
-def _layout(
-    dtype: torch.dtype, shape: int | Sequence[int], file_offset: int, stride_bytes: int | None
-) -> _RecordLayout:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r:.80}")
-    if str(dtype).startswith(("torch.q", "torch.bits")):
-        raise TypeError(f"records are not of {dtype}: read them as torch.uint8, and view() them")
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    sizes = tuple(_checks.integer("a size in shape", each, 1) for each in sizes)
-    nbytes = math.prod(sizes) * dtype.itemsize
-    stride = nbytes
-    if stride_bytes is not None:
-        stride = _checks.integer("stride_bytes", stride_bytes, 1)
-    return _RecordLayout(
-        dtype, sizes, nbytes, _checks.integer("file_offset", file_offset, 0), stride
-    )
-
-
-def _count(path: str, layout: _RecordLayout, size: int, count: int | None) -> int:
-    """How many records there are, if the file agrees."""
-    held = layout.held(size)
-    if count is not None:
-        if _checks.integer("count", count, 0) > held:
-            raise ValueError(f"{path} has {size} bytes, which hold {held} records, not {count}")
-        return count
-    if size < layout.file_offset:
-        raise ValueError(f"{path} has {size} bytes, and ends before byte {layout.file_offset}")
-    over = size - layout.end(held)
-    padding = layout.stride - layout.nbytes if held else 0
-    if over not in (0, padding):
-        raise ValueError(
-            f"{path} has {size} bytes: {held} records of {layout.nbytes} bytes from byte "
-            f"{layout.file_offset} on, and {over} bytes more. Check dtype, shape, file_offset and "
-            f"stride_bytes; count={held} leaves the rest out"
-        )
-    return held
-
-
 class _Identity(NamedTuple):
     """Which file it is."""
 
@@ -492,50 +436,3 @@ def _create(path: str, size: int) -> None:
         raise
     finally:
         os.close(fd)
-
-
-class _Opened:
-    """What is open in a process.
-
-    Args:
-        file: The file.
-        handle: What moves its bytes.
-        own: Whether the handle is closed with the file.
-    """
-
-    def __init__(self, file: File, handle: AioHandle, own: bool) -> None:
-        self.file = file
-        self.handle = handle
-        self.own = own
-        _open_here.add(self)
-
-    def close(self) -> None:
-        """Close what is ours; once more where that was interrupted."""
-        self.file.close()
-        if self.own:
-            self.handle.close()
-
-    async def aclose(self) -> None:
-        """The same, awaited."""
-        self.file.close()
-        if self.own:
-            await self.handle.aclose()
-
-
-_generation = 0  # how many forks lie between this process and the first one
-_open_here: weakref.WeakSet[_Opened] = weakref.WeakSet()
-_inherited: list[_Opened] = []
-
-
-def _forked() -> None:
-    """In the child: what the parent has open is not for use, and not to be closed here either.
-
-    Another thread of the parent may have held its locks, and nobody here would let go of them.
-    """
-    global _generation
-    _generation += 1
-    _inherited.extend(_open_here)
-    _open_here.clear()
-
-
-os.register_at_fork(after_in_child=_forked)

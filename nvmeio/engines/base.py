@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, cast
 
+from nvmeio._descriptors import Descriptors
 from nvmeio._tensor import Memory
 from nvmeio.errors import BackendUnavailableError, TransferError
-from nvmeio.files import Descriptors
 
 
 class Opcode(IntEnum):

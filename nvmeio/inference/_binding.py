@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nvmeio.inference._units import Target, Unit
 
@@ -14,20 +15,61 @@ from nvmeio.inference._units import Target, Unit
 _NAMED = 16
 
 
+class _Absent(torch.Tensor):
+    """What is made of a weight that is on disk: it cannot be computed with.
+
+    A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): it is what
+    happens to lie in memory.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if _is_harmless(func, args) or not any(map(_is_there, tree_leaves([args, kwargs]))):
+                return tree_map(_absent, func(*args, **kwargs))
+        raise RuntimeError(
+            "a weight of a streamed model is used, and is on disk: what uses it does not call the "
+            "module that it belongs to. Name that module's parent in layers=; where a layer was "
+            "cut to fit into resident_bytes, give so many that whole layers fit"
+        )
+
+
+def _is_harmless(func: Any, args: Sequence[Any]) -> bool:
+    """It asks for dtypes alone, or changes what stands for a weight: `check_absent` tells of it."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+    return func is torch.result_type or (in_place and isinstance(args[0], (_Absent, _Elsewhere)))
+
+
+def _is_there(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def _absent(value: Any) -> Any:
+    if type(value) is torch.Tensor and value.is_meta:
+        return value.as_subclass(_Absent)
+    return value
+
+
 class _Elsewhere(nn.Parameter):
-    """Stands for a weight that is on disk, and says that it is where its rows will be.
+    """Stands for a weight that is on disk, and says where it, or its rows, will be.
 
     Models move the ids of tokens to the device of their embedding's weight (Llama 4).
     """
 
     _where = torch.device("meta")
+    _shown: type[nn.Parameter] = nn.Parameter  # in its place while it is there
+    __torch_function__ = _Absent.__torch_function__
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._where
 
 
-class _Frozen(_Elsewhere):
+class _Frozen(nn.Parameter):
     """A weight of a base that is not trained: adapters are, beside it.
 
     They are made where it says that it is. `data` is what they are merged into.
@@ -40,6 +82,13 @@ class _Frozen(_Elsewhere):
     @data.setter
     def data(self, _: torch.Tensor) -> None:
         _refuse_change()
+
+
+class _FrozenElsewhere(_Frozen, _Elsewhere):
+    """The same, on disk."""
+
+    _shown = _Frozen
+    __torch_function__ = _Absent.__torch_function__
 
 
 class _Unchanged(torch.Tensor):
@@ -62,7 +111,7 @@ def _refuse_change() -> NoReturn:
 
 def freeze(unit: Unit, device: torch.device) -> None:
     """Let all parameters of a unit need no gradient, and say that they are where it computes."""
-    _replace(unit, device, _Frozen)
+    _replace(unit, device, _FrozenElsewhere)
     for target in unit.targets:
         if not target.is_buffer:
             target.empty.requires_grad_(False)
@@ -80,15 +129,18 @@ def check_frozen(targets: Sequence[Target]) -> None:
 
 
 def stand_in(unit: Unit, device: torch.device) -> None:
-    """Let the embeddings of a unit, which may never be in memory, name the device of the model."""
-    if unit.row_modules:
-        _replace(unit, device, _Elsewhere)
+    """Let what uses a unit's weights while they are on disk be an error.
+
+    Its embeddings, which may never be in memory, name the device of the model.
+    """
+    _replace(unit, device if unit.row_modules else torch.device("meta"), _Elsewhere)
 
 
 def _replace(unit: Unit, device: torch.device, kind: type[_Elsewhere]) -> None:
     made: dict[int, _Elsewhere] = {}
     for index, target in enumerate(unit.targets):
-        if target.is_buffer:
+        own = type(target.empty) is not nn.Parameter and not unit.row_modules
+        if target.is_buffer or (own and kind is _Elsewhere):
             continue
         if target.weight not in made:
             empty = kind(target.empty.detach(), target.empty.requires_grad)
@@ -157,6 +209,7 @@ def shown_as(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     Servers' kernels are chosen by what was noted on a weight when it was quantised.
     """
     kind = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
+    kind = getattr(kind, "_shown", kind)  # not what stands for it
     made: nn.Parameter = torch.Tensor._make_subclass(kind, data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made

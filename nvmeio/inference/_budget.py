@@ -6,11 +6,40 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nvmeio import _checks
-from nvmeio._memory import huge_page_bytes
+from nvmeio._memory_system import huge_page_bytes
 from nvmeio.inference._units import Unit
 
 # Layers in the window unless a number is asked for: one in use, one arriving, one in the queue.
 WINDOW = 3
+
+
+class TooSmall(ValueError):
+    """A budget does not hold what is needed at once.
+
+    Args:
+        budget: Bytes.
+        layers: In the window.
+        least: Bytes that would do.
+        in_tiles: Those that would do where matrices are cut, if these are fewer.
+
+    Attributes:
+        layers: As given.
+        least: The fewest bytes that would do.
+    """
+
+    def __init__(
+        self, budget: int | None, layers: int, least: int, in_tiles: int | None = None
+    ) -> None:
+        cut = ""
+        if in_tiles is not None:
+            cut = f"with matrices in tiles, {in_tiles} bytes would do; with whole layers, "
+        super().__init__(
+            f"resident_bytes={budget} is too small: {cut}the parts outside of the layers, a window "
+            f"of {layers} layer{'s' if layers > 1 else ''} and the room for conversions need "
+            f"{least} bytes"
+        )
+        self.layers = layers
+        self.least = least if in_tiles is None else in_tiles
 
 
 class Shares(NamedTuple):
@@ -69,7 +98,7 @@ def share_out(
         others: Room for what only other ranks want.
 
     Raises:
-        ValueError: The budget is too small for the fixed parts and a window of one layer; says
+        TooSmall: The budget is too small for the fixed parts and a window of one layer; says
             what would do.
     """
     wider = [window] if window is not None else [WINDOW, 2, 1]
@@ -77,16 +106,12 @@ def share_out(
     for layers in wider:
         shares = _shares(fixed, units, frozenset(), layers, others)
         least = shares.total
-        everything = _shares(fixed, units, frozenset(range(len(units))), layers, others)
+        everything = _shares(fixed, units, _that_may_stay(units), layers, others)
         fits = budget is None or shares.total <= budget
         if fits or (budget is not None and everything.total <= budget):
             break
     else:
-        raise ValueError(
-            f"resident_bytes={budget} is too small: the parts outside of the layers, a window of "
-            f"{wider[-1]} layer{'s' if wider[-1] > 1 else ''} and the room for conversions need "
-            f"{least} bytes"
-        )
+        raise TooSmall(budget, wider[-1], least)
     kept = frozenset() if budget is None else _choose(fixed, units, budget, layers, others)
     for number, unit in enumerate(units):
         unit.resident = number in kept
@@ -99,12 +124,12 @@ def _choose(
     def fits(kept: frozenset[int]) -> bool:
         return _shares(fixed, units, kept, window, others).total <= budget
 
-    everything = frozenset(range(len(units)))
+    everything = _that_may_stay(units)
     if fits(everything):
         return everything
     heads = [n for n, unit in enumerate(units) if not unit.is_layer and unit.modules]
     layers = [n for n, unit in enumerate(units) if unit.is_layer]
-    rows = [n for n, unit in enumerate(units) if not unit.modules]
+    rows = [n for n, unit in enumerate(units) if not unit.modules and not unit.tiles]
     kept: frozenset[int] = frozenset()
     for number in heads:
         if fits(kept | {number}):
@@ -118,6 +143,11 @@ def _choose(
         if fits(kept | {number}):
             kept |= {number}
     return kept
+
+
+def _that_may_stay(units: Sequence[Unit]) -> frozenset[int]:
+    """All but what tiles are read in the place of."""
+    return frozenset(number for number, unit in enumerate(units) if not unit.tiles)
 
 
 def _shares(

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
-from nvmeio.inference import _training
-from nvmeio.inference._binding import check_absent, count_changes
+from nvmeio.inference import _tiling, _training
+from nvmeio.inference._binding import check_absent, check_frozen, count_changes
 from nvmeio.inference._outputs import own, tensors_in
 from nvmeio.inference._state_dicts import NOT_HERE, WeightOnDisk, mark_absent
 from nvmeio.inference._units import Unit
@@ -31,6 +31,8 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
                 _training.attach(stream, unit, module)
             else:
                 calls.wrap(module, functools.partial(_with_weights, stream, unit))
+        for linear in unit.tiled:
+            _attach_tiles(linear, unit, stream)
         for embedding in unit.row_modules:
             _attach_rows(embedding, unit, stream)
         if unit.experts is not None:
@@ -172,11 +174,28 @@ def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None
             around = _training.with_weights if stream.trainable else _with_weights
             found: torch.Tensor = around(stream, unit, call, input)
             return found
-        check_absent(unit.targets)
+        _check(unit, stream)
         rows, places = stream.rows(unit, input)
         return functional.embedding(places, rows)
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
+    """A linear layer that is not in memory computes some of its outputs at a time."""
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        _check(unit, stream)
+        return _tiling.linear(unit, input, module.bias)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _check(unit: Unit, stream: WeightStream) -> None:
+    """What `WeightStream.use` looks at, of weights that are never there as a whole."""
+    check_absent(unit.targets)
+    if stream.trainable:
+        check_frozen(unit.targets)
 
 
 def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:

@@ -72,6 +72,7 @@ class Weights(Keeper[Unit, Slot]):
         self._memory.ready(slot)
         slot.tensors = self._memory.tensors(slot)
         if self._trainable:
+            self._memory.converted(slot)
             self._note_places(slot)
         slot.shown = install(slot.unit.targets, slot.tensors)
 
@@ -131,5 +132,5 @@ class Weights(Keeper[Unit, Slot]):
                 f"there is no room for {unit.name} in the window: its memory is held by layers "
                 "that run now, or by tensors over weights that somebody keeps. Let go of these, "
                 "raise resident_bytes, or give a larger window="
-            )
+            ) from self._memory.refused
         return slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from nvmeio import _memory
+from nvmeio import _memory_system
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -17,7 +17,7 @@ def memory_left() -> int:
         RLIMIT_AS and RLIMIT_DATA (private writable memory, since Linux 4.7).
     """
     known = [
-        _memory.available_bytes(),
+        _memory_system.available_bytes(),
         _left_in_group(),
         _left_under(resource.RLIMIT_AS, "VmSize"),
         _left_under(resource.RLIMIT_DATA, "VmData"),
@@ -27,7 +27,7 @@ def memory_left() -> int:
 
 def _left_under(which: int, field: str) -> int | None:
     limit, _ = resource.getrlimit(which)
-    used = _memory._proc_bytes("/proc/self/status", field)
+    used = _memory_system.proc_bytes("/proc/self/status", field)
     return None if limit == resource.RLIM_INFINITY or used is None else limit - used
 
 

@@ -16,6 +16,7 @@ from nvmeio._residency.reader import WantedBytes
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
+from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._recipes import Weight
 
 
@@ -30,6 +31,7 @@ class ExpectedBytes(NamedTuple):
         nbytes: How many.
         sum: Their CRC-32.
         experts: Which experts have to be there for it; none for what is always read.
+        cut: Of a tile, whose `sum` is that of the whole: what is known of the tiles, and which.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ExpectedBytes(NamedTuple):
     nbytes: int
     sum: int
     experts: range
+    cut: tuple[CutSums, int] | None = None
 
 
 def expected_of(
@@ -58,6 +61,10 @@ def expected_of(
         if not part.extents:
             continue
         extent, count = part.extents[0], len(part.sums)
+        if part.cut is not None:
+            place = (extent.file, extent.offset, start, part.nbytes)
+            whole = part.cut[0].whole
+            found.append(ExpectedBytes(sources[number], *place, whole, range(0), part.cut))
         for share, value in enumerate(part.sums):
             nbytes = part.nbytes // count
             at = share * nbytes
@@ -125,11 +132,16 @@ def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequenc
 
 
 def _compare(each: ExpectedBytes, found: int, files: Sequence[File]) -> None:
-    if found != each.sum:
+    right = found == each.sum if each.cut is None else each.cut[0].agrees(each.cut[1], found)
+    if not right:
         raise IntegrityError(
             f"{files[each.file].path}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
-            f"{each.name!r} are not what was packed there: look at `dmesg` and `smartctl -a`, and "
-            "pack the model again (checksum=False takes them as they are)",
-            expected=f"CRC-32 {each.sum:08x}",
+            f"{each.name!r} are not what was packed there{_or_others(each)}: look at `dmesg` and "
+            "`smartctl -a`, and pack the model again (checksum=False takes them as they are)",
+            expected=f"CRC-32 {each.sum:08x}" + ("" if each.cut is None else " of the whole"),
             found=f"{found:08x}",
         )
+
+
+def _or_others(each: ExpectedBytes) -> str:
+    return "" if each.cut is None else ", or other rows of it"

@@ -111,7 +111,7 @@ def dequantise(
     scales, lows = scale.reshape(-1, 1), low.reshape(-1, 1)
     count = target.shape[0]
     at_once = count if out.device.type != "cpu" else max(1, _CHUNK_ELEMENTS // size)
-    room = torch.empty(min(at_once, count), size, dtype=torch.float32, device=out.device)
+    room = out.new_empty((min(at_once, count), size), dtype=torch.float32)
     for start in range(0, count, at_once):
         end = min(start + at_once, count)
         values, taken = room[: end - start], steps[start:end]

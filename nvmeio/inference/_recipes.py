@@ -16,6 +16,7 @@ import torch
 
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError
+from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._quant import Quantised
 
 
@@ -37,12 +38,14 @@ class WeightPart(NamedTuple):
         extents: Where its bytes are, ascending in `at`, without a hole.
         sums: CRC-32s of its bytes, in shares of equal length; none where they are not known. Only
             of a part of one extent.
+        cut: Of rows of another part: the checksum of that one, and which of its tiles this is.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     extents: tuple[FileExtent, ...]
     sums: tuple[int, ...] = ()
+    cut: tuple[CutSums, int] | None = None
 
     @property
     def nbytes(self) -> int:

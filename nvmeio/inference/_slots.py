@@ -2,7 +2,8 @@
 
 A slot is a lease of a `PinnedPool`, as long as its unit is needed. For another device than the CPU
 it has a twin of the same size there, filled chunk by chunk on a stream of its own as the chunks
-arrive, and the lease is only the way in.
+arrive, and the lease is only the way in. Where backward comes, memory that is computed with is
+lent: it is used again once the last tensor over it is gone.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
-from nvmeio import buffers
+from nvmeio import _device, buffers
+from nvmeio._device import Mark
 from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool, laid_over, lease_now
+from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
 from nvmeio.files import File
 from nvmeio.inference._budget import Shares
@@ -52,7 +54,7 @@ class Slot(window.Slot[Unit]):
         self.memory = memory
         self.files: set[int] = set()
         self.experts = bytearray(unit.experts.number if unit.experts else 0)
-        self.event: Any = None  # on a GPU: all copies have been started
+        self.event: Mark | None = None  # on a GPU, once all copies were begun: when they are made
         self.tensors: list[torch.Tensor] = []
         self.shown: list[torch.Tensor] = []
         self.work: torch.Tensor | None = None
@@ -69,7 +71,7 @@ class SlotPools:
         shares: How large they are.
         device: Where weights are used.
         lent: What is streamed or converted keeps its memory until the last tensor over it is gone:
-            backward may have one. The CPU only.
+            backward may have one.
 
     Raises:
         MemoryError: There is not that much; says how much there is.
@@ -88,10 +90,18 @@ class SlotPools:
         # see `Opening`.
         self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
         self._free: list[
-            tuple[torch.Tensor, Any]
+            tuple[torch.Tensor, Mark]
         ] = []  # of a GPU: twins, and when they may be used
+        self._there: DevicePool | None = None  # of a GPU: what is lent
+        self._there_work: DevicePool | None = None
+        self._twins: dict[str, torch.Tensor] = {}  # as `_places`, where backward may look at them
         self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
-        self._copies: Any = None
+        on_gpu = device.type == "cuda"
+        self._copies = _device.beside(device) if on_gpu else None
+        if lent and on_gpu:
+            self._there = DevicePool(device, shares.window, self._copies)
+            self._there_work = DevicePool(device, shares.work, self._copies)
+        lent = lent and not on_gpu
         try:
             if shares.resident:
                 self._resident = PinnedPool(shares.resident)
@@ -101,14 +111,11 @@ class SlotPools:
                 self._window = PinnedPool(shares.window)
             if shares.work and lent:
                 self._lent_work = LentPool(shares.work)
-            elif shares.work:
+            elif shares.work and self._there_work is None:
                 self._work = self._room(shares.work)
         except BaseException:
             self.close()
             raise
-        if device.type == "cuda":
-            cuda: Any = torch.cuda
-            self._copies = cuda.Stream(device)
 
     @property
     def locked(self) -> bool:
@@ -133,25 +140,34 @@ class SlotPools:
         if unit.name in self._places:
             lease, host = self._places.pop(unit.name)
         else:
+            memory: torch.Tensor | None = None
+            if self._there is not None and not stays:
+                memory = self._there.take(unit.layout.nbytes)
+                if memory is None:
+                    return None
             leased = lease_now(pool, unit.layout.nbytes)
             if leased is None:
                 return None
             lease, host = leased
             self._out[id(lease)] = lease
+            if memory is not None:
+                return Slot(unit, lease, host, memory)
         return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
 
     def give_back(self, slot: Slot) -> None:
         """Take back a slot that nobody uses any more."""
         if self._copies is not None:
-            # What was queued on the device still reads it; whoever gets it next waits for that.
-            current: Any = torch.cuda.current_stream(self.device)
-            if slot.event is not None:
-                slot.event.synchronize()  # of the copies out of the lease, not of the computation
-            else:  # given up halfway
-                self._copies.synchronize()
-            self._free.append((slot.memory, current.record_event()))
+            # Of the copies out of the lease, not of the computation; or it was given up halfway.
+            (self._copies.mark() if slot.event is None else slot.event).wait()
+            if self._there is None:
+                # What was queued on the device still reads it; whoever gets it next waits for that.
+                self._free.append((slot.memory, _device.now(self.device)))
+            elif slot.unit.resident:
+                self._twins[slot.unit.name] = slot.memory
+        if slot.lease is None or (self._there is not None and not slot.unit.resident):
+            slot.memory = slot.host.new_empty(0)
         if slot.lease is None:
-            slot.memory = slot.memory.new_empty(0)
+            pass
         elif slot.unit.resident:
             self._places[slot.unit.name] = (slot.lease, slot.host)
         else:
@@ -159,16 +175,19 @@ class SlotPools:
             slot.lease.__exit__(None, None, None)
 
     def _twin(self, unit: Unit) -> torch.Tensor:
+        assert self._copies is not None
         nbytes = unit.layout.nbytes
+        if unit.name in self._twins:
+            return self._twins.pop(unit.name)
         fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
         if not fitting:
-            twin = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            twin = _device.empty(nbytes, self.device)
             # Its memory may still be read by work that was queued before it was freed.
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            self._copies.follow()
             return twin
         best = min(fitting, key=lambda pair: pair[0].nbytes)
         self._free = [pair for pair in self._free if pair is not best]
-        self._copies.wait_event(best[1])
+        self._copies.after(best[1])
         return best[0]
 
     # Filling
@@ -182,7 +201,8 @@ class SlotPools:
         slot.files = {read.file for read in reads}
         sums = [each for each in slot.unit.sums if slot.has(each)]
         arriving = Arriving(sums, files) if sums else None
-        if self._copies is None:
+        copies = self._copies
+        if copies is None:
             return (
                 Fill(wanted)
                 if arriving is None
@@ -190,14 +210,13 @@ class SlotPools:
             )
 
         def arrived(chunk: WantedBytes) -> None:
-            with torch.cuda.stream(self._copies):
-                target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
-                target.copy_(chunk.memory, non_blocking=True)
+            target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
+            copies.copy(target, chunk.memory)
             if arriving is not None:
                 arriving.arrived(chunk)
 
         def finished() -> None:
-            slot.event = self._copies.record_event()
+            slot.event = copies.mark()
             if arriving is not None:
                 arriving.finished()
 
@@ -217,19 +236,26 @@ class SlotPools:
         def arrived() -> None:
             verify(host, sums, ranks.files)
             if copies is not None:
-                with torch.cuda.stream(copies):
-                    memory.copy_(host, non_blocking=True)
-                    fill.event = copies.record_event()
+                copies.copy(memory, host)
+                fill.event = copies.mark()
 
         fill = ranks.shared(number, host, arrived)
         slot.files = {read.file for read in ranks.own_reads(number)}
         return fill
 
     def ready(self, slot: Slot) -> None:
-        """Let the computation begin after the copies; does not block."""
+        """Let what this thread computes begin after the copies; does not block."""
         if slot.event is not None:
-            current: Any = torch.cuda.current_stream(self.device)
-            current.wait_event(slot.event)
+            stream = _device.stream_here(self.device)
+            for pool in (self._there, self._there_work):
+                if pool is not None:
+                    pool.used_by(stream)
+            _device.come_after(stream, slot.event)
+
+    def converted(self, slot: Slot) -> None:
+        """Let whoever uses it begin after its conversions too, which this thread has asked for."""
+        if self._there is not None and slot.work is not None:
+            slot.event = _device.now(self.device)
 
     def check(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> None:
         """Compare what was read outside of a fill with its checksums.
@@ -274,14 +300,21 @@ class SlotPools:
         found: list[torch.Tensor] = []
         at = 0
         room = self._work
-        if self._lent_work is not None and unit.converted_bytes and not keep:
-            room = slot.work = self._work_of(unit, self._lent_work)
+        if unit.converted_bytes and not keep:
+            if self._lent_work is not None:
+                room = slot.work = self._work_of(unit, self._lent_work)
+            elif self._there_work is not None:
+                room = slot.work = self._work_there(unit, self._there_work)
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if not weight.converted_bytes:
                 found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
                 continue
             if keep:
-                out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+                if self._copies is None:
+                    out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+                else:
+                    own = _device.empty(weight.converted_bytes, self.device)
+                    (out,) = laid_over(own, [(0, weight.dtype, weight.shape)])
             else:
                 if room is None:
                     raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
@@ -310,22 +343,35 @@ class SlotPools:
             gc.collect()  # what is held by a tensor in a cycle
             lent = pool.take(unit, unit.converted_bytes)
         if lent is None or lent.memory is None:
-            raise MemoryError(
-                f"there is no room to convert the weights of {unit.name}: tensors over those of "
-                "another layer, which somebody keeps, have it. Let go of them, or pack the model "
-                "in the dtype in which it computes"
-            )
+            raise _no_room(unit)
         return lent.memory
+
+    def _work_there(self, unit: Unit, pool: DevicePool) -> torch.Tensor:
+        assert self._copies is not None
+        pool.refused = None
+        memory = pool.take(unit.converted_bytes)
+        if memory is None:
+            gc.collect()
+            memory = pool.take(unit.converted_bytes)
+        if memory is None:
+            raise _no_room(unit) from pool.refused
+        self._copies.precede()  # which follows whoever had it before
+        return memory
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
             return buffers.empty_aligned(nbytes, dtype=torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return _device.empty(nbytes, self.device)
+
+    @property
+    def refused(self) -> BaseException | None:
+        """What the device said when it had no memory for what is streamed, if it did."""
+        return None if self._there is None else self._there.refused
 
     def close(self) -> None:
         """Let go of everything; a lease that is out keeps its own."""
         if self._copies is not None:
-            self._copies.synchronize()
+            self._copies.mark().wait()
         for lease, _ in self._places.values():
             lease.__exit__(None, None, None)
         self._places.clear()
@@ -335,6 +381,15 @@ class SlotPools:
         self._out.clear()
         self._work = None
         self._free.clear()
+        self._twins.clear()
+
+
+def _no_room(unit: Unit) -> MemoryError:
+    return MemoryError(
+        f"there is no room to convert the weights of {unit.name}: tensors over those of "
+        "another layer, which somebody keeps, have it. Let go of them, or pack the model "
+        "in the dtype in which it computes"
+    )
 
 
 def _weights_in(slot: Slot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:

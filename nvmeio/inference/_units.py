@@ -2,13 +2,14 @@
 
 A unit is a layer with everything in it, or a larger leaf outside of the layers (an output head), or
 leaves that share their weights. Whatever is small and outside of the layers is `fixed`: always
-there.
+there. Where that is too large for the memory there is, layers are cut into their leaves, and the
+matrices of linear layers into tiles.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,15 @@ from torch import nn
 from nvmeio.inference._packed_checksums import ExpectedBytes, expected_of
 from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import SlotLayout, lay_out
+from nvmeio.inference._tiles import Tile, can_be_tiled, rows_of
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
 # its round trip.
 SMALL_BYTES = 1 << 20
+# Where layers are cut, they stay up to this share of a unit: there may be hundreds of them.
+_FIXED_SHARE = 16
+# Compute with the weights of their children, some only where nothing is trained.
+_AS_ONE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class Target(NamedTuple):
@@ -71,6 +77,8 @@ class Unit:
         layout: Its slot; set by `plan`.
         sums: Checksums of what lies there, where the file has them; set by `plan`.
         resident: Whether it stays once it is there; set by the budget.
+        tiles: What is read in its place, the rows of its only weight in order.
+        tiled: The linear layers that compute with these.
     """
 
     def __init__(self, name: str) -> None:
@@ -84,6 +92,8 @@ class Unit:
         self.sums: tuple[ExpectedBytes, ...] = ()
         self.resident = False
         self.is_layer = False
+        self.tiles: list[Unit] = []
+        self.tiled: list[nn.Linear] = []
 
     def plan(self, sizes: Sequence[int], own_alignment: bool) -> None:
         """Lay out the slot."""
@@ -101,6 +111,11 @@ class Unit:
     def converted_bytes(self) -> int:
         """Room that conversions need while it is used."""
         return sum(-(-weight.converted_bytes // 64) * 64 for weight in self.weights)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What it takes to use it, about: its bytes, and those that they are converted to."""
+        return sum(weight.nbytes + weight.converted_bytes for weight in self.weights)
 
     @property
     def streamed_bytes(self) -> int:
@@ -123,6 +138,7 @@ def partition(
     model: nn.Module,
     weights: dict[int, Weight],
     layers: Sequence[nn.Module | str] | None,
+    most: int | None = None,
 ) -> Partition:
     """Cut a model into units.
 
@@ -130,6 +146,8 @@ def partition(
         model: Its weights on the meta device.
         weights: By the id of the meta tensor that each is shown as.
         layers: Modules or their names; None finds them.
+        most: Bytes of a unit, where that can be had by cutting: of larger layers the leaves are
+            units, and of larger linear layers tiles.
 
     Raises:
         ValueError: `layers` names what is not there, what lies within another of them, or two that
@@ -142,6 +160,10 @@ def partition(
     names = {module: name for name, module in model.named_modules()}
     given = find_layers(model) if layers is None else _given(model, names, layers)
     chosen = list(dict.fromkeys(given))
+    small = SMALL_BYTES
+    if most is not None:
+        small = min(small, most // _FIXED_SHARE)
+        chosen = [part for layer in chosen for part in _cut(layer, weights, most, small)]
     covered: set[nn.Module] = set()
     for layer in chosen:
         inside = set(layer.modules())
@@ -175,7 +197,7 @@ def partition(
         found = _weights_of(module, weights)
         if not found:
             continue
-        if any(True for _ in module.children()) or sum(w.nbytes for w in found) <= SMALL_BYTES:
+        if any(True for _ in module.children()) or sum(w.nbytes for w in found) <= small:
             _take(fixed, [module], weights)
             continue
         key = tuple(weight.name for weight in found)
@@ -192,7 +214,75 @@ def partition(
         else:
             group.modules.append(module)
         _take(group, [module], weights)
+    if most is not None:
+        units = [part for unit in units for part in _in_tiles(unit, fixed, weights, most)]
     return Partition(fixed, units)
+
+
+def _cut(layer: nn.Module, weights: dict[int, Weight], most: int, small: int) -> list[nn.Module]:
+    """What of a layer is still streamed as one; the leaves beside it are by themselves.
+
+    A module that has weights of its own and children, as torch's attention has, may compute with
+    those of its children itself. Weights that two parts need stay with both in one.
+    """
+    unit = Unit("")
+    _take(unit, layer.modules(), weights)
+    children = list(layer.children())
+    own = sum(weight.nbytes for weight in _weights_of(layer, weights))
+    as_one = isinstance(layer, _AS_ONE) or (children and own > small)
+    if not unit.weights:
+        return []
+    if unit.needed_bytes <= most or as_one:
+        return [layer]
+    found = [
+        part
+        for child in children
+        if any(True for _ in child.children())
+        for part in _cut(child, weights, most, small)
+    ]
+    parts = list(dict.fromkeys(found))  # one that is called twice is one
+    return [layer] if _share(layer, parts, weights) else parts
+
+
+def _share(layer: nn.Module, parts: Sequence[nn.Module], weights: dict[int, Weight]) -> bool:
+    """Whether a module with weights is in two parts of a layer, or in one and beside them."""
+    seen: set[nn.Module] = set()
+    for each in [*(part.modules() for part in parts), _beside(layer, set(parts))]:
+        needed = {module for module in each if _weights_of(module, weights)}
+        if needed & seen:
+            return True
+        seen |= needed
+    return False
+
+
+def _beside(module: nn.Module, parts: Set[nn.Module]) -> Iterable[nn.Module]:
+    """A module, and what is in it otherwise than in some parts."""
+    if module not in parts:
+        yield module
+        for child in module.children():
+            yield from _beside(child, parts)
+
+
+def _in_tiles(unit: Unit, fixed: Unit, weights: dict[int, Weight], most: int) -> Iterable[Unit]:
+    """A unit, and behind it its tiles if it is too large, and of linear layers alone."""
+    tiled = [module for module in unit.modules if can_be_tiled(module)]
+    if unit.is_layer or not tiled or tiled != unit.modules or unit.needed_bytes <= most:
+        return [unit]
+    matrix = tiled[0].weight
+    cut = rows_of(weights[id(matrix)], most) if id(matrix) in weights else []
+    if not cut:
+        return [unit]
+    whole = Unit(unit.name)
+    whole.row_modules, whole.tiled = unit.row_modules, tiled  # type: ignore[assignment]
+    _take(whole, [*unit.row_modules, *tiled], weights, "weight")
+    _take(fixed, tiled, weights, "bias")
+    for first, last, weight in cut:
+        tile = Unit(f"{unit.name}, rows {first} to {last}")
+        module = Tile(matrix, first, last)  # type: ignore[arg-type]
+        tile.modules, tile.weights = [module], [weight]
+        tile.targets = [Target(module, "weight", False, 0, module.weight)]
+        whole.tiles.append(tile)
+    return [whole, *whole.tiles]
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
@@ -258,12 +348,17 @@ def _weights_of(module: nn.Module, weights: dict[int, Weight]) -> list[Weight]:
     return [weights[id(t)] for _, _, t in _tensors_of(module) if id(t) in weights]
 
 
-def _take(unit: Unit, modules: Iterable[nn.Module], weights: dict[int, Weight]) -> None:
+def _take(
+    unit: Unit,
+    modules: Iterable[nn.Module],
+    weights: dict[int, Weight],
+    only: str | None = None,
+) -> None:
     numbers = {weight.name: number for number, weight in enumerate(unit.weights)}
     for module in modules:
         for attribute, is_buffer, tensor in _tensors_of(module):
             weight = weights.get(id(tensor))
-            if weight is None:
+            if weight is None or (only is not None and attribute != only):
                 continue
             if weight.name not in numbers:
                 numbers[weight.name] = len(unit.weights)

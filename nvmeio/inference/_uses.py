@@ -14,13 +14,13 @@ After a failure nothing is in flight and nothing is kept that was on its way.
 from __future__ import annotations
 
 import _thread
-import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _device
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.threads import SLICE_S
 from nvmeio._residency.order import Cyclic, Remembered
@@ -180,8 +180,11 @@ class Uses:
             raise self._keeper.explain(slot, slot.fill.error) from slot.fill.error
         slot.fill = None
         self._keeper.check(slot)
-        memory.ready(slot)
-        slot.shown = install(self._fixed.targets, memory.tensors(slot, keep=True))
+        stream = _device.stream_here(memory.device)
+        with _device.on_stream(stream):
+            memory.ready(slot)
+            slot.shown = install(self._fixed.targets, memory.tensors(slot, keep=True))
+            _device.now(memory.device).wait()  # for streams of any thread
         self._fixed_slot = slot
 
     def close(self) -> None:
@@ -265,8 +268,9 @@ class Uses:
         if queued is not None:
             return queued
         try:
-            with _on(cuda_stream):
+            with _device.on_stream(cuda_stream):
                 slot = self._bring(unit, doing or Doing(False, False))
+                self.resources.memory.ready(slot)  # it may have been bound for another stream
         except BaseException:
             self._give_up()
             self._end_turn(caller)
@@ -361,7 +365,10 @@ class Uses:
         if slot is None or not slot.shown:
             return None
         memory = slot.work if converted else slot.memory
-        return memory if memory is not None and memory.nbytes else None  # it may go at any moment
+        if memory is None or not memory.nbytes:  # it may go at any moment
+            return None
+        self.resources.memory.ready(slot)
+        return memory
 
     def note_lent(self, unit: Unit) -> None:
         """That it was, without asking."""
@@ -370,7 +377,13 @@ class Uses:
             self._window.note(unit, True)
 
     def lend(
-        self, unit: Unit, converted: bool, caller: Hashable, waited: Waiting | None, doing: Doing
+        self,
+        unit: Unit,
+        converted: bool,
+        caller: Hashable,
+        waited: Waiting | None,
+        cuda_stream: Any,
+        doing: Doing,
     ) -> torch.Tensor | Waiting:
         """The memory of a unit, which keeps its bytes for as long as its storage lives."""
         had = self._turn == caller  # backward within a forward
@@ -378,7 +391,9 @@ class Uses:
         if queued is not None:
             return queued
         try:
-            slot = self._need(unit, doing)
+            with _device.on_stream(cuda_stream):
+                slot = self._need(unit, doing)
+                self.resources.memory.ready(slot)
             memory = slot.work if converted else slot.memory
             assert memory is not None
             return memory
@@ -395,7 +410,7 @@ class Uses:
         self._use = None
         slot, cuda_stream = use
         try:
-            with _on(cuda_stream):
+            with _device.on_stream(cuda_stream):
                 if isinstance(caller, Lockstep) and caller.shared:
                     self._kept = slot
                 else:
@@ -441,7 +456,7 @@ class Uses:
             return
         reads = [read for expert in missing for read in unit.layout.experts[expert]]
         try:
-            with _on(cuda_stream):
+            with _device.on_stream(cuda_stream):
                 self._read_beside(slot, reads)
                 for expert in missing:
                     slot.experts[expert] = 1
@@ -501,11 +516,3 @@ class Uses:
             window.waited_s,
         )
         return dict(zip(self.COUNTS, values, strict=True))
-
-
-def _on(cuda_stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """What is queued on the device is queued where the caller computes."""
-    if cuda_stream is None:
-        return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[Any] = torch.cuda.stream(cuda_stream)
-    return found

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from nvmeio import _checks
+from nvmeio import _checks, _device
 from nvmeio._closing import Closing
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.ending import Ending
@@ -210,7 +210,9 @@ class WeightStream(Closing):
         try:
             with profiled("wait", unit.name):
                 while True:
-                    found = owner.call(uses.lend, unit, converted, caller, found, doing)
+                    found = owner.call(
+                        uses.lend, unit, converted, caller, found, self._cuda_stream(), doing
+                    )
                     if isinstance(found, torch.Tensor):
                         return found
                     found.wait()
@@ -277,8 +279,7 @@ class WeightStream(Closing):
                 self._owner.call(_nothing)
 
     def _cuda_stream(self) -> Any:
-        cuda: Any = torch.cuda
-        return cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        return _device.stream_here(self._device)
 
     # --- awaited ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio import _checks
+from nvmeio import _checks, _device
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
@@ -20,6 +20,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _binding, _hooks, _packed, _transformers, hub, kv_cache
 from nvmeio.inference._budget import check_numbers, share_out
+from nvmeio.inference._fitting import SHARE, fit
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
 from nvmeio.inference._ranks import (
@@ -29,12 +30,9 @@ from nvmeio.inference._ranks import (
     digest_of,
     room_for_others,
 )
-from nvmeio.inference._units import partition
+from nvmeio.inference._units import Partition, partition
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
-
-# Of the memory that is left, what weights may take when nobody says how much.
-_SHARE = 0.5
 
 
 def stream_model(
@@ -75,7 +73,9 @@ def stream_model(
         window: Layers that the window holds, the one in use included; 3, or fewer where
             `resident_bytes` leaves no room for them.
         resident_bytes: Bytes of memory for all weights, or a size such as "24G": what stays, the
-            window, and the room for conversions. As many layers as fit stay. By default half of the
+            window, and the room for conversions. As many layers as fit stay. Where not even one
+            fits, layers are cut into their modules, and linear layers into tiles whose outputs may
+            differ in the last bits (docs/inference.md). By default half of the
             memory that is left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
         handle: Moves the bytes and stays open; by default one with the setting stored for the file
             system, for as long as the stream is open.
@@ -101,7 +101,8 @@ def stream_model(
         trainable: Gradients go through the model, for adapters that are put into it afterwards
             (``peft.get_peft_model``, or any module of your own) and stay in memory: backward reads
             the weights once more, in reverse. They themselves get no gradients and are in no
-            `state_dict`. Experts are read whole. The CPU only.
+            `state_dict`. Experts are read whole. The CPU, or a CUDA device, which no such machine
+            has run yet.
         process_group: A `torch.distributed` group whose ranks all call this with the same model
             and the same settings: each reads an equal part of every layer from its own files, and
             gets the rest from the others. Prompts, and the number of passes, are each rank's own.
@@ -149,6 +150,7 @@ def stream_model(
         where = _checks.device("device", device)
         if trainable:
             _check_trainable(where, kv_offload, ranks)
+            where = _device.usable("device", where)
         if isinstance(named, (str, os.PathLike)):
             named = _packed.of_rank(hub.directory_of(named, revision), rank)
         elif revision is not None:
@@ -166,21 +168,29 @@ def stream_model(
             _transformers.compute_buffers(model, where)
         packed = _packed.parse(opened, checksum)
         matched = match(model, opened, strict, packed)
-        parts = partition(model, matched.by_tensor, layers)
         sizes = [file.size() for file in opened.files]
-        for unit in (parts.fixed, *parts.units):
-            if trainable:
-                unit.experts = None  # those that a token needs would have to be known to backward
-            unit.plan(sizes, own_alignment=not is_transformers)
+
+        def planned_parts(most: int | None = None) -> Partition:
+            parts = partition(model, matched.by_tensor, layers, most)
+            for unit in (parts.fixed, *parts.units):
+                if trainable:
+                    unit.experts = None  # those of a token would have to be known to backward
+                unit.plan(sizes, own_alignment=not is_transformers)
+            return parts
+
+        parts = planned_parts()
         planned = (parts.fixed, *parts.units)
         check_part(opened, planned, ranks)
         others = 0 if ranks is None else room_for_others(parts.units, ranks.size)
-        budget = resident_bytes
+        budget, left = resident_bytes, None
         if budget is None:
-            budget = _default_budget(parts.fixed, parts.units, window, others)
+            left = memory_left()
+            budget = _default_budget(parts.fixed, parts.units, window, others, left)
         if ranks is not None:
             budget = ranks.meet(digest_of(opened, planned, window, checksum, where.type), budget)
-        shares = share_out(parts.fixed, parts.units, budget, window, others)
+            shares = share_out(parts.fixed, parts.units, budget, window, others)
+        else:
+            parts, shares = fit(parts, planned_parts, budget, window, left)
         stored = dict(opened.tensors)
         for unit in (parts.fixed, *parts.units):
             (_binding.freeze if trainable else _binding.stand_in)(unit, where)
@@ -222,11 +232,8 @@ def stream_model(
 
 
 def _check_trainable(where: torch.device, kv_offload: Any, ranks: Ranks | None) -> None:
-    if where.type != "cpu":
-        raise ValueError(
-            f"trainable=True computes on the CPU only, not on {where}: backward's copies to a "
-            "device are not built. Leave out device="
-        )
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"trainable=True computes on the CPU or on a CUDA device, not on {where}")
     if kv_offload is not False:
         raise ValueError(
             "kv_offload is for generating, where backward does not come: leave it out, or "
@@ -274,17 +281,17 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         model.to(dtype)
 
 
-def _default_budget(fixed: Any, units: Any, window: int | None, others: int) -> int:
+def _default_budget(fixed: Any, units: Any, window: int | None, others: int, left: int) -> int:
     """Half of what is left, but never less than what streaming needs at all."""
     least = share_out(fixed, units, None, 1 if window is None else window, others).total
-    return max(least, int(memory_left() * _SHARE))
+    return max(least, int(left * SHARE))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = _device.moved(buffer, device)
 
 
 def _check_same(before: dict[str, StoredTensor], again: SafetensorsSet) -> None:

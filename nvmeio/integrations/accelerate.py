@@ -30,7 +30,7 @@ from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._memory import Mapping as MemoryMapping
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
@@ -279,7 +279,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 
 def _pages(place: _Place) -> int:
     start = place.offset // PAGE_BYTES * PAGE_BYTES
-    return max(PAGE_BYTES, -(-(place.offset + place.nbytes - start) // PAGE_BYTES) * PAGE_BYTES)
+    return max(PAGE_BYTES, round_up(place.offset + place.nbytes - start, PAGE_BYTES))
 
 
 def _index_of(folder: str) -> Mapping[str, Mapping[str, Any]]:

@@ -10,19 +10,18 @@ ordinary Lightning checkpoints: with or without the plugin, each reads what the 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import shutil
-import sys
 from typing import Any
 
 import torch
 
 from nvmeio.checkpoint import SaveReport, load, save
 from nvmeio.checkpoint.background import BackgroundSaver
-from nvmeio.errors import BackendUnavailableError, ClosedError
+from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
+from nvmeio.integrations._clients import joined, lightning_modules, on_demand
 
 logger = logging.getLogger("nvmeio")
 
@@ -285,22 +284,8 @@ def _register(plugin: type) -> None:
     A registered class is as good as a derived one to the Trainer, and neither package needs to be
     imported before its user does so.
     """
-    names = [name for name in _PLUGIN_MODULES if name in sys.modules]
-    if not names:
-        names = [name for name in _PLUGIN_MODULES if importlib.util.find_spec(name) is not None]
-    if not names:
-        raise _no_lightning()
-    for name in names:
-        module = importlib.import_module(_PLUGIN_MODULES[name])
-        module.CheckpointIO.register(plugin)
-
-
-def _no_lightning() -> BackendUnavailableError:
-    return BackendUnavailableError(
-        "there is no Lightning to plug into",
-        attempts=[(name, "not installed") for name in _PLUGIN_MODULES],
-        remedy="pip install lightning",
-    )
+    for name in lightning_modules(_PLUGIN_MODULES):
+        importlib.import_module(name).CheckpointIO.register(plugin)
 
 
 def _prepared(path: str | os.PathLike[str], storage_options: Any | None) -> str:
@@ -330,22 +315,10 @@ def _remove(target: str) -> None:
         os.unlink(target)
 
 
-def __getattr__(name: str) -> Any:
-    """`NvmeModelCheckpoint`, made when it is first asked for, of the Lightning that is in use."""
-    if name != "NvmeModelCheckpoint":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = [package for package in _CALLBACKS if package in sys.modules]
-    found = found or [name for name in _CALLBACKS if importlib.util.find_spec(name) is not None]
-    if not found:
-        raise _no_lightning()
-    stock: Any = importlib.import_module(_CALLBACKS[found[0]]).ModelCheckpoint
-    made = type(
-        "NvmeModelCheckpoint",
-        (NvmeModelCheckpointMixin, stock),
-        {
-            "__doc__": "Lightning's ``ModelCheckpoint`` with `NvmeModelCheckpointMixin`.",
-            "__module__": __name__,
-        },
-    )
-    globals()[name] = made
-    return made
+def _model_checkpoint() -> Any:
+    stock = importlib.import_module(lightning_modules(_CALLBACKS)[0]).ModelCheckpoint
+    about = "Lightning's ``ModelCheckpoint`` with `NvmeModelCheckpointMixin`."
+    return joined("NvmeModelCheckpoint", NvmeModelCheckpointMixin, stock, doc=about)
+
+
+__getattr__ = on_demand(__name__, "NvmeModelCheckpoint", _model_checkpoint)

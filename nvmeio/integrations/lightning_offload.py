@@ -9,22 +9,20 @@ checkpoints hold the state as ever, and each resumes from what the other saved.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from nvmeio._storage.directories import make_directory
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations._clients import joined, lightning_modules
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload.converting import follow, swapped_like
 
 __all__ = ["LightningSwappedOptimizer", "SwapOptimizers"]  # noqa: F822
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
 class LightningSwappedOptimizer(SwappedOptimizer):
@@ -114,25 +112,10 @@ def __getattr__(name: str) -> Any:
     """`SwapOptimizers`, made when it is first asked for: Lightning is imported then."""
     if name != "SwapOptimizers":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    names = [each for each in _PACKAGES if each in sys.modules]
-    names = names or [each for each in _PACKAGES if _is_installed(each)]
-    if not names:
-        raise BackendUnavailableError(
-            "there is no Lightning to plug into",
-            attempts=[(each, "not installed") for each in _PACKAGES],
-            remedy="pip install lightning",
-        )
+    modules = lightning_modules(_PACKAGES)
     # Two packages, two classes of the same name: a Trainer asks for its own.
-    bases = tuple(importlib.import_module(each).Callback for each in names)
-    made = type(
-        "SwapOptimizers",
-        (_SwapOptimizers, *bases),
-        {"__doc__": _SwapOptimizers.__doc__, "__module__": __name__},
-    )
-    if len(names) == len(_PACKAGES):
+    bases = tuple(importlib.import_module(each).Callback for each in modules)
+    made = joined("SwapOptimizers", _SwapOptimizers, *bases)
+    if len(bases) == len(_PACKAGES):
         globals()[name] = made
     return made
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name.split(".")[0]) is not None

@@ -43,6 +43,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference.parking import park, put_out
 from nvmeio.inference.spilling import Spiller
 from nvmeio.inference.stream import WeightStream
+from nvmeio.integrations._clients import joined
 from nvmeio.integrations._sglang_checks import (
     TRIED,
     VARIABLE,
@@ -143,9 +144,8 @@ def new_offloader(settings: Settings) -> Any:
     Raises:
         ImportError: SGLang is not installed.
     """
-    base: Any = importlib.import_module(_OFFLOADER).BaseOffloader
-    kind: Any = type("NvmeOffloader", (Offloader, base), {"__doc__": Offloader.__doc__})
-    return kind(settings)
+    base = importlib.import_module(_OFFLOADER).BaseOffloader
+    return joined("NvmeOffloader", Offloader, base)(settings)
 
 
 def kept_parameters(layer: nn.Module) -> set[str]:

@@ -31,9 +31,11 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio._blocks.store import PAGE_BYTES, BlockStore
+from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError
+from nvmeio.integrations._clients import joined, on_demand
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
@@ -44,23 +46,6 @@ _KV = "kv"
 _MAMBA = "mamba"
 # Pages on their way between drive and pool, twice: one part is read while the other is copied.
 STAGING_BYTES = 32 << 20
-
-
-def __getattr__(name: str) -> Any:
-    """`NvmeHiCache`, made when it is asked for: its base class is SGLang's."""
-    if name != "NvmeHiCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        base: Any = importlib.import_module(_INTERFACE).HiCacheStorage
-    except ImportError as failed:
-        raise BackendUnavailableError(
-            "nvmeio plugs into SGLang as a storage backend of its hierarchical cache",
-            attempts=[(_INTERFACE, str(failed))],
-            remedy="pip install 'sglang>=0.5.23'",
-        ) from failed
-    kind = type(name, (HiCache, base), {"__doc__": HiCache.__doc__, "__module__": __name__})
-    globals()[name] = kind
-    return kind
 
 
 class HiCache:
@@ -128,7 +113,7 @@ class HiCache:
         # What MLA keeps is the same in all ranks of a tensor-parallel group, and one writes it.
         shared = config.is_mla_model and name != _MAMBA
         writer = not shared or bool(getattr(config, "is_storage_writer", config.tp_rank == 0))
-        slot_bytes = {each: -(-n // PAGE_BYTES) * PAGE_BYTES for each, n in sizes.items()}
+        slot_bytes = {each: round_up(n, PAGE_BYTES) for each, n in sizes.items()}
         share = self._capacity * slot_bytes[name] // sum(slot_bytes.values())
         pool = self._pool(name)
         identity = json.dumps(
@@ -324,7 +309,7 @@ class HiCache:
         count = min(len(parts), 2)
         kept = self._stagings.pop(name, [])
         if len(kept) < count or (kept and len(kept[0]) < most):
-            slot = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            slot = round_up(nbytes, PAGE_BYTES)
             rows = (max(most, 1), slot)
             kept = [buffers.empty_aligned(rows, dtype=torch.uint8) for _ in range(count)]
         return kept
@@ -407,3 +392,18 @@ def _restorable(there: list[bool], transfer: Any, policies: Any) -> set[int]:
             if all(there[max(0, length - trailing) : length])
         }
     raise ValueError(f"unsupported pool hit policy: {transfer.hit_policy}")
+
+
+def _backend() -> Any:
+    try:
+        base = importlib.import_module(_INTERFACE).HiCacheStorage
+    except ImportError as failed:
+        raise BackendUnavailableError(
+            "nvmeio plugs into SGLang as a storage backend of its hierarchical cache",
+            attempts=[(_INTERFACE, str(failed))],
+            remedy="pip install 'sglang>=0.5.23'",
+        ) from failed
+    return joined("NvmeHiCache", HiCache, base)
+
+
+__getattr__ = on_demand(__name__, "NvmeHiCache", _backend)

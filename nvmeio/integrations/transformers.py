@@ -29,6 +29,7 @@ from nvmeio.checkpoint import load, save
 from nvmeio.checkpoint.safetensors import load_safetensors, save_safetensors
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
+from nvmeio.integrations._clients import joined, on_demand
 from nvmeio.integrations._transformers_saving import TrainerSaving, why_not
 
 logger = logging.getLogger("nvmeio")
@@ -283,15 +284,10 @@ def _install(module: Any) -> None:
         setattr(module, _SEAM, write)
 
 
-def __getattr__(name: str) -> Any:
-    """`NvmeTrainer`, made when it is first asked for: transformers is imported then."""
-    if name != "NvmeTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    stock: Any = importlib.import_module("transformers").Trainer
-    made = type(
-        "NvmeTrainer",
-        (NvmeTrainerMixin, stock),
-        {"__doc__": "`transformers.Trainer` with `NvmeTrainerMixin`.", "__module__": __name__},
-    )
-    globals()[name] = made
-    return made
+def _trainer() -> Any:
+    stock = importlib.import_module("transformers").Trainer
+    about = "`transformers.Trainer` with `NvmeTrainerMixin`."
+    return joined("NvmeTrainer", NvmeTrainerMixin, stock, doc=about)
+
+
+__getattr__ = on_demand(__name__, "NvmeTrainer", _trainer)

@@ -14,6 +14,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from nvmeio.integrations._clients import joined, on_demand
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload.converting import swapped_like
 
@@ -72,18 +73,10 @@ class NvmeOffloadTrainerMixin:
             optimizer.close()
 
 
-def __getattr__(name: str) -> Any:
-    """`NvmeOffloadTrainer`, made when it is first asked for: transformers is imported then."""
-    if name != "NvmeOffloadTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    stock: Any = importlib.import_module("transformers").Trainer
-    made = type(
-        "NvmeOffloadTrainer",
-        (NvmeOffloadTrainerMixin, stock),
-        {
-            "__doc__": "`transformers.Trainer` with `NvmeOffloadTrainerMixin`.",
-            "__module__": __name__,
-        },
-    )
-    globals()[name] = made
-    return made
+def _trainer() -> Any:
+    stock = importlib.import_module("transformers").Trainer
+    about = "`transformers.Trainer` with `NvmeOffloadTrainerMixin`."
+    return joined("NvmeOffloadTrainer", NvmeOffloadTrainerMixin, stock, doc=about)
+
+
+__getattr__ = on_demand(__name__, "NvmeOffloadTrainer", _trainer)

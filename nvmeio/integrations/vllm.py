@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from nvmeio import _memory, _page_cache, buffers
+from nvmeio import _memory_system, _page_cache, buffers
 from nvmeio._formats.safetensors_files import tensor_on
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.handles import handle_for
@@ -39,6 +39,7 @@ from nvmeio._io.threads import Job
 from nvmeio.checkpoint import load
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
+from nvmeio.integrations._clients import joined
 
 __all__ = ["iterate_weights", "register"]
 
@@ -198,7 +199,7 @@ class _Reading:
 
 def _room(nbytes: int) -> torch.Tensor:
     # A mapping of its own is worth its 20 us from a huge page on.
-    if nbytes < _memory.huge_page_bytes():
+    if nbytes < _memory_system.huge_page_bytes():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return buffers.empty_aligned(nbytes, dtype=torch.uint8)
 
@@ -224,8 +225,7 @@ def register() -> None:
             attempts=[(where, str(failed))],
             remedy="pip install 'vllm>=0.32'",
         ) from failed
-    about = {"__doc__": Loader.__doc__, "__module__": __name__}
-    decorate(FORMAT)(type("NvmeModelLoader", (Loader, base), about))
+    decorate(FORMAT)(joined("NvmeModelLoader", Loader, base))
 
 
 def _check_method(base: Any) -> None:
@@ -342,5 +342,5 @@ def _fit_in_memory(files: list[str]) -> bool:
     for path in files:
         with contextlib.suppress(OSError):  # whoever reads it says so
             nbytes += os.path.getsize(path)
-    available = _memory.available_bytes()
+    available = _memory_system.available_bytes()
     return available is not None and nbytes <= 0.9 * available

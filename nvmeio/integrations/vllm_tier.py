@@ -31,32 +31,13 @@ import torch
 from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
 from nvmeio.errors import BackendUnavailableError
+from nvmeio.integrations._clients import joined, on_demand
 
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
 
 _TIERING = "vllm.v1.kv_offload.tiering.base"
 _BASE = "vllm.v1.kv_offload.base"
 _MAPPER = "vllm.v1.kv_offload.file_mapper"
-
-
-def __getattr__(name: str) -> Any:
-    """`NvmeTier`, made when it is asked for: its base class is vLLM's."""
-    if name != "NvmeTier":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        tiering: Any = importlib.import_module(_TIERING)
-        medium = importlib.import_module(_BASE).Medium.STORAGE
-        base: Any = tiering.SecondaryTierManager
-    except (ImportError, AttributeError) as failed:
-        raise BackendUnavailableError(
-            "nvmeio plugs into vLLM as a secondary tier of its KV offloading",
-            attempts=[(_TIERING, str(failed))],
-            remedy="pip install 'vllm>=0.32'",
-        ) from failed
-    about = {"__doc__": Tier.__doc__, "__module__": __name__, "medium": medium}
-    kind = type(name, (Tier, base), about)
-    globals()[name] = kind
-    return kind
 
 
 class _Job:
@@ -211,3 +192,19 @@ class Tier:
         # Or vLLM could not close the memory.
         self._rows = None
         self._view.release()
+
+
+def _tier() -> Any:
+    try:
+        base = importlib.import_module(_TIERING).SecondaryTierManager
+        medium = importlib.import_module(_BASE).Medium.STORAGE
+    except (ImportError, AttributeError) as failed:
+        raise BackendUnavailableError(
+            "nvmeio plugs into vLLM as a secondary tier of its KV offloading",
+            attempts=[(_TIERING, str(failed))],
+            remedy="pip install 'vllm>=0.32'",
+        ) from failed
+    return joined("NvmeTier", Tier, base, medium=medium)
+
+
+__getattr__ = on_demand(__name__, "NvmeTier", _tier)

@@ -59,6 +59,8 @@ class SavedStorage:
 
     __slots__ = (
         "ahead",
+        "begun_in",
+        "failed_in",
         "fill",
         "holds",
         "nbytes",
@@ -78,6 +80,7 @@ class SavedStorage:
         self.holds = 0  # how many saved tensors lie over it
         self.place = 0  # in the file
         self.writing: list[Operation] | None = None
+        self.begun_in = self.failed_in = 0  # the round of `_make_room` of its last write
         self.wanted = False  # while it was being written: it stays
         self.sum: int | None = None  # the CRC-32 of what is in the file
         self.fill: Fill | None = None  # while it is read
@@ -136,7 +139,9 @@ class ActivationStore:
         self._numbers_on_drive: list[int] = []
         self._on_drive: dict[int, SavedStorage] = {}
         self._pool: LentPool | None = None
-        self._failed: BaseException | None = None  # a write, which nobody was told of yet
+        self._round = 0  # of `_make_room`
+        self._failed: BaseException | None = None  # a write of this round; its bytes are in memory
+        self._said = False  # that there is no room
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-activations", _CLOSED)
 
@@ -204,27 +209,43 @@ class ActivationStore:
         return saved, lease
 
     def _make_room(self) -> None:
-        """Begin to write what is too much, and wait while it is far too much."""
+        """Begin to write what is too much, and wait while it is far too much.
+
+        What cannot be written stays, and is tried again by the next call: that is an error only
+        where it does not fit.
+        """
+        self._round += 1
+        self._failed = None
         while True:
-            failed, self._failed = self._failed, None
-            if failed is not None:
-                raise failed
-            self._begin_writes()
-            if self._memory_bytes <= self._most or not self._writing:
+            full = self._begin_writes()
+            if self._memory_bytes <= self._most:
+                return
+            if not self._writing:
+                failed, self._failed = self._failed or full, None
+                if failed is not None:
+                    raise failed
                 return
             oldest = next(iter(self._writing))
             for operation in oldest.writing or ():
                 _ended(operation)
             self._written(oldest)
 
-    def _begin_writes(self) -> None:
+    def _begin_writes(self) -> TransferError | None:
+        """What there was no room for on the drive, as an error."""
         for saved in self._in_memory.values():
             if self._memory_bytes - self._writing_bytes <= self._enough:
-                return
+                return None
             if self._writing_bytes >= _WRITING_BYTES and len(self._writing) > 1:
-                return
-            if saved.writing is None and saved.is_alone():
-                self._begin_write(saved)
+                return None
+            if saved.writing is None and saved.failed_in != self._round and saved.is_alone():
+                try:
+                    self._begin_write(saved)
+                except TransferError as full:
+                    if not self._said:
+                        logger.warning("saved activations stay in memory while they fit: %s", full)
+                    self._said = True
+                    return full
+        return None
 
     def _begin_write(self, saved: SavedStorage) -> None:
         try:
@@ -246,6 +267,7 @@ class ActivationStore:
             self._file.give_back(place, saved.nbytes)
             raise
         saved.place, saved.writing, saved.wanted = place, begun, False
+        saved.begun_in = self._round
         self._writing[saved] = None
         self._writing_bytes += saved.nbytes
         if self._checksum:  # while it is written
@@ -257,10 +279,8 @@ class ActivationStore:
         """A part of it is written: what waits is begun, if nothing is wrong."""
         self._written(saved)
         if self._failed is None and not self.closed:
-            try:
+            with contextlib.suppress(Exception):  # the next forward meets it, if there is one
                 self._begin_writes()
-            except BaseException as failed:
-                self._failed = failed
 
     def _written(self, saved: SavedStorage) -> None:
         operations = saved.writing
@@ -283,8 +303,9 @@ class ActivationStore:
         if not saved.holds:
             self._forget(saved)
         elif failed is not None:  # its bytes are still there
-            self._failed = failed
             logger.warning("saved activations could not be written: %s", failed)
+            if saved.begun_in == self._round:  # else of a pass before: tried again
+                saved.failed_in, self._failed = self._round, failed
 
     def _forget(self, saved: SavedStorage) -> None:
         """Its memory is not ours any more."""

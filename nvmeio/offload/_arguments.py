@@ -40,12 +40,12 @@ def ratio(value: float) -> None:
 
 
 def device_bytes(value: int | str | None, device: torch.device) -> int | None:
-    """A window on a device; None where there is no device, or none was asked for."""
+    """A budget of a device's memory; None where there is no device, or none was asked for."""
     nbytes = size("device_bytes", value)
     if nbytes is None:
         return None
     if device.type == "cpu":
         raise ValueError(
-            "device_bytes is the window on a CUDA device, and device is 'cpu': leave it out"
+            "device_bytes is memory of a CUDA device, and device is 'cpu': leave it out"
         )
     return integer("device_bytes", nbytes, 4096)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _device
 from nvmeio.offload import _memory_plan
+from nvmeio.offload._device_turns import BUFFERS
 from nvmeio.offload._param_store import store_of
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._settings import OptimizerSettings
@@ -38,6 +40,7 @@ class Cuts(NamedTuple):
         Raises:
             TypeError: One is complex with master weights, or not dense, or the optimizer cannot be
                 probed with it.
+            ValueError: One is elsewhere than the device that steps.
         """
         whole = self._params(first, number, group, 1 << 62)
         return self._params(first, number, group, self._most_bytes(whole))
@@ -52,10 +55,13 @@ class Cuts(NamedTuple):
         subgroups = _memory_plan.make_subgroups(
             pieces, self._most_bytes(params), self.settings.on_disk
         )
-        with_grads = self.settings.on_disk or any(param.stores_rounded for param in params)
-        _memory_plan.check_budget(
-            subgroups, with_grads, self.settings.buffer_bytes, self.settings.buffers
-        )
+        how = self.settings
+        with_grads = how.on_disk or any(param.stores_rounded for param in params)
+        for name, budget, buffers in (
+            ("buffer_bytes", how.buffer_bytes, how.buffers),
+            ("device_bytes", how.device_bytes, BUFFERS),
+        ):
+            _memory_plan.check_budget(subgroups, with_grads, name, budget, buffers)
         return subgroups
 
     def _params(
@@ -91,6 +97,13 @@ class Cuts(NamedTuple):
                 f"parameter {number} is {tensor.layout}: only dense parameters are swapped"
             )
         how = self.settings
+        where = _device.device_of(tensor) if param_store is None else param_store.device
+        if how.device.type != "cpu" and where != how.device:
+            raise ValueError(
+                f"parameter {number} is on {where}, and is to be stepped on {how.device}: bring "
+                f"the model there first (where it does not fit, SwappedModule(..., device="
+                f"{str(how.device)!r}) does), or leave out device="
+            )
         step_dtype = how.master_dtype or tensor.dtype
         if how.master_dtype is not None and not tensor.dtype.is_floating_point:
             step_dtype = tensor.dtype
@@ -99,7 +112,7 @@ class Cuts(NamedTuple):
             step_dtype != tensor.dtype
             or param_store is not None
             or not contiguous
-            or tensor.device.type != "cpu"
+            or where != how.device
         )
         kinds = self.stepper.kinds(group, group_number, step_dtype, param.shape)
         stored = staged or how.recoverable
@@ -135,6 +148,7 @@ class Cuts(NamedTuple):
         how = self.settings
         pieces = [piece for param in params for piece in param.pieces]
         share = _memory_plan.slot_share(pieces, how.on_disk)
-        return _memory_plan.most_record_bytes(
+        most = _memory_plan.most_record_bytes(
             how.subgroup_bytes, how.buffer_bytes, how.buffers, share
         )
+        return _memory_plan.most_record_bytes(most, how.device_bytes, BUFFERS, share)

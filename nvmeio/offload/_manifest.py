@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nvmeio import _device
 from nvmeio._storage import private
 from nvmeio.errors import IntegrityError, TransferError
 
@@ -300,8 +301,19 @@ def _columns(
         values = [row[name] for row in small]
         scalars = all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
         if scalars and len({value.dtype for value in values}) == 1:
-            columns[name] = torch.stack(values).cpu()
-    return columns, [{k: v for k, v in row.items() if k not in columns} for row in small]
+            columns[name] = _stacked(values)
+    return columns, [{k: _on_host(v) for k, v in row.items() if k not in columns} for row in small]
+
+
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    """On the host: with one copy where all of them are on a device."""
+    if all(_device.is_device(value) for value in values):
+        return _device.on_host(torch.stack(values))
+    return torch.stack([_device.on_host(value) for value in values])
+
+
+def _on_host(value: Any) -> Any:
+    return _device.on_host(value) if isinstance(value, torch.Tensor) else value
 
 
 def _rows(columns: dict[str, torch.Tensor], rest: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ class MemoryPlan(NamedTuple):
         disk_bytes: The swap files: two generations, and gradients.
         read_bytes: What a step reads when every parameter has a gradient.
         written_bytes: What it writes, gradients included.
+        device_bytes: Buffers in memory of the device that computes the step; 0 for the CPU.
     """
 
     parameters: int
@@ -37,12 +38,14 @@ class MemoryPlan(NamedTuple):
     disk_bytes: int
     read_bytes: int
     written_bytes: int
+    device_bytes: int = 0
 
     def __str__(self) -> str:
         each = max(1, self.parameters)
+        there = f" and {_mib(self.device_bytes)} of the device's" if self.device_bytes else ""
         return (
             f"{self.parameters} parameters in {self.subgroups} subgroups; {self.buffers} buffers "
-            f"of {_mib(self.buffer_bytes)}, {_mib(self.memory_bytes)} of memory in all; "
+            f"of {_mib(self.buffer_bytes)}, {_mib(self.memory_bytes)} of memory in all{there}; "
             f"{_mib(self.state_bytes)} of state, {_mib(self.disk_bytes)} on the drive; a step "
             f"reads {_mib(self.read_bytes)} and writes {_mib(self.written_bytes)} "
             f"({self.read_bytes / each:.1f} and {self.written_bytes / each:.1f} bytes a parameter)"
@@ -83,26 +86,26 @@ def make_subgroups(pieces: Sequence[Piece], most_bytes: int, gradients: bool) ->
 
 
 def check_budget(
-    subgroups: Sequence[Subgroup], gradients: bool, buffer_bytes: int | None, buffers: int
+    subgroups: Sequence[Subgroup], gradients: bool, name: str, budget: int | None, buffers: int
 ) -> None:
     """Whether the buffers are as large as the largest subgroup.
 
     Raises:
         ValueError: They are not, since a parameter cannot be split; says which, and what is needed.
     """
-    if buffer_bytes is None:
+    if budget is None:
         return
     largest = max(subgroups, key=lambda each: each.slot_nbytes(gradients), default=None)
     if largest is None:
         return
     needed = largest.slot_nbytes(gradients)
-    if needed * buffers <= buffer_bytes:
+    if needed * buffers <= budget:
         return
     piece = max(largest.pieces, key=lambda piece: piece.record_nbytes)
     raise ValueError(
-        f"buffer_bytes={buffer_bytes} is too small: {buffers} buffers are needed, and parameter "
+        f"{name}={budget} is too small: {buffers} buffers are needed, and parameter "
         f"{piece.param} of shape {piece.shape} takes {needed} bytes of one with all its state (it "
-        f"is stepped as a whole); give buffer_bytes={needed * buffers} or more"
+        f"is stepped as a whole); give {name}={needed * buffers} or more"
     )
 
 
@@ -139,6 +142,7 @@ def plan_of(
     slots: Sequence[torch.Tensor],
     gradient_bytes: int,
     other_bytes: int,
+    device_bytes: int = 0,
 ) -> MemoryPlan:
     """What an optimizer takes.
 
@@ -148,6 +152,7 @@ def plan_of(
         slots: Its buffers.
         gradient_bytes: Length of the gradient file, or 0.
         other_bytes: Memory beside the buffers.
+        device_bytes: Memory of a device.
     """
     swapped = [subgroup for subgroup in subgroups if not subgroup.resident]
     reads = writes = 0
@@ -169,4 +174,5 @@ def plan_of(
         disk_bytes=2 * state + gradient_bytes,
         read_bytes=reads + gradient_bytes,
         written_bytes=writes + gradient_bytes,
+        device_bytes=device_bytes,
     )

@@ -1,4 +1,4 @@
-"""The parameters of a swapped module: their file, and the windows that they come through.
+"""The parameters of a swapped module, and the windows that they come through.
 
 All that changes belongs to one thread (`OwnerThread`); methods without an underscore are for
 callers and hand their work to it. What a caller holds is a lease, which ends with the call, the
@@ -27,7 +27,6 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
-from nvmeio._io.striping import FileSpan, StripedFile
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceWindow
 from nvmeio._residency.order import Limited, ThereAndBack
@@ -36,13 +35,14 @@ from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.offload._extents import Extent, extents_of, moves_of, parts_of
-from nvmeio.offload._file_tensors import file_tensor
-from nvmeio.offload._pipeline import Move, move_all
+from nvmeio.offload._extents import Extent
+from nvmeio.offload._param_places import ParamPlaces
+from nvmeio.offload._pipeline import move_all
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
 from nvmeio.offload._subgroups import SlotSpan
 from nvmeio.offload._swap_dirs import Paths, SwapDirs
+from nvmeio.offload._tensors import lay, local
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
@@ -97,7 +97,6 @@ class ParamStore(Keeper[Unit, Slot]):
         self.locked = False
         self._pid = os.getpid()
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
         self._by_address: dict[int, Unit] = {}
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
         self._gathered_now: list[Sequence[Slot | DeviceSlot[Unit]]] = []  # in blocks
@@ -123,8 +122,9 @@ class ParamStore(Keeper[Unit, Slot]):
         name = directory_name("parameters")
         directory = SwapDirs(swap_dir, name, writes=0.0)
         self._resources.callback(directory.release, remove=True)
-        self._file: StripedFile = directory.allocate(NAME, [unit.nbytes for unit in self.units])
-        self._resources.callback(self._file.close)
+        file = directory.allocate(NAME, [unit.nbytes for unit in self.units])
+        self._resources.callback(file.close)
+        self._places = ParamPlaces(self._unit_of, file)
         self._handles = DriveHandles(handle, directory.paths)
         self._resources.callback(self._handles.close)
         self._pool = LentPool(self.resident_bytes)
@@ -249,7 +249,7 @@ class ParamStore(Keeper[Unit, Slot]):
         return self._owner.call(self._first, unit)
 
     def _first(self, unit: Unit) -> Gathered:
-        values = [p.data for p in unit.parameters]
+        values = [local(p) for p in unit.parameters]
         slot = self._window.blank(unit)
         slot.holds += 1
         for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
@@ -287,7 +287,7 @@ class ParamStore(Keeper[Unit, Slot]):
                 host = self._window.need(slot.unit, computing=False).host
                 assert slot.memory is not None
                 self._device_pool.download(host, slot.memory, stream)
-            move_all(self._handles, host, self._moves(slot.unit), writing=True)
+            move_all(self._handles, host, self._places.moves(slot.unit, writing=True), writing=True)
         written.append(True)
 
     def _scatter(self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool]) -> None:
@@ -313,7 +313,7 @@ class ParamStore(Keeper[Unit, Slot]):
             assert self._on_device is not None
             self._on_device.copy_again(slot)
         else:
-            move_all(self._handles, slot.host, self._moves(slot.unit), writing=False)
+            move_all(self._handles, slot.host, self._places.moves(slot.unit), writing=False)
 
     def load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
         """Change parameters on the drive.
@@ -322,7 +322,7 @@ class ParamStore(Keeper[Unit, Slot]):
             unit: Which hold them.
             given: Their values, by id.
         """
-        here = {key: _device.on_host(tensor) for key, tensor in given.items()}
+        here = {key: _device.on_host(local(tensor)) for key, tensor in given.items()}
         self._owner.call(self._load, unit, here)
 
     def _load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
@@ -369,7 +369,7 @@ class ParamStore(Keeper[Unit, Slot]):
                     slot.host[move.slot_offset : move.slot_offset + move.nbytes],
                     move.slot_offset,
                 )
-                for move in self._moves(slot.unit)
+                for move in self._places.moves(slot.unit)
             ]
         )
 
@@ -387,13 +387,13 @@ class ParamStore(Keeper[Unit, Slot]):
         assert slot.memory is not None
         self._by_address[slot.memory.data_ptr()] = slot.unit
         for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
-            parameter.data = tensor
+            lay(parameter, tensor)
 
     def _lay_over_nothing(self, slot: Slot | DeviceSlot[Unit]) -> None:
         assert slot.memory is not None
         self._by_address.pop(slot.memory.data_ptr(), None)
         for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
-            parameter.data = nothing
+            lay(parameter, nothing)
 
     def rest(self, slot: Slot) -> bool:
         """It stays until its room is needed."""
@@ -422,54 +422,13 @@ class ParamStore(Keeper[Unit, Slot]):
 
     # Where they are
 
-    def _moves(self, unit: Unit) -> list[Move]:
-        if not any(id(p) in self._elsewhere for p in unit.parameters):
-            return moves_of(self._file, unit.file_offset, 0, unit.nbytes)
-        found: list[Move] = []
-        for parameter, span in zip(unit.parameters, unit.spans, strict=True):
-            size = span.dtype.itemsize
-            for extent in self.where(parameter):
-                nbytes = (extent.stop - extent.start) * size
-                move = Move(
-                    extent.file,
-                    extent.file_offset,
-                    span.offset + extent.start * size,
-                    nbytes,
-                )
-                last = found[-1] if found else None
-                if last is not None and _follows(last, move):
-                    found[-1] = last._replace(
-                        nbytes=move.slot_offset + move.nbytes - last.slot_offset
-                    )
-                elif nbytes:
-                    found.append(move)
-        return found
-
     def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
         """Where the parameter's elements are now; from any thread."""
-        locate = self._elsewhere.get(id(parameter))
-        if locate is not None:
-            return locate()
-        unit = self._unit_of[id(parameter)]
-        for each, span in zip(unit.parameters, unit.spans, strict=True):
-            if each is parameter:
-                offset = unit.file_offset + span.offset
-                return extents_of(self._file, offset, 0, each.numel(), span.dtype.itemsize)
-        raise KeyError(parameter)
+        return self._places.where(parameter)
 
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
         """From now on the parameter is read from where `locate` says, which waits for nobody."""
-        self._owner.call(self._relocate, parameter, locate)
-
-    def _relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
-        self._elsewhere[id(parameter)] = locate
-        if all(id(p) in self._elsewhere for unit in self.units for p in unit.parameters):
-            for file in self._file.files:
-                opened = file.acquire(True)
-                try:
-                    os.ftruncate(opened.any_fd(), 0)  # nobody reads it any more
-                finally:
-                    opened.release()
+        self._owner.call(self._places.relocate, parameter, locate)
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of these."""
@@ -477,12 +436,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter over the file, unread."""
-        size = parameter.dtype.itemsize
-        spans = [
-            FileSpan(file, offset, start * size, (stop - start) * size)
-            for file, offset, start, stop in self.where(parameter)
-        ]
-        return file_tensor(parts_of(spans), parameter.dtype, tuple(parameter.shape))
+        return self._places.on_file(parameter)
 
     # The end
 
@@ -563,13 +517,3 @@ def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
 def is_absent(parameter: torch.Tensor) -> bool:
     """Whether such a thing stands there."""
     return parameter.numel() > 1 and not any(parameter.stride()) and not parameter.is_meta
-
-
-def _follows(last: Move, move: Move) -> bool:
-    """Whether two moves are one: neighbours in the file and in memory, with the same gap."""
-    gap = move.file_offset - (last.file_offset + last.nbytes)
-    return (
-        last.file is move.file
-        and 0 <= gap < 4096
-        and move.slot_offset - (last.slot_offset + last.nbytes) == gap
-    )

@@ -2,9 +2,10 @@
 
 Two threads: one computes and starts the writes, the other reads ahead, so the drive never waits for
 the computation to look up. One read is under way at a time, and any number of writes: reads that
-share the drive would all end together, late. The slots go round through two queues.
+share the drive would all end together, late. The slots go round through two queues. Where a device
+computes, the first thread only asks it to, and a third one begins the writes as results arrive.
 
-Neither thread is the main one, so no interrupt comes here (see `_transactions`).
+No thread is the main one, so no interrupt comes here (see `_transactions`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._device import Mark
 from nvmeio._io import threads
 from nvmeio._io.drives import DriveHandles
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
+from nvmeio.offload._device_turns import DeviceTurns
+from nvmeio.offload._subgroups import SlotRun
 from nvmeio.operation import Operation
 
 # From so many transfers with one handle on they are one operation: a third of the Python.
@@ -40,7 +44,11 @@ class Move(NamedTuple):
 
 @dataclass
 class Times:
-    """Where the time of a run went, in seconds; bytes beside it."""
+    """Where the time of a run went, in seconds; bytes beside it.
+
+    On a device `compute_s` is the time that asking for the work took, and waiting for its results
+    is a part of `write_wait_s`.
+    """
 
     total_s: float = 0.0
     compute_s: float = 0.0
@@ -74,6 +82,7 @@ class Pipeline:
         slots: 1-D uint8 tensors, each large enough for every turn.
         read_ahead: Read while computing; False reads when the turn has come.
         write_behind: Write while computing; False waits for each turn's writes.
+        device: Where turns compute, in memory of its own; None for the CPU, in the slots.
     """
 
     def __init__(
@@ -82,11 +91,13 @@ class Pipeline:
         slots: Sequence[torch.Tensor],
         read_ahead: bool = True,
         write_behind: bool = True,
+        device: DeviceTurns | None = None,
     ) -> None:
         self._handles = handles
         self._slots = slots
         self._read_ahead = read_ahead
         self._write_behind = write_behind
+        self._device = device
 
     def run(self, turns: Sequence[SlotTurn], check: Callable[[], None] | None = None) -> Times:
         """Take all turns, each once.
@@ -103,8 +114,13 @@ class Pipeline:
         """
         times, began = Times(), time.perf_counter()
         ahead = _Ahead(self._handles, self._slots, turns, self._read_ahead)
+        behind = None if self._device is None else _Behind(self._write, ahead, times)
+        failure: BaseException | None = None
+        is_whole = False
         ahead.start()
         try:
+            if behind is not None:
+                behind.start()
             for turn in turns:
                 start = time.perf_counter()
                 slot = ahead.next()
@@ -113,25 +129,111 @@ class Pipeline:
                 if check is not None:
                     check()
                 start = time.perf_counter()
-                moves = turn.compute(slot)
-                times.compute_s += time.perf_counter() - start
-                writes = started(self._handles, slot, moves, writing=True)
-                times.written_bytes += sum(move.nbytes for move in moves)
-                try:
-                    if turn.seal is not None:
-                        turn.seal(slot)
-                finally:
-                    ahead.written.put((slot, writes))
-                if not self._write_behind:
-                    times.write_wait_s += _waited(writes)
+                if behind is None or self._device is None:
+                    moves = turn.compute(slot)
+                    times.compute_s += time.perf_counter() - start
+                    self._write(_Computed(turn, slot, moves), ahead, times)
+                else:
+                    behind.results.put(_asked(self._device, turn, slot))
+                    times.compute_s += time.perf_counter() - start
+            is_whole = True
+        except _Stopped:
+            pass  # writing failed, which is raised below
         finally:
             start = time.perf_counter()
-            failure = ahead.end()
+            if behind is not None and self._device is not None:
+                failure = behind.end(is_whole)
+                self._device.settle()
+            failed = ahead.end()
+            failure = failure or failed
             times.write_wait_s += time.perf_counter() - start
         if failure is not None:
             raise failure
         times.total_s = time.perf_counter() - began
         return times
+
+    def _write(self, computed: _Computed, ahead: _Ahead, times: Times) -> None:
+        """Begin a turn's writes, and look at what is written meanwhile."""
+        turn, slot, moves, _ = computed
+        writes = started(self._handles, slot, moves, writing=True)
+        times.written_bytes += sum(move.nbytes for move in moves)
+        try:
+            if turn.seal is not None:
+                turn.seal(slot)
+        finally:
+            ahead.written.put((slot, writes))
+        if not self._write_behind:
+            times.write_wait_s += _waited(writes)
+
+
+class _Computed(NamedTuple):
+    """A turn that was computed; on a device when its results have arrived (`mark`)."""
+
+    turn: SlotTurn
+    slot: torch.Tensor
+    moves: Sequence[Move]
+    mark: Mark | None = None
+
+
+def _asked(device: DeviceTurns, turn: SlotTurn, slot: torch.Tensor) -> _Computed:
+    """A turn that a device was asked to compute."""
+    moves: list[Move] = []
+
+    def compute(memory: torch.Tensor) -> list[SlotRun]:
+        moves.extend(turn.compute(memory))
+        return [SlotRun(move.slot_offset, move.nbytes) for move in moves]
+
+    reads = (SlotRun(move.slot_offset, move.nbytes) for move in turn.reads)
+    return _Computed(turn, slot, moves, device.begin(slot, reads, compute))
+
+
+class _Stopped(Exception):
+    """There are no more slots, since writing what was computed failed."""
+
+
+class _Behind:
+    """Takes what a device computed to the drive as it arrives, in a thread of its own.
+
+    Attributes:
+        results: What comes, in order; None at the end.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[_Computed, _Ahead, Times], None],
+        ahead: _Ahead,
+        times: Times,
+    ) -> None:
+        self.results: SimpleQueue[_Computed | None] = SimpleQueue()
+        self._write = write
+        self._ahead = ahead
+        self._times = times
+        self._stopping = False
+        self._job = threads.Job(self._write_all, "nvmeio-offload-write", self._over)
+
+    def start(self) -> None:
+        self._job.start()
+
+    def end(self, is_whole: bool) -> BaseException | None:
+        """Wait until all that came is being written, or, of a run that failed, nothing more is.
+
+        Returns:
+            Why it was not.
+        """
+        self._stopping = not is_whole
+        self.results.put(None)
+        self._job.wait()
+        return self._job.error
+
+    def _write_all(self) -> None:
+        while (computed := self.results.get()) is not None and not self._stopping:
+            assert computed.mark is not None
+            computed.mark.wait()
+            self._write(computed, self._ahead, self._times)
+
+    def _over(self) -> None:
+        if self._job.error is not None:
+            self._ahead.stop()
 
 
 class _Ahead:
@@ -167,14 +269,18 @@ class _Ahead:
         slot = self._ready.get()
         if slot is None:
             self._job.result()
-            raise RuntimeError("there are no more turns")
+            raise _Stopped
         return slot
 
-    def end(self) -> BaseException | None:
-        """Wait until nothing is in flight; the first failure of a write that nobody was told of."""
+    def stop(self) -> None:
+        """Read no more; from another thread."""
         self._stopping = True
         self._wanted.put(None)
         self.written.put(None)
+
+    def end(self) -> BaseException | None:
+        """Wait until nothing is in flight; the first failure of a write that nobody was told of."""
+        self.stop()
         self._job.wait()
         failure: BaseException | None = None
         while not self.written.empty():

@@ -71,6 +71,7 @@ def kinds(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     splittable: bool,
+    device: torch.device,
 ) -> tuple[Kind, ...]:
     """The state tensors that a parameter will have and that are worth swapping.
 
@@ -80,6 +81,7 @@ def kinds(
         dtype: That the step computes in.
         shape: Of the parameter.
         splittable: The state has the parameter's shape, whatever that is.
+        device: Where it steps: tried where others do not do (``capturable=True``).
 
     Raises:
         TypeError: The optimizer cannot be probed; says why.
@@ -87,9 +89,10 @@ def kinds(
     asked = (3,) if splittable else shape
     failed: Exception | None = None
     # On the meta device a tensor of any size costs nothing; some optimizers look at values.
-    for device in ("cpu",) if splittable else ("meta", "cpu"):
+    names = ["cpu"] if splittable else ["meta", "cpu"]
+    for where in [*map(torch.device, names), *([] if device.type == "cpu" else [device])]:
         try:
-            state = _step_once(optimizer_class, options, dtype, asked, device)
+            state = _step_once(optimizer_class, options, dtype, asked, where)
         except Exception as error:
             failed = error
             continue
@@ -112,7 +115,7 @@ def _step_once(
     options: dict[str, Any],
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    device: str,
+    device: torch.device,
 ) -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)

@@ -17,6 +17,7 @@ class OptimizerSettings:
         on_disk: Gradients are on the drive too.
         read_ahead: Read the next subgroup during a step.
         write_behind: Write the last subgroup during a step.
+        device: Where it is computed.
 
     Raises:
         TypeError, ValueError: One is not what it has to be, or two do not go together.
@@ -33,6 +34,8 @@ class OptimizerSettings:
     resume: bool
     read_ahead: bool
     write_behind: bool
+    device: torch.device
+    device_bytes: int | None
 
     def __post_init__(self) -> None:
         _arguments.integer("subgroup_bytes", self.subgroup_bytes, 4096)
@@ -48,4 +51,4 @@ class OptimizerSettings:
     @property
     def buffers(self) -> int:
         """How many there are: one for each stage that goes on at a time."""
-        return 1 + self.read_ahead + self.write_behind
+        return 1 + self.read_ahead + self.write_behind + (self.device.type != "cpu")

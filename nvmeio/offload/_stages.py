@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeio._memory import round_up
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.offload._subgroups import SlotSpan, aligned
 
 # These reach into their children's parameters without calling the children.

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio import _device
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, do_all
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.buffers import empty_aligned
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _memory_plan
 from nvmeio.offload._cuts import Cuts
+from nvmeio.offload._device_turns import DeviceTurns
 from nvmeio.offload._extents import Extent
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._memory_plan import MemoryPlan, plan_of
@@ -24,7 +27,7 @@ from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._state_loading import StateLoad
 from nvmeio.offload._step import Step
 from nvmeio.offload._step_inputs import StepInputs, grads_of
-from nvmeio.offload._stepping import Stepper
+from nvmeio.offload._stepping import Stepper, placed
 from nvmeio.offload._store import StateStore
 from nvmeio.offload._stored_weights import StoredWeights
 from nvmeio.offload._subgroups import Piece, Subgroup
@@ -77,8 +80,12 @@ class StateSwapper:
         self._settings = settings
         self._stepper = stepper
         self._cuts = Cuts(stepper, settings)
-        self._buffers = Buffers(self.handles, settings.read_ahead, settings.write_behind)
-        self._swapped = Swapped(self.handles, self.store, self._buffers, self.gradients)
+        self._device = None if settings.device.type == "cpu" else DeviceTurns(settings.device)
+        ahead, behind = settings.read_ahead, settings.write_behind
+        self._buffers = Buffers(self.handles, ahead, behind, self._device)
+        self._swapped = Swapped(
+            self.handles, self.store, self._buffers, self.gradients, device=self._device
+        )
         self._weights = StoredWeights(self._swapped)
 
     # Making
@@ -110,10 +117,18 @@ class StateSwapper:
         else:
             self._swapped.make_way()
             self._weights.give_back(subgroups)
+            self.store.small = [
+                self._placed(piece, small, manifest.groups)
+                for piece, small in zip(self.store.files.pieces, self.store.small, strict=True)
+            ]
         self._relocate(params)
         if self.gradients is not None:
             self.gradients.extend(params, subgroups)
         return manifest
+
+    def _placed(self, piece: Piece, small: dict[str, Any], groups: Groups) -> dict[str, Any]:
+        """A piece's state outside of the files where its step wants it."""
+        return placed(small, groups[self._swapped.param_of(piece).group], self._settings.device)
 
     def extend(self, groups: Groups) -> None:
         """Take on the parameters of the last group, which is new; if it fails, none of them."""
@@ -151,8 +166,15 @@ class StateSwapper:
         for subgroup in subgroups:
             if subgroup.resident:
                 nbytes = max(1, subgroup.slot_nbytes(self._swapped.with_grads))
-                memory = empty_aligned(nbytes, dtype=torch.uint8)
+                memory = self._memory(nbytes)
                 self._swapped.resident[id(subgroup)] = memory
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """For state that stays; page-locked where a device copies it."""
+        where = self._settings.device
+        if self._device is None:
+            return empty_aligned(nbytes, dtype=torch.uint8)
+        return _device.new_copier().page_locked(round_up(nbytes, PAGE_BYTES), where)[:nbytes]
 
     def _relocate(self, params: Sequence[SwappedParam]) -> None:
         for param in params:
@@ -214,7 +236,7 @@ class StateSwapper:
 
         self.store.prepare()
         try:
-            times = self._buffers.run(step.turns, check)
+            times = self._buffers.run(step.turns, check, self._device)
             check()
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             step.step_resident()
@@ -281,7 +303,9 @@ class StateSwapper:
         self._swapped.make_way()
         self._buffers.run(load.turns, transaction.check)
         load.load_resident()
-        self.store.commit(load.moved, load.begun, load.small, list(groups), load.sums)
+        pieces = self.store.files.pieces
+        small = {n: self._placed(pieces[n], each, groups) for n, each in load.small.items()}
+        self.store.commit(load.moved, load.begun, small, list(groups), load.sums)
         if load.has_masters:
             try:
                 self._weights.give_back(self._swapped.subgroups)
@@ -324,6 +348,7 @@ class StateSwapper:
             0 if gradients is None else gradients.file_bytes,
             sum(memory.nbytes for memory in self._swapped.resident.values())
             + (0 if gradients is None else gradients.memory_bytes),
+            0 if self._device is None else self._device.nbytes,
         )
 
     @property
@@ -361,6 +386,8 @@ class StateSwapper:
 
     def _free(self) -> None:
         self._buffers.free()
+        if self._device is not None:
+            self._device.free()
         self._swapped.resident.clear()
 
 

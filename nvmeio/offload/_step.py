@@ -10,10 +10,11 @@ import torch
 
 from nvmeio import _device
 from nvmeio.offload import _weights
+from nvmeio.offload._device_turns import DeviceTurns
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, SlotTurn
 from nvmeio.offload._stepping import Stepper, Work
-from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup
+from nvmeio.offload._subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swapped import Swapped
 from nvmeio.offload._tensors import local, part, view
 
@@ -49,6 +50,7 @@ class Step:
         self._groups = groups
         self._grads = grads
         self._factor = None if factor is None else _device.on_host(factor)
+        self._device = None if swapped.device is None else swapped.device.device
         self.turns: list[SlotTurn] = []
         self.touched: list[Subgroup] = []
         self.in_memory = False
@@ -98,6 +100,7 @@ class Step:
 
     def step_resident(self) -> None:
         """Step what stays in memory: last, for it cannot be undone."""
+        device = self._swapped.device
         for subgroup, pieces in self._resident:
             slot = self._swapped.resident[id(subgroup)]
             if self._swapped.gradients is not None:
@@ -105,8 +108,28 @@ class Step:
                 moves = self._swapped.gradients.reads(subgroup, pieces, base)
                 self._swapped.read_now(slot, moves)
             self.in_memory = True
-            self._compute(subgroup, pieces, slot)
+            if device is None:
+                self._compute(subgroup, pieces, slot)
+            else:
+                self._compute_there(device, subgroup, pieces, slot)
             self._swapped.write_now(slot, self._swapped.param_writes(subgroup, pieces))
+
+    def _compute_there(
+        self, device: DeviceTurns, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> None:
+        """Step pieces that stay in host memory on a device; they are back when it returns."""
+        base = subgroup.nbytes + subgroup.scratch_nbytes
+        whole = [SlotRun(0, subgroup.nbytes), SlotRun(base, slot.nbytes - base)]
+
+        def compute(memory: torch.Tensor) -> list[SlotRun]:
+            self._compute(subgroup, pieces, memory)
+            return whole
+
+        try:
+            device.begin(slot, whole, compute).wait()
+        except BaseException:
+            device.settle()
+            raise
 
     def _has_gradient(self, param: SwappedParam) -> bool:
         gradients = self._swapped.gradients
@@ -181,13 +204,13 @@ class Step:
                     "can be stepped (an embedding wants sparse=False)"
                 )
             mine = part(local(given), piece.start, piece.stop, piece.shape)
-            gradient = _device.on_host(mine)
+            gradient = _device.on_host(mine) if self._device is None else mine
             if factor is not None:
                 gradient = gradient * factor
-        if gradient.dtype == piece.step_dtype and gradient.device.type == "cpu":
+        if gradient.dtype == piece.step_dtype:
             return gradient
         if piece.scratch is None:
-            return gradient.to("cpu", piece.step_dtype)
+            return gradient.to(piece.step_dtype)
         wide = view(slot, piece.scratch, subgroup.nbytes)
         wide.copy_(gradient)
         return wide

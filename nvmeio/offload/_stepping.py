@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvmeio import _device
 from nvmeio.offload import _probe
 from nvmeio.offload._subgroups import WEIGHTS, Piece
 from nvmeio.offload._tensors import view
@@ -37,14 +38,21 @@ class Stepper:
     Args:
         optimizer_class: The class.
         arguments: Its arguments, without the parameters.
+        device: Where it steps.
 
     Raises:
         TypeError: The class cannot be swapped.
         Exception: What the class says to its arguments.
     """
 
-    def __init__(self, optimizer_class: Any, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        optimizer_class: Any,
+        arguments: dict[str, Any],
+        device: torch.device,
+    ) -> None:
         _probe.check_class(optimizer_class)
+        self._device = device
         self.optimizer_class = optimizer_class
         self._arguments = arguments
         # One parameter, so that the class checks its arguments and tells its defaults.
@@ -60,7 +68,8 @@ class Stepper:
         key = (number, dtype, None if splittable else shape)
         if key not in self._probed:
             options = {k: v for k, v in group.items() if k != "params"}
-            self._probed[key] = _probe.kinds(self._made_by(options), {}, dtype, shape, splittable)
+            make = self._made_by(options)
+            self._probed[key] = _probe.kinds(make, {}, dtype, shape, splittable, self._device)
         return self._probed[key]
 
     def splits(self, dtype: torch.dtype) -> bool:
@@ -128,6 +137,24 @@ def _groups_of(works: Sequence[Work], groups: Sequence[dict[str, Any]]) -> list[
         {**{k: v for k, v in groups[number].items() if k != "param_names"}, "params": weights}
         for number, weights in members.items()
     ]
+
+
+def placed(small: dict[str, Any], group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """State outside of the slots, of a file or a state dict, where a step on a device wants it.
+
+    As `load_state_dict` of torch's optimizers does: counters of steps stay on the host, unless the
+    class counts on the device.
+    """
+    counts_there = group.get("capturable") or group.get("fused")
+    found = {}
+    for name, value in small.items():
+        if isinstance(value, torch.Tensor):
+            on_host = device.type == "cpu" or (name == "step" and not counts_there)
+            where = torch.device("cpu") if on_host else device
+            if _device.device_of(value) != where:
+                value = _device.moved(value, where)
+        found[name] = value
+    return found
 
 
 def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:

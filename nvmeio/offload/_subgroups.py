@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._memory import round_up
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 
 # Pieces from this size on begin on a page: their edges then go direct when they move alone.
 _PAGED_BYTES = 64 << 10

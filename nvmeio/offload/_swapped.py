@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nvmeio._io.drives import DriveHandles
+from nvmeio.offload._device_turns import DeviceTurns
 from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, SlotTurn, Times, move_all
@@ -30,6 +31,8 @@ class Buffers:
         handles: Move the bytes.
         read_ahead: Read the next subgroup while one is computed.
         write_behind: Write the last subgroup while one is computed.
+        device: Where they are computed, with a buffer more on the way there and back; None for the
+            CPU.
 
     Attributes:
         slots: The buffers.
@@ -37,13 +40,20 @@ class Buffers:
         written_bytes: Since this was made.
     """
 
-    def __init__(self, handles: DriveHandles, read_ahead: bool, write_behind: bool) -> None:
+    def __init__(
+        self,
+        handles: DriveHandles,
+        read_ahead: bool,
+        write_behind: bool,
+        device: DeviceTurns | None = None,
+    ) -> None:
         self.slots: list[torch.Tensor] = []
         self.read_bytes = 0
         self.written_bytes = 0
         self._handles = handles
         self._read_ahead = read_ahead
         self._write_behind = write_behind
+        self._on_device = device
         self._pool: PinnedPool | None = None
         self._leases = contextlib.ExitStack()
 
@@ -54,7 +64,8 @@ class Buffers:
             nbytes: The length of each.
             most: How many are of use.
         """
-        count = min(1 + self._read_ahead + self._write_behind, max(1, most))
+        stages = 1 + self._read_ahead + self._write_behind + (self._on_device is not None)
+        count = min(stages, max(1, most))
         if not nbytes or (len(self.slots) >= count and self.slots[0].nbytes >= nbytes):
             return
         self.free()
@@ -70,11 +81,17 @@ class Buffers:
         if pool is not None:
             pool.close()
 
-    def run(self, turns: Sequence[SlotTurn], check: Callable[[], None] | None = None) -> Times:
-        """Take turns in a pipeline; see `Pipeline.run`."""
+    def run(
+        self,
+        turns: Sequence[SlotTurn],
+        check: Callable[[], None] | None = None,
+        device: DeviceTurns | None = None,
+    ) -> Times:
+        """Take turns in a pipeline, on a device if they compute there; see `Pipeline.run`."""
         if not turns:
             return Times()
-        pipeline = Pipeline(self._handles, self.slots, self._read_ahead, self._write_behind)
+        ahead, behind = self._read_ahead, self._write_behind
+        pipeline = Pipeline(self._handles, self.slots, ahead, behind, device)
         times = pipeline.run(turns, check)
         self.read_bytes += times.read_bytes
         self.written_bytes += times.written_bytes
@@ -98,6 +115,7 @@ class Swapped:
         params: The parameters, by number.
         subgroups: In the order of the parameters.
         resident: By id of a subgroup: its memory, where it stays there (`ratio`).
+        device: Computes the steps; None for the CPU.
     """
 
     handles: DriveHandles
@@ -107,6 +125,7 @@ class Swapped:
     params: list[SwappedParam] = field(default_factory=list)
     subgroups: list[Subgroup] = field(default_factory=list)
     resident: dict[int, torch.Tensor] = field(default_factory=dict)
+    device: DeviceTurns | None = None
 
     @property
     def files(self) -> StateFiles:
@@ -123,6 +142,9 @@ class Swapped:
         swapped = [each for each in self.subgroups if not each.resident]
         need = max((each.slot_nbytes(self.with_grads) for each in swapped), default=0)
         self.buffers.make(need, len(swapped))
+        if self.device is not None:
+            there = [each.slot_nbytes(self.with_grads) for each in self.subgroups]
+            self.device.make(max(there, default=0), len(there))
         if swapped and len(swapped) <= len(self.buffers.slots):
             logger.info(
                 "the state on the drive is %.1f MB, and the buffers it passes through %.1f MB: it "

@@ -42,11 +42,30 @@ def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     )
 
 
+def sharded_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether this process has the same part of both, or all of both."""
+    if not is_sharded(one) or not is_sharded(other):
+        return is_sharded(one) == is_sharded(other)
+    first: Any = one
+    second: Any = other
+    same_ranks: bool = first.device_mesh == second.device_mesh
+    return same_ranks and tuple(first.placements) == tuple(second.placements)
+
+
+def lay(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let a parameter, or this process's part of it, be another tensor of the same shape."""
+    if is_sharded(parameter):
+        sharded: Any = parameter
+        sharded._local_tensor = tensor  # as FSDP itself changes it
+    else:
+        parameter.data = tensor
+
+
 def view(memory: torch.Tensor, span: SlotSpan, base: int = 0) -> torch.Tensor:
     """The tensor that lies at a span of byte memory, `base` bytes in."""
     start = base + span.offset
     if not span.nbytes:
-        return torch.empty(span.shape, dtype=span.dtype)
+        return torch.empty(span.shape, dtype=span.dtype, device=memory.device)
     return memory[start : start + span.nbytes].view(span.dtype).view(span.shape)
 
 

@@ -61,12 +61,14 @@ class Transactions:
     Args:
         name: Of the thread.
         closed: What is said after the end.
+        device: Whose stream, current where a change is asked for, is current where it is made.
 
     Attributes:
         owner: The thread.
     """
 
-    def __init__(self, name: str, closed: str) -> None:
+    def __init__(self, name: str, closed: str, device: torch.device) -> None:
+        self._device = device
         self.owner = OwnerThread(name, closed)
         self._current = Transaction()
 
@@ -84,7 +86,8 @@ class Transactions:
             return work(self._current)
         transaction = Transaction()
         try:
-            value: Value = self.owner.call(self._make, transaction, _as_here(work, transaction))
+            here = self._as_here(work, transaction)
+            value: Value = self.owner.call(self._make, transaction, here)
             return value
         except BaseException as failed:
             if failed is not transaction.error:
@@ -97,8 +100,8 @@ class Transactions:
         """The same, awaited. It was rolled back when `CancelledError` is raised."""
         transaction = Transaction()
         try:
-            asked = self.owner.async_call(self._make, transaction, _as_here(work, transaction))
-            value: Value = await asked
+            here = self._as_here(work, transaction)
+            value: Value = await self.owner.async_call(self._make, transaction, here)
             return value
         except BaseException as failed:
             if failed is not transaction.error:
@@ -108,6 +111,12 @@ class Transactions:
                 else:  # the coroutine is closed: nobody can wait any more
                     self.owner.post(transaction.roll_back)
             raise
+
+    def _as_here(
+        self, work: Callable[[Transaction], Value], transaction: Transaction
+    ) -> Callable[[], Value]:
+        with _device.on(self._device):
+            return _as_here(work, transaction)
 
     async def _rolled_back(self, transaction: Transaction) -> None:
         ended = asyncio.ensure_future(self.owner.async_call(transaction.roll_back))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -57,9 +56,10 @@ class SwappedActivations(Closing):
         TransferError: The directory cannot be used.
         TypeError, ValueError: An argument is none.
 
-    After an error. A drive that is full (ENOSPC) or fails is told by the forward pass, which may be
-    run again; what could not be written is still in memory. One that cannot be read is told by
-    `backward` (`TransferError`, or `IntegrityError`): no gradient is computed from it.
+    After an error. Where the drive is full (ENOSPC) or fails, what cannot be written stays in
+    memory while the window has room, with a warning in the log; the forward pass raises when it has
+    none, and may be run again. A drive that cannot be read is told by `backward` (`TransferError`,
+    or `IntegrityError`): no gradient is computed from it.
 
     Cost: up to 0.1 ms for each tensor that is saved, and again when backward needs it; the file
     grows by a quarter, 64 MiB at least, when it has no room in a row, and keeps what it has.
@@ -186,24 +186,28 @@ class SwappedActivations(Closing):
         _arguments.refuse_pickling(self, "make one there")
 
 
-class _Saving:
-    """One block, or one after the other."""
+class _Saving(BaseException):
+    """One block, or one after the other.
+
+    The hooks end when they are dropped, and ``__exit__`` must do that without a bytecode in which
+    it could be interrupted: whoever keeps the interrupt would keep its frame, and so the hooks. An
+    exception lends it a C function that takes three arguments and drops what was in ``args``. It
+    is never raised.
+    """
+
+    args: tuple[Any, ...]
 
     def __init__(self, activations: SwappedActivations) -> None:
         self._activations = activations
-        self._hooks: list[calls.Undone] = []
+        self.args = ()
 
     def __enter__(self) -> SwappedActivations:
-        self._hooks.append(self._activations._hooks())
+        if self.args and isinstance(self.args[0], calls.Undone):
+            raise RuntimeError("a block cannot be entered within itself: call saving() for another")
+        self.args = (self._activations._hooks(),)
         return self._activations
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._hooks.pop()
+    __exit__ = BaseException.__init__
 
 
 class _Saved:

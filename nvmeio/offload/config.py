@@ -261,24 +261,28 @@ def _optimizer(
     element_bytes = 4
     group = number("zero_optimization", zero, "sub_group_size", 0)
     in_memory = state["device"] == "cpu"
-    path = tempfile.mkdtemp(prefix="nvmeio-offload-") if in_memory else state["nvme_path"]
-    optimizer = SwappedOptimizer(
-        optimizer_class,
-        chosen,
-        swap_dir=path,
-        subgroup_bytes=group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
-        buffer_bytes=needed * size * element_bytes if size else None,
-        handle=handle,
-        master_dtype=master_dtype,
-        gradients="disk" if with_gradients else "memory",
-        ratio=ratio,
-        resume=resume,
-        pipeline_read=read,
-        pipeline_write=write,
-        **arguments,
-    )
-    if in_memory:  # nothing but the manifest is there
-        weakref.finalize(optimizer, shutil.rmtree, path, ignore_errors=True)
+    with contextlib.ExitStack() as undo:
+        if in_memory:  # nothing but the manifest is there
+            path = tempfile.mkdtemp(prefix="nvmeio-offload-")
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+        else:
+            path = state["nvme_path"]
+        optimizer = SwappedOptimizer(
+            optimizer_class,
+            chosen,
+            swap_dir=path,
+            subgroup_bytes=group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
+            buffer_bytes=needed * size * element_bytes if size else None,
+            handle=handle,
+            master_dtype=master_dtype,
+            gradients="disk" if with_gradients else "memory",
+            ratio=ratio,
+            resume=resume,
+            pipeline_read=read,
+            pipeline_write=write,
+            **arguments,
+        )
+        weakref.finalize(optimizer, undo.pop_all().close)
     if flag(state, "pin_memory", False) and not optimizer.pinned:
         optimizer.close()
         raise _not_pinned("offload_optimizer")

@@ -14,9 +14,10 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
 from nvmeio.offload._param_store import ParamStore, is_absent, store_of
 from nvmeio.offload._saved import attach
+from nvmeio.offload._sharded import Sharded, is_fsdp
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
 from nvmeio.offload._swap_dirs import Paths
-from nvmeio.offload._tensors import is_sharded
+from nvmeio.offload._tensors import is_sharded, sharded_alike
 
 
 class SwappedModule(Closing, torch.nn.Module):
@@ -31,6 +32,12 @@ class SwappedModule(Closing, torch.nn.Module):
     with a `SwappedOptimizer`, which writes the new values to the drive; change them by hand within
     `gather`.
 
+    A module that FSDP2 shards (`fully_shard`, on a mesh of CPUs) keeps each rank's shards on that
+    rank's drive. FSDP gathers them from the window, and frees what it gathered, as it does in
+    memory; its parts are the modules that `fully_shard` was called for. Nothing else is gathered.
+    Shards must have memory when the module is swapped. After a failure while one is brought this
+    object refuses to go on (`ClosedError`), and other ranks fail in their collective.
+
     Args:
         module: With its parameters in memory on the CPU, or on the meta device: then they are
             made part by part, never all at once.
@@ -40,7 +47,7 @@ class SwappedModule(Closing, torch.nn.Module):
             three of them let reading and computing overlap.
         stage_bytes: How large a part may be that is brought in as one; None: a quarter of the
             (smaller) window. A larger module comes child by child, if its forward calls its
-            children.
+            children. Not for a module that FSDP2 shards, which has its parts.
         device: Where it computes: the CPU, or a CUDA device, which no such machine has run yet.
             The host's window is then the way there, and keeps what it has room for; copies have
             a stream of their own, and yours waits for them by events. Buffers are moved there,
@@ -54,7 +61,7 @@ class SwappedModule(Closing, torch.nn.Module):
     Raises:
         BackendUnavailableError: There is no such device.
         ValueError: A window cannot hold a part; a buffer is on the meta device; a parameter is on
-            another device or sharded, or swapped already.
+            another device, swapped already, or sharded otherwise than by `fully_shard`.
         TypeError: A parameter on the meta device has nobody who makes it.
         TransferError: The directory is missing, full, or in use (EBUSY).
 
@@ -86,11 +93,17 @@ class SwappedModule(Closing, torch.nn.Module):
         _arguments.handle(handle)
         there = _device.usable("device", device)
         device_bytes = _arguments.device_bytes(device_bytes, there)
-        _check_module(module, there)
+        sharded = _sharded_by_fsdp(module, there, stage_bytes)
+        if sharded is None:
+            _check_parameters(module, there)
+        _check_buffers(module, there)
         made_by = _materialised(module)
         window_bytes = resident_bytes if device_bytes is None else min(resident_bytes, device_bytes)
-        stages = find_stages(module, stage_bytes or window_bytes // 4)
-        units = find_units(stages)
+        if sharded is None:
+            stages = find_stages(module, stage_bytes or window_bytes // 4)
+            units = find_units(stages)
+        else:
+            stages, units = sharded.stages, sharded.units
         largest, which = _largest(module, stages, units)
         if device_bytes is None and there.type != "cpu":
             device_bytes = _READ_AHEAD * largest
@@ -99,6 +112,7 @@ class SwappedModule(Closing, torch.nn.Module):
             _check_budget("device_bytes", device_bytes, largest, which)
         store = ParamStore(units, resident_bytes, there, device_bytes or 0)
         self._store = store
+        self._sharded = sharded
         self._ending = store.open(swap_dir, handle)
         try:
             for unit in units:
@@ -111,8 +125,11 @@ class SwappedModule(Closing, torch.nn.Module):
                 store.evict()
             store.go_on_device()
             _move_buffers(module, there)
-            for stage in stages:
-                attach(store, stage)
+            if sharded is not None:
+                sharded.attach(store)
+            else:
+                for stage in stages:
+                    attach(store, stage)
         except BaseException:
             self.close()
             raise
@@ -145,6 +162,7 @@ class SwappedModule(Closing, torch.nn.Module):
         """
         store = self._store
         store.check_open()
+        self._reshard()
         wanted = {id(p) for p in parameters or self.module.parameters()}
         units = [u for u in store.units if wanted & {id(p) for p in u.parameters}]
         gathered = store.gather(units)
@@ -161,6 +179,7 @@ class SwappedModule(Closing, torch.nn.Module):
         """
         store = self._store
         store.check_open()
+        self._reshard()
         found = self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -190,6 +209,7 @@ class SwappedModule(Closing, torch.nn.Module):
             raise ValueError("assign=True would put the tensors into memory: leave it out")
         store = self._store
         store.check_open()
+        self._reshard()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         expected = set(self.module.state_dict().keys())
@@ -204,6 +224,12 @@ class SwappedModule(Closing, torch.nn.Module):
                 raise ValueError(
                     f"{name} has shape {tuple(owner.shape)}, and in the state dict "
                     f"{tuple(tensor.shape)}"
+                )
+            if owner is not None and not sharded_alike(owner, tensor):
+                raise ValueError(
+                    f"{name} is sharded otherwise in the state dict than here: load with "
+                    "torch.distributed.checkpoint into this module's state_dict(), or give each "
+                    "parameter as a DTensor of its device_mesh and placements (distribute_tensor)"
                 )
         for name in buffers.keys() & state_dict.keys():
             # Not within no_grad, which Ctrl-C may leave in force.
@@ -255,6 +281,10 @@ class SwappedModule(Closing, torch.nn.Module):
         """
         self._ending.close()
 
+    def _reshard(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reshard()
+
     def _apply(self, fn: Any, recurse: bool = True) -> SwappedModule:
         raise TypeError(
             "a swapped module cannot be moved or converted (to, half, cuda, …): do so before it is "
@@ -274,11 +304,29 @@ class SwappedModule(Closing, torch.nn.Module):
 _READ_AHEAD = 3  # parts: one computes, one comes, one is there to begin with
 
 
-def _check_module(module: torch.nn.Module, device: torch.device) -> None:
+def _sharded_by_fsdp(
+    module: torch.nn.Module, device: torch.device, stage_bytes: int | None
+) -> Sharded | None:
+    if not is_fsdp(module):
+        return None
+    if device.type != "cpu":
+        raise ValueError(
+            "the module is sharded by FSDP, which says where it computes: leave out device="
+        )
+    if stage_bytes is not None:
+        raise ValueError(
+            "the module is sharded by FSDP, and its parts are those of fully_shard: leave out "
+            "stage_bytes, and call fully_shard for smaller parts"
+        )
+    return Sharded(module)
+
+
+def _check_parameters(module: torch.nn.Module, device: torch.device) -> None:
     for name, parameter in module.named_parameters():
         if is_sharded(parameter):
             raise ValueError(
-                f"{name} is sharded: FSDP brings parameters in by itself; swap its optimizer only"
+                f"{name} is sharded, and not by fully_shard: shard the module with that, or swap "
+                "its optimizer only"
             )
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ValueError(
@@ -292,6 +340,9 @@ def _check_module(module: torch.nn.Module, device: torch.device) -> None:
                 f"{name} has no values: it was swapped by a SwappedModule that is closed, or could "
                 "not be made. Make the module anew, or load its parameters"
             )
+
+
+def _check_buffers(module: torch.nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(

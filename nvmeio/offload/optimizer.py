@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nvmeio import _checks
+from nvmeio import _checks, _device
 from nvmeio._checks import switch
 from nvmeio._closing import Closing
 from nvmeio._io import ending
@@ -74,12 +74,19 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             ranks go on from the last step that all of them have, so all must make it together.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
+        device: Where the class steps: the CPU, or the CUDA device that the parameters are on, which
+            no such machine has run yet. State then goes on from page-locked memory to the device
+            and back, by copies beside the arithmetic; docs/offload.md tells when that pays.
+        device_bytes: Buffers on the device, for a CUDA device only: two subgroups fit, so they may
+            be smaller than `subgroup_bytes`. None: two of the largest.
         optimizer_args: Arguments of the class: ``lr=1e-3``.
 
     Raises:
         TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure).
         ValueError: A parameter is out of range; a directory is named twice; the buffers
-            are too small for one parameter.
+            are too small for one parameter; a parameter is not on the device that steps.
+        BackendUnavailableError: There is no such device.
+        MemoryError: The device has no room for the buffers.
         TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or
             not this user's (EPERM, ELOOP).
         IntegrityError: What is to be resumed belongs to something else, or is damaged: names the
@@ -119,9 +126,12 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         resume: bool = False,
         pipeline_read: bool = True,
         pipeline_write: bool = True,
+        device: str | torch.device = "cpu",
+        device_bytes: int | str | None = None,
         **optimizer_args: Any,
     ) -> None:
-        stepper = Stepper(optimizer_class, optimizer_args)
+        there = _device.usable("device", device)
+        stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
         _arguments.handle(handle)
@@ -138,6 +148,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             resume=switch("resume", resume),
             read_ahead=switch("pipeline_read", pipeline_read),
             write_behind=switch("pipeline_write", pipeline_write),
+            device=there,
+            device_bytes=_arguments.device_bytes(device_bytes, there),
         )
         self._optimizer_class = optimizer_class
         self._swapper: StateSwapper | None = None
@@ -148,7 +160,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         self.last_step: Times = Times()
         self.resumed = False
         super().__init__(params, stepper.defaults)
-        self._transactions = Transactions("nvmeio-offload", _CLOSED)
+        self._transactions = Transactions("nvmeio-offload", _CLOSED, there)
         make = functools.partial(
             open_state,
             swap_dir,

@@ -564,6 +564,90 @@ def late(me: Rank) -> None:
         me.meet_others()
 
 
+def refused(me: Rank) -> None:
+    """A Checkpointer that one rank was not given leaves the ranks together, once it was given up.
+
+    What was counted was each rank's own: no save of theirs came about again.
+    """
+    wrong: Any
+    for wrong in ("world", 3):
+        if me.rank == 0:
+            with me.raises(TypeError, "process_group must be"):
+                nvmeio.Checkpointer(me.folder, process_group=wrong)
+        elif wrong == "world":  # the others find that out by a save, or by a restore
+            with (
+                me.new(timeout_s=LIMIT_S) as checkpointer,
+                me.raises(TimeoutError, "rank 0 of", "without this process_group"),
+            ):
+                checkpointer.save_sync(me.state(1), 1)
+        else:
+            with (
+                me.new(timeout_s=LIMIT_S) as checkpointer,
+                me.raises(TimeoutError, "rank 0 of", "without this process_group"),
+            ):
+                checkpointer.restore(together=True)
+        me.meet_others()
+        with me.new() as checkpointer:
+            me.saved(checkpointer, 2)
+            me.meet_others()
+    # Or it comes again while they wait; what writers are refused is nobody else's business
+    if me.rank == 0:
+        with me.raises(TypeError, "process_group must be"):
+            nvmeio.Checkpointer(me.folder, process_group=wrong)
+        with me.raises(ValueError, "writers must be"):
+            me.new(writers=9)
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 3)
+        me.meet_others()
+    # One without a group, by mistake: the others say so
+    if me.rank == 0:
+        with nvmeio.Checkpointer(me.folder, 2) as checkpointer:
+            checkpointer.save_sync(me.state(4), 4)
+    else:
+        with (
+            me.new(timeout_s=LIMIT_S) as checkpointer,
+            me.raises(TimeoutError, "rank 0 of", "without this process_group"),
+        ):
+            checkpointer.save_sync(me.state(4), 4)
+    me.meet_others()
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 5)
+        me.meet_others()
+
+
+def refused_calls(me: Rank) -> None:
+    """What one rank is refused is told to those that wait for it, and the next call is whole."""
+    refused: Any = me.rank == 0
+    error = (ValueError, TypeError) if refused else nvmeio.TransferError
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 1)
+        me.meet_others()
+        bad: list[dict[str, Any]] = [{"step": -1}, {"step": 2.5}, {"step": 2, "progress": 3}]
+        for at, wrong in enumerate(bad):
+            options: Any = wrong if refused else {"step": 2}
+            with me.raises(error, "step" if "progress" not in wrong else "progress"):
+                checkpointer.save_sync(me.state(2), **options)
+
+            async def save(at: int = 3 * at + 3, options: Any = options) -> None:
+                before = checkpointer.save(me.state(at), at)
+                saving = checkpointer.save(me.state(2), **options)
+                await before
+                await saving
+
+            with me.raises(error, "step" if "progress" not in wrong else "progress"):
+                asyncio.run(save())
+            me.saved(checkpointer, 3 * at + 4)
+            me.meet_others()
+        for wrong in ({"rank": -1}, {"step": -1}, {"progress": 3}):
+            options = wrong if refused else {}
+            with me.raises(error, *wrong):
+                checkpointer.restore(**options, together=True)
+            with me.raises(error, *wrong):
+                asyncio.run(checkpointer.async_restore(**options, together=True))
+            assert same(checkpointer.restore(together=True), me.state(10))
+        me.meet_others()
+
+
 def slow(me: Rank) -> None:
     """A rank that is slow is waited for, as long as it gets on.
 
@@ -821,6 +905,8 @@ WORK: dict[str, Callable[..., bool | None]] = {
         fail,
         disagree,
         late,
+        refused,
+        refused_calls,
         slow,
         cancel,
         killed,

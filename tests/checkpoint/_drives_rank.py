@@ -31,7 +31,7 @@ from checkpoint._checkpointer_rank import (
 )
 
 import nvmeio
-from nvmeio.checkpoint import _job_parts, _part_ranks, _ranks
+from nvmeio.checkpoint import _job_parts, _part_ranks, _ranks, _restoring_parts
 
 
 def with_drives(me: Rank, name: str, layout: str) -> None:
@@ -122,6 +122,22 @@ def mistakes(me: Rank) -> None:
         with there, me.raises(nvmeio.TransferError, "shared=False"):
             there.restore()
     me.meet_others()
+
+
+def refused(me: Rank) -> None:
+    """As with one directory; and where one rank's torch has no place to put the parts together."""
+    with_drives(me, "refused", "one")
+    program.refused_calls(me)
+    with me.new() as checkpointer:
+        seam = _restoring_parts._seam
+        if me.rank == 0:
+            _restoring_parts._seam = lambda: None
+        error = nvmeio.BackendUnavailableError if me.rank == 0 else nvmeio.TransferError
+        with me.raises(error, "beneath torch's unpickler"):
+            checkpointer.restore()
+        _restoring_parts._seam = seam
+        assert same(checkpointer.restore(), me.state(10))
+        assert checkpointer.latest_step() == 10
 
 
 def early(me: Rank, shared: bool) -> None:
@@ -390,6 +406,7 @@ WORK: dict[str, Callable[..., bool | None]] = {
         as_shared,
         shares,
         mistakes,
+        refused,
         early,
         leave,
         restore,

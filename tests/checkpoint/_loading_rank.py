@@ -33,7 +33,7 @@ from checkpoint._checkpointer_rank import (
 from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
-from nvmeio import _memory
+from nvmeio import _memory_system
 from nvmeio._io import shared_spans
 from nvmeio._io.inflight import Cancelled
 from nvmeio.checkpoint import _loading_ranks
@@ -197,13 +197,13 @@ def fail(me: Rank) -> None:
         assert raised[0].errno == errno.EIO
         me.read_errno = 0
         assert same(load(path, handle=handle), state)
-        memory: Any = _memory
-        check, memory._check_available = memory._check_available, no_memory
+        memory: Any = _memory_system
+        check, memory.check_available = memory.check_available, no_memory
         if not hurt:
-            memory._check_available = check
+            memory.check_available = check
         with me.raises(MemoryError if hurt else nvmeio.TransferError, "no memory"):
             load(path, handle=handle)
-        memory._check_available = check
+        memory.check_available = check
         with me.raises(FileNotFoundError, "ENOENT", "nowhere" if hurt else told):
             load(me.notes / "nowhere" if hurt else path, handle=handle)
         with me.raises(TypeError if hurt else nvmeio.TransferError, "pickle_module"):

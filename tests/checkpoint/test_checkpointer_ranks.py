@@ -204,6 +204,14 @@ def test_a_rank_that_does_not_come(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "late", tmp_path)
 
 
+def test_a_checkpointer_that_one_rank_is_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, "refused", tmp_path)
+
+
+def test_a_call_that_one_rank_is_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, "refused_calls", tmp_path)
+
+
 def test_a_rank_that_is_slow(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "slow", tmp_path)
 

@@ -24,6 +24,7 @@ from faults._support import MIB
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
+from nvmeio._formats import torch_writing
 from nvmeio.checkpoint import _guarded_snapshot
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
@@ -88,6 +89,7 @@ class Training:
 def few_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operations, so that most is left when a step comes."""
     monkeypatch.setattr(_guarded_snapshot, "_MOST_IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(torch_writing, "STAGING_BYTES", MIB // 2)
 
 
 @pytest.fixture

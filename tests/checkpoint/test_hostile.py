@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio import _memory
+from nvmeio import _memory, _memory_system
 from nvmeio._formats import pickle_values, torch_pickle
 from nvmeio._io.spans import Load
 from nvmeio.checkpoint import _loading
@@ -277,7 +277,7 @@ def test_an_archive_without_records(file: Path, nothing_allocated: None) -> None
 
 def test_a_sparse_file_of_a_terabyte(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is possible, but there is no such memory: MemoryError, at once."""
-    monkeypatch.setattr(_memory, "_proc_bytes", lambda *_: 1 << 36)  # some machines have more
+    monkeypatch.setattr(_memory_system, "proc_bytes", lambda *_: 1 << 36)  # some machines have more
     nbytes = 1 << 40
     records = {"archive/data.pkl": tensor_pickle(numel=nbytes // 4), "archive/byteorder": b"little"}
     write_records(path, records)

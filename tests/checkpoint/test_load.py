@@ -30,7 +30,7 @@ from checkpoint._objects import (
 from support import HeldEngine, on_every_loop, run_python, spin_until, until
 
 import nvmeio
-from nvmeio import _memory
+from nvmeio import _memory_registry, _memory_system
 from nvmeio._formats import torch_file
 from nvmeio._formats.sniff import kind_of
 from nvmeio._io.spans import Load
@@ -243,21 +243,21 @@ def test_storages_lie_where_they_were_read_to(path: Path) -> None:
     nvmeio.save({"large": noise(3_000_000), "small": noise(10)}, path)
     found = load(path)
     for tensor in found.values():
-        assert _memory.mapped.covers(tensor.data_ptr(), tensor.nbytes)
+        assert _memory_registry.mapped.covers(tensor.data_ptr(), tensor.nbytes)
 
 
 def test_what_is_dropped_is_given_back(path: Path) -> None:
     """A large storage keeps only itself alive, a small one only its arena."""
     nvmeio.save({i: noise(2_500_000, seed=i) for i in range(4)} | {"small": noise(10)}, path)
     gc.collect()
-    before = len(_memory.mapped)
+    before = len(_memory_registry.mapped)
     found = load(path)
-    spin_until(lambda: gc.collect() >= 0 and len(_memory.mapped) <= before + 5)
+    spin_until(lambda: gc.collect() >= 0 and len(_memory_registry.mapped) <= before + 5)
     places = {name: tensor.data_ptr() for name, tensor in found.items()}
 
     def mapped() -> list[Any]:
         gc.collect()
-        return [name for name, at in places.items() if _memory.mapped.covers(at, 1)]
+        return [name for name, at in places.items() if _memory_registry.mapped.covers(at, 1)]
 
     assert mapped() == [0, 1, 2, 3, "small"]
     del found[2]
@@ -338,8 +338,8 @@ def test_a_pickle_of_any_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_pickle_larger_than_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvmeio.save({"text": "x" * (2 << 20)}, path)
-    monkeypatch.setattr(_memory, "_CHECK_BYTES", 1 << 20)
-    monkeypatch.setattr(_memory, "_proc_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(_memory_system, "_CHECK_BYTES", 1 << 20)
+    monkeypatch.setattr(_memory_system, "proc_bytes", lambda *_: 1 << 20)
     with pytest.raises(MemoryError, match="available"):
         load(path)
 
@@ -423,7 +423,7 @@ def test_a_torch_without_the_seam(how: str, path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(_loading, "_SEAM", ["zip_file", "something", "new"])
     found = load(path)
     assert_same(found, wanted)
-    assert not _memory.mapped.covers(found["big"].data_ptr(), 1)
+    assert not _memory_registry.mapped.covers(found["big"].data_ptr(), 1)
 
 
 def test_torch_still_has_the_seam() -> None:

@@ -59,6 +59,10 @@ def test_directories_that_are_not_what_was_said(ranks: Any, tmp_path: Path) -> N
     ranks(2, "mistakes", tmp_path)
 
 
+def test_a_call_that_one_rank_is_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, "refused", tmp_path)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_write_that_fails_while_others_agree(shared: bool, ranks: Any, tmp_path: Path) -> None:
     """`save` raised on the last rank, and the next one on the others: they were out of step."""

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support import PATIENCE_S, spin_until
 from typer.testing import CliRunner
 
 import nvmeio
 from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
+from nvmeio._io.inflight import Cancelled
+from nvmeio._io.rank_store import RankStore
 from nvmeio._io.shared_spans import Source, rounds_by_source
 from nvmeio._io.span_plan import Region, Run, Span, plan
 from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _drives
+from nvmeio.checkpoint import _drives, _job_parts
 from nvmeio.checkpoint._drives import Save, Survey, decide
+from nvmeio.checkpoint._job_parts import PartOfEachRank
+from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import app
 
@@ -50,6 +58,44 @@ def test_a_part_says_what_it_is_and_is_checked(options: Any, tmp_path: Path) -> 
         assert told.exit_code == known and ("DAMAGED" in told.stdout) == known, (at, told.stdout)
     path.write_bytes(whole[:-PAGE_BYTES])
     assert "and should have" in verify(path).problems[0].what
+
+
+def test_who_waits_for_why_another_rank_gave_up_beats_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did neither, for all of the time that the other one has to say why."""
+    monkeypatch.setattr(_job_parts, "_NEXT_WORD_S", PATIENCE_S)
+    store = RankStore(dist.HashStore(), 0, 2, str(tmp_path), "save")
+    job = PartOfEachRank.__new__(PartOfEachRank)
+    job.messages = Messages(store, 1, PATIENCE_S, str(tmp_path))
+    job._cancelled = True
+    with pytest.raises(Cancelled):
+        job._raise_cause()
+    job._cancelled = False
+
+    def fail_late() -> None:
+        spin_until(lambda: store.check(["1/beat/0"]))
+        store.set("1/failed", json.dumps({"rank": 1, "errno": 28, "text": "full"}).encode())
+
+    other = threading.Thread(target=fail_late)
+    other.start()
+    with pytest.raises(nvmeio.TransferError, match="rank 1 of 2 could not save: full"):
+        job._raise_cause()
+    other.join()
+
+
+def test_a_part_under_the_name_of_another_save_is_refused(tmp_path: Path) -> None:
+    """Their sizes are the same, and so would their ranges be."""
+    with nvmeio.Checkpointer(tmp_path, shared=False, keep=2) as checkpointer:
+        paths = []
+        for step in (1, 2):
+            checkpointer.save_sync({"a": torch.full((50_000,), step)}, step)
+            report = checkpointer.wait_sync()
+            assert report is not None
+            paths.append(Path(report.path))
+        paths[1].replace(paths[0])
+        with pytest.raises(nvmeio.IntegrityError, match=r"of step 2.*its name says step 1"):
+            checkpointer.restore(step=1)
 
 
 def test_a_part_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._exits import Failed, Refused
 from nvmeio.cli.measure import deepspeed, scratch, turns
+from nvmeio.cli.measure import fio as measured_fio
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
@@ -549,6 +550,40 @@ def test_fio_takes_its_turns(tmp_path: Path) -> None:
         assert entry["end_to_end"]["gb_per_s"] > 0
     assert "one buffer per block in flight" in "\n".join(told["conditions"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun when the body does, and is gone behind it; one that fails says why."""
+    program = tmp_path / "fio"
+    program.write_text(
+        "#!/bin/sh\n" + ("echo bad option >&2; exit 1" if ends else "exec sleep 600")
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _: str(program))
+    pids: list[int] = []
+
+    def written_by(pid: int) -> int:
+        pids.append(pid)
+        return 0 if ends else len(pids)
+
+    monkeypatch.setattr(measured_fio, "written_by", written_by)
+    if ends:
+        with (
+            pytest.raises(Failed, match="fio: bad option"),
+            measured_fio.beside(tmp_path / "file", []),
+        ):
+            raise AssertionError("it has written nothing")
+        return
+    with measured_fio.beside(tmp_path / "file", []) as written:
+        assert written() > 0
+    with pytest.raises(ProcessLookupError):  # waited for, too
+        os.kill(pids[0], 0)
+
+
+def test_what_a_process_has_written_that_is_gone() -> None:
+    no_process = (1 << 22) + 1  # Linux has none of so high a number
+    assert measured_fio.written_by(no_process) == 0 <= measured_fio.written_by(os.getpid())
 
 
 # Turns, and figures made of them

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nvmeio
-from nvmeio import _memory
+from nvmeio import _memory, _memory_registry
 from nvmeio.compat import deepspeed as compat
 from nvmeio.compat.deepspeed import (
     AsyncIOBuilder,
@@ -97,7 +97,10 @@ def test_finalizer_finds_the_memory_that_it_frees() -> None:
     weakref.finalize(
         base,
         lambda: seen.append(
-            (_memory.mapped.covers(address, 1), pins.free_cpu_locked_tensor_by_ptr(address))
+            (
+                _memory_registry.mapped.covers(address, 1),
+                pins.free_cpu_locked_tensor_by_ptr(address),
+            )
         ),
     )
     view = base[:500].view(5, 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contract.operating import CONTENT, SIZE, WAIT_S, builtin_of, needs_3_11, target
@@ -182,3 +183,25 @@ async def test_repr_tells_what_where_and_how_far(
     missing = handle_held.async_pwrite(target(10), file.parent)
     assert missing.exception() is not None
     assert repr(missing) == f"<pwrite {file.parent} [0, 10) failed>"
+
+
+def test_a_waiter_that_found_the_end_itself_is_not_kept(
+    handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
+) -> None:
+    """It stayed with the operation, and with it the event loop, for as long as that was kept."""
+
+    async def main() -> None:
+        operation = handle_held.async_pread(target(), file)
+        record = operation._record
+
+        class EndsMeanwhile(list[Any]):
+            def append(self, waiter: Any) -> None:
+                engine_held.gate.set()
+                operation.result(WAIT_S)  # as another thread would have it settled
+                super().append(waiter)
+
+        record.waiters = EndsMeanwhile()
+        assert await operation == SIZE
+        assert list(record.waiters) == []
+
+    asyncio.run(main())

@@ -27,6 +27,8 @@ from support import (
 
 import nvmeio
 from nvmeio import _shim
+from nvmeio._descriptors import Descriptors
+from nvmeio._live import LiveRecords
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
@@ -325,3 +327,37 @@ def test_what_closing_the_file_told_is_not_lost(
                 tried += 1
         shim.losing = False
     assert tried > 20
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["a bound file", "a path"])
+def test_a_second_interrupt_as_a_start_is_undone(
+    bound: bool,
+    handle: nvmeio.AioHandle,
+    file: Path,
+    everywhere: Everywhere,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file stayed open, and the operation in flight for ever, though nothing had begun."""
+    tensor = torch.zeros(512, dtype=torch.uint8)
+    hold, add = Descriptors.hold, LiveRecords.add
+
+    def interrupted(call: Callable[..., None]) -> Callable[..., None]:
+        def then(*args: Any) -> None:
+            call(*args)
+            raise KeyboardInterrupt
+
+        return then
+
+    def work() -> None:
+        with handle.open(file) as opened, monkeypatch.context() as patch:
+            patch.setattr(Descriptors, "hold", interrupted(hold))
+            patch.setattr(LiveRecords, "add", interrupted(add))
+            if bound:
+                opened.pread(tensor, 0)
+            else:
+                handle.async_pread(tensor, file)
+
+    before = open_descriptors()
+    for where in everywhere(work):
+        check(handle, file, where, before)
+        assert tensor.untyped_storage().resizable(), where

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,15 @@ async def test_settled_by_another_thread_while_it_begins_to_be_awaited(
 
     operation._record.waiters = Late()
     assert await operation == 4096
+
+
+def test_a_closed_loop_is_not_kept_alive(handle: nvmeio.AioHandle, file: Path) -> None:
+    """Nor what hangs on it, by a handle that is used without a loop from then on."""
+
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        assert await handle.async_pread(target(), file) == SIZE
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(main())
+    assert handle.sync_pread(target(), file) == SIZE
+    spin_until_collected(lambda: loop() is None)

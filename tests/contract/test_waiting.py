@@ -14,6 +14,9 @@ from contract.operating import CONTENT, SIZE, WAIT_S, Make, builtin_of, rounds, 
 from support import HeldEngine, on_every_loop, raw, spin_until, thread
 
 import nvmeio
+from nvmeio._live import LiveRecords
+from nvmeio._record import Record
+from nvmeio.engines.base import Opcode
 
 
 def test_wait_counts_what_finished_since_the_last_wait(
@@ -131,3 +134,13 @@ def test_wait_waits_for_what_other_threads_started(
         assert not values
         engine_held.gate.set()
     assert values == [1]
+
+
+def test_an_end_that_was_interrupted_is_counted_by_whoever_finds_it() -> None:
+    """It was taken out and not counted: `wait` said one operation too few."""
+    live = LiveRecords()
+    record = Record(next(live.tokens), Opcode.READ, None, "file", 0, 1)
+    live.add(record)
+    record.state = "finished"  # and Ctrl-C, before `end` has taken it out
+    assert live.any() is None
+    assert live.take() == (1, [])

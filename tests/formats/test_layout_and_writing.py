@@ -163,6 +163,24 @@ def test_records_that_are_asked_for_bit_by_bit(path: Path, new_handle: Any) -> N
     assert sum(asked) == layout.data_nbytes and max(asked) <= torch_writing.CHUNK_BYTES
 
 
+def test_large_storages_gathered_or_written_from_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file, whichever way its memory is better off."""
+    files = []
+    for gathered in (True, False):
+        monkeypatch.setattr(torch_writing, "is_gathered", lambda _, told=gathered: told)
+        files.append(tmp_path / f"{gathered}.pt")
+        nvmeio.save(contents(), files[-1])
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert_same(torch.load(files[0]), contents())
+
+
+def test_memory_of_nvmeios_own_or_of_others_is_not_gathered() -> None:
+    assert not torch_writing.is_gathered(nvmeio.empty_aligned(2 << 20, dtype=torch.uint8))
+    assert not torch_writing.is_gathered(torch.frombuffer(bytearray(2 << 20), dtype=torch.uint8))
+
+
 def test_parts_that_are_none(path: Path, new_handle: Any) -> None:
     layout = torch_layout.plan_layout(contents())
     handle = new_handle("threads")

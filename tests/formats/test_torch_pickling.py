@@ -144,7 +144,7 @@ def test_storages_with_a_place_of_their_own_are_torchs(
 def test_a_torch_that_pickles_otherwise_does_it_itself(
     counted: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch_pickling._agrees.cache_clear()
+    torch_pickling._found_to_agree.cache_clear()
     monkeypatch.setattr(torch_pickling, "_pickle_of", lambda module: object())
     try:
         assert not torch_pickling._agrees()
@@ -152,7 +152,20 @@ def test_a_torch_that_pickles_otherwise_does_it_itself(
         assert pickled(state, monkeypatch) == by_torch(state)
         assert not counted
     finally:
-        torch_pickling._agrees.cache_clear()
+        torch_pickling._found_to_agree.cache_clear()
+
+
+def test_a_comparison_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It failed for want of memory, and every save of the process was slow from then on."""
+
+    def no_memory(module: Any) -> bytes:
+        raise MemoryError
+
+    torch_pickling._found_to_agree.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_pickling, "_pickle_of", no_memory)
+        assert not torch_pickling._agrees()
+    assert torch_pickling._agrees()
 
 
 def test_one_storage_with_two_dtypes_is_refused_as_by_torch() -> None:

@@ -27,12 +27,12 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     from inference._models import logits, prompt, tokens
 
     import nvmeio
-    from nvmeio._memory import _proc_bytes
+    from nvmeio._memory_system import proc_bytes
 
     # What is free within the heap, or becomes so, could be had without asking the kernel.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    limit = _proc_bytes("/proc/self/status", "VmSize") + job["limit"]
+    limit = proc_bytes("/proc/self/status", "VmSize") + job["limit"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         torch.empty(job["limit"] + (2 << 20), dtype=torch.uint8)

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
 # Made of the checkpoint's tensors in ways that reading to a place cannot: refused by name.
 REFUSED = {"HrmTextForCausalLM", "Inkling2ForCausalLM"}
+# Divides weights in place in its first pass.
+CHANGES_WEIGHTS = {"RwkvForCausalLM"}
 # Their decoder reads the weight of a small embedding without a call of it: small ones always stay.
 READ_OUTSIDE = {"ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"}
 
@@ -51,5 +53,9 @@ def test_streamed_logits_are_those_of_the_loaded_model(
         model = nvmeio.stream_model(tmp_path, handle=one_handle, resident_bytes=least)
     with model.weight_stream as stream:
         assert type(model) is cls
+        if name in CHANGES_WEIGHTS:
+            with pytest.raises(RuntimeError, match="was changed in place"):
+                _tiny.output(model, given)
+            return
         assert _tiny.output(model, given).equal(_tiny.output(whole, given))
         assert stream.stats.bytes_read > 0

@@ -160,9 +160,9 @@ def test_what_stays_finds_its_place_again() -> None:
 def test_a_limit_of_data_counts() -> None:
     script = """
         import resource, torch
-        from nvmeio import _memory
+        from nvmeio import _memory_system
         from nvmeio.inference._limits import memory_left
-        used = _memory._proc_bytes("/proc/self/status", "VmData")
+        used = _memory_system.proc_bytes("/proc/self/status", "VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), used + (64 << 20)))
         print(memory_left())
     """

@@ -119,10 +119,10 @@ def test_slots_are_used_again(tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
     model = stream(tmp_path, resident_bytes=200_000)
     logits(model, prompt())
-    before = set(nvmeio._memory.mapped._table[0])
+    before = set(nvmeio._memory_registry.mapped._table[0])
     for _ in range(3):
         logits(model, prompt())
-    assert set(nvmeio._memory.mapped._table[0]) <= before  # others' mappings may go
+    assert set(nvmeio._memory_registry.mapped._table[0]) <= before  # others' mappings may go
 
 
 # The budget
@@ -204,7 +204,7 @@ MEMORY = """
     torch.set_num_threads(1)
     from inference._models import prompt, tokens, transformers
     import nvmeio
-    from nvmeio._memory import _proc_bytes
+    from nvmeio._memory_system import proc_bytes
     directory, budget = {directory!r}, {budget}
 
     # What any model costs: the libraries' own memory, and one set of activations.
@@ -217,14 +217,14 @@ MEMORY = """
         time.sleep(0.01)
 
     status = "/proc/self/status"
-    before = _proc_bytes(status, "VmRSS")
+    before = proc_bytes(status, "VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # VmHWM counts from here
     spare = {spare}  # of addresses: stacks, rings that are not touched
-    size = _proc_bytes(status, "VmSize") + budget + spare
+    size = proc_bytes(status, "VmSize") + budget + spare
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     model = nvmeio.stream_model(directory, resident_bytes=budget)
     found = tokens(model, prompt(), 3)
-    peak = _proc_bytes(status, "VmHWM") - before
+    peak = proc_bytes(status, "VmHWM") - before
     stats = model.weight_stream.stats
     model.weight_stream.close()
     print(json.dumps([found.tolist(), peak, stats._asdict()]))

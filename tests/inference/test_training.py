@@ -372,7 +372,8 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"device": "meta"}, "CPU only"), ({"kv_offload": True}, "kv_offload")]
+    ("options", "message"),
+    [({"device": "meta"}, "not on meta"), ({"kv_offload": True}, "kv_offload")],
 )
 def test_what_does_not_go_together_is_refused(
     options: dict[str, Any], message: str, tmp_path: Path, stream: Make

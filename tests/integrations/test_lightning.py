@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from integrations import _lightning
+from integrations._lightning import new_module
 from support import run_python, spin_until, thread
 
 import nvmeio
@@ -24,16 +26,8 @@ from nvmeio.checkpoint import _guarded_snapshot
 from nvmeio.integrations import lightning as plugins
 from nvmeio.integrations.lightning import AsyncNvmeCheckpointIO, NvmeCheckpointIO
 
-PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+pl = _lightning.pl  # a fixture
 BOTH = [NvmeCheckpointIO, AsyncNvmeCheckpointIO]
-
-
-@pytest.fixture(params=PACKAGES)
-def pl(request: pytest.FixtureRequest) -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the packages it imports
-        pytest.importorskip(request.param, reason=f"{request.param} is not installed")
-        return importlib.import_module(PACKAGES[request.param])
 
 
 @pytest.fixture(params=BOTH)
@@ -50,33 +44,6 @@ def async_plugin() -> Iterator[AsyncNvmeCheckpointIO]:
     made = AsyncNvmeCheckpointIO()
     yield made
     made.teardown()
-
-
-def new_module(pl: ModuleType) -> Any:
-    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
-            )
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            (x,) = batch
-            loss = (self.net(x).squeeze() - x.sum(1)).square().mean()
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-        def train_dataloader(self) -> Any:
-            data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
-            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 16)
-
-    return Module()
 
 
 def fit(

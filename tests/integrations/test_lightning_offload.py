@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -10,45 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from integrations import _lightning
+from integrations._lightning import new_module
 
-PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-
-
-@pytest.fixture(params=PACKAGES)
-def pl(request: pytest.FixtureRequest) -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the packages it imports
-        pytest.importorskip(request.param, reason=f"{request.param} is not installed")
-        return importlib.import_module(PACKAGES[request.param])
-
-
-def new_module(pl: ModuleType, optimizers: Any = None) -> Any:
-    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
-            )
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            (x,) = batch
-            loss = (self.net(x).squeeze() - x.sum(1)).square().mean()
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            if optimizers is not None:
-                return optimizers(self)
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-        def train_dataloader(self) -> Any:
-            data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
-            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 16)
-
-    return Module()
+pl = _lightning.pl  # a fixture
 
 
 def fit(

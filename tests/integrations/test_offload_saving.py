@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from support import spin_until
 
 import nvmeio
+from nvmeio._formats import torch_writing
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 
@@ -111,7 +112,8 @@ def test_checkpointer(trained: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
-def test_dcp(writer: Any, trained: Any, tmp_path: Path) -> None:
+def test_dcp(writer: Any, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_writing, "STAGING_BYTES", 1 << 20)  # as small as the state is here
     module, optimizer = trained
     wanted = state_of(module, optimizer)
     with watched() as highest:

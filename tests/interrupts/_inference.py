@@ -12,6 +12,7 @@ from interrupts._trials import Scenario, Skip
 from torch import nn
 
 import nvmeio
+from nvmeio.inference import _units
 
 
 class Net(nn.Module):
@@ -31,15 +32,7 @@ class Net(nn.Module):
 
 def everything_streams() -> None:
     """Models of tests are so small that they would be kept as the small parts of larger ones."""
-    import importlib
-
-    for name in ("nvmeio.inference._units", "nvmeio._residency.units"):
-        try:
-            found = importlib.import_module(name)
-        except ImportError:
-            continue
-        if hasattr(found, "SMALL_BYTES"):
-            found.SMALL_BYTES = 1024  # type: ignore[attr-defined]
+    _units.SMALL_BYTES = 1024
 
 
 def saved_net(path: Path) -> Net:

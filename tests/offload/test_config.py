@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,12 @@ def test_closing_closes_the_handle_that_was_made(tmp_path: Path) -> None:
     with nvmeio.AioHandle() as handle:
         offload(gpt(), torch.optim.Adam, config, handle=handle).close()
         assert not handle.closed
+
+
+def test_a_refused_optimizer_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TypeError, match="no_such_word"):
+        offload(gpt(), torch.optim.Adam, {"offload_optimizer": {"device": "cpu"}}, no_such_word=1)
+    assert list(tmp_path.iterdir()) == []

@@ -144,6 +144,48 @@ def test_parameters_are_changed_within_gather(tmp_path: Path) -> None:
         assert torch.equal(loss_of(module, 1), loss_of(theirs, 1))
 
 
+class _Factors(torch.nn.Module):
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        ones = (torch.nn.Parameter(torch.ones(length)) for length in lengths)
+        self.factors = torch.nn.ParameterList(ones)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in self.factors:
+            x = x * factor.sum()
+        return x
+
+
+def test_what_is_gathered_is_written_beside_the_parameters_of_others(tmp_path: Path) -> None:
+    """Between two parameters of one part the optimizer's file has one of another part.
+
+    All three are in one page, so that the first two come by one read.
+    """
+    first, second = _Factors(25, 1 << 15), _Factors(1)
+    both = torch.nn.Sequential(first, second)
+    small, large, other = first.factors[0], first.factors[1], second.factors[0]
+    with (
+        SwappedModule(
+            both, swap_dir=tmp_path, resident_bytes=1 << 20, stage_bytes=nbytes_of(first)
+        ) as module,
+        SwappedOptimizer(
+            torch.optim.SGD, [small, other, large], swap_dir=tmp_path, lr=0.0
+        ) as optimizer,
+    ):
+        module(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with module.gather(small):
+            pass  # it is in the window from here on
+        with module.gather(other), torch.no_grad():
+            other.fill_(5)
+        with module.gather(small), torch.no_grad():
+            small.fill_(2)
+        found = module.state_dict()
+        assert found["1.factors.0"].tolist() == [5]
+        assert found["0.factors.0"].tolist() == [2] * 25
+        assert found["0.factors.1"].tolist() == [1] * len(large)
+
+
 @pytest.mark.parametrize("gradients", ["memory", "disk"])
 def test_a_step_within_gather_is_refused(gradients: str, tmp_path: Path) -> None:
     """The end of the block would write the values of before over those of the step."""

@@ -318,7 +318,7 @@ def test_budgets_are_checked_for_each_level(lazy: Accelerator, tmp_path: Path) -
 
 def test_what_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
     made = model()
-    with pytest.raises(ValueError, match=r"device_bytes is the window on a CUDA device"):
+    with pytest.raises(ValueError, match=r"device_bytes is memory of a CUDA device"):
         SwappedModule(made, swap_dir=tmp_path, resident_bytes="1MiB", device_bytes="1MiB")
     with pytest.raises(ValueError, match=r"device must be the CPU or a CUDA device, not 'meta'"):
         SwappedModule(made, swap_dir=tmp_path, resident_bytes="1MiB", device="meta")

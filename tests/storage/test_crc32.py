@@ -6,6 +6,7 @@ import ctypes
 import gc
 import zlib
 
+import pytest
 import torch
 from support import random_bytes
 
@@ -21,6 +22,23 @@ def test_sums_of_memory_are_zlibs() -> None:
         assert crc32.of_tensor(tensor[:nbytes], 5) == expected
         rest = crc32.of_tensor(tensor[nbytes:])
         assert crc32.combine(expected, rest, 70_000 - nbytes) == zlib.crc32(data, 5)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["one loop", "a copy, then the sum"])
+def test_what_is_copied_is_summed(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length, from and to any address; and nothing beside it is written to."""
+    if not at_once:
+        monkeypatch.setattr(crc32, "_CAN_COPY", False)
+    data = random_bytes(20_000)
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for nbytes in (*range(140), 4096, 19_967):
+        for at in (0, 1, 13, 32):
+            target = bytearray(b"x" * (nbytes + 40))
+            to = torch.frombuffer(target, dtype=torch.uint8).data_ptr() + at % 7
+            found = crc32.copy(to, source.data_ptr() + at, nbytes, 7 * nbytes)
+            wanted = data[at : at + nbytes]
+            assert found == zlib.crc32(wanted, 7 * nbytes)
+            assert target == b"x" * (at % 7) + wanted + b"x" * (40 - at % 7)
 
 
 def test_a_new_length_makes_no_class() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import nvmeio
 from nvmeio._io.write_behind import WriteBehind
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage.durable import sync_file
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Workload
@@ -131,7 +131,7 @@ class Reference(BenchEngine):
             block = buffer_of(self._block)
             for offset in range(0, nbytes, len(block)):
                 # Whole pages are written, or the last of an odd length would not go direct.
-                wanted = min(len(block), -(-(nbytes - offset) // PAGE_BYTES) * PAGE_BYTES)
+                wanted = min(len(block), round_up(nbytes - offset, PAGE_BYTES))
                 move(descriptor, [block[:wanted]], offset)
         finally:
             os.close(descriptor)

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from nvmeio.errors import BackendUnavailableError
 INSTALL = "apt-get install fio"
 
 JobReport = dict[str, Any]
+Written = Callable[[], int]
 
 
 class Figures(NamedTuple):
@@ -59,6 +61,57 @@ def run(
     Raises:
         Failed: It did not do the work; with its own words.
     """
+    process = _start(paths, options)
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException:
+        _kill(process)
+        raise
+    if process.returncode:
+        raise _failed(process, output, errors)
+    jobs: list[JobReport] = json.loads(output[output.index("{") :])["jobs"]
+    return jobs
+
+
+@contextlib.contextmanager
+def beside(path: Path, options: Sequence[str], timeout_s: float = 60.0) -> Iterator[Written]:
+    """Fio at work on a file while the body runs; it is there with all its bytes.
+
+    Yields:
+        Tells what it has written so far: some, already.
+
+    Raises:
+        Failed: It did not begin, or came to an end before the body did; with its own words.
+    """
+    process = _start([path], ["--thread", *options])  # the bytes are that process's own
+
+    def written() -> int:
+        if process.poll() is not None:
+            raise _failed(process, *process.communicate())
+        return written_by(process.pid)
+
+    try:
+        until = time.monotonic() + timeout_s
+        while not written():
+            if time.monotonic() > until:
+                raise Failed(f"fio: nothing was written in {timeout_s:g} s")
+            time.sleep(0.01)
+        yield written
+        written()
+    finally:
+        _kill(process)
+
+
+def written_by(pid: int) -> int:
+    """Bytes that a process has sent to drives; 0 of one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+
+
+def _start(paths: Sequence[Path], options: Sequence[str]) -> subprocess.Popen[str]:
     # It runs in the files' directory, for it leaves state files where it runs: names are absolute.
     files = [Path(os.path.abspath(path)) for path in paths]
     command = [require(), "--output-format=json", "--direct=1", "--fsync_on_close=0", *options]
@@ -67,7 +120,7 @@ def run(
         name = str(file).replace("\\", "\\\\").replace(":", "\\:")
         command += [f"--name=task{index}", f"--filename={name}"]
     # A session of its own, so that its job processes can be ended together with it.
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command,
         cwd=files[0].parent,
         stdin=subprocess.DEVNULL,
@@ -76,18 +129,17 @@ def run(
         text=True,
         start_new_session=True,
     )
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    if process.returncode:
-        lines = (errors or output).strip().splitlines() or [f"status {process.returncode}"]
-        raise Failed(f"fio: {lines[0]}")
-    jobs: list[JobReport] = json.loads(output[output.index("{") :])["jobs"]
-    return jobs
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _failed(process: subprocess.Popen[str], output: str, errors: str) -> Failed:
+    lines = (errors or output).strip().splitlines() or [f"status {process.returncode}"]
+    return Failed(f"fio: {lines[0]}")
 
 
 def figures(jobs: Sequence[JobReport]) -> Figures:

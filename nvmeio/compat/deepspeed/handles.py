@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.compat.deepspeed import pins
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
@@ -473,5 +473,5 @@ def aio_write(
 def _whole_pages(block_size: int) -> int:
     """DeepSpeed takes any multiple of 512; nvmeio's blocks are whole pages."""
     if isinstance(block_size, int) and block_size > 0:
-        return -(-block_size // PAGE_BYTES) * PAGE_BYTES
+        return round_up(block_size, PAGE_BYTES)
     return block_size

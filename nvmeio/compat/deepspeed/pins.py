@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from nvmeio import _checks, _memory, buffers
+from nvmeio import _checks, _memory, _memory_registry, buffers
 
 
 class pin_handle:
@@ -44,7 +44,7 @@ class pin_handle:
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """`free_cpu_locked_tensor` for the tensor that begins at this address."""
-        return _memory.unpin(address)
+        return _memory_registry.unpin(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether all of it is page-locked, by any handle or by torch; true for views as well."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvmeio import _device
+from nvmeio._descriptors import Descriptors
 from nvmeio.engines.cufile.library import Library
 from nvmeio.engines.cufile.status import CuFileFailure
-from nvmeio.files import Descriptors
 
 logger = logging.getLogger("nvmeio")
 

@@ -26,7 +26,7 @@ from nvmeio._formats.torch_layout import (
     plan_layout,
 )
 from nvmeio._formats.torch_skeleton import Sink, skeleton_of
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError
 
 # Records from here on are put on a page boundary, which costs half a page on average.
@@ -115,9 +115,9 @@ def place(layout: FileLayout, name: str, position: int) -> Placed:
     large = [record for record in layout.records if record.nbytes >= _ALIGN_FROM_BYTES]
     if large:
         at = large[0].offset
-        offset = _round_up(position + at, PAGE_BYTES) - at
+        offset = round_up(position + at, PAGE_BYTES) - at
     else:
-        offset = _round_up(position, _ITEM_ALIGNMENT)
+        offset = round_up(position, _ITEM_ALIGNMENT)
     pieces = [KnownBytes(piece.offset + offset, piece.data) for piece in layout.pieces]
     records = [
         StorageRecord(
@@ -195,7 +195,3 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return tensor
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -28,6 +28,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Span
 from nvmeio._io.spans import read as read_spans
 from nvmeio._io.staging import Stagings
+from nvmeio._plan import round_up
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -301,7 +302,7 @@ class _Reader:
         end = start + extent(part.source) * itemsize
         # From page to page, so that the staging memory is read into without a bounce.
         low = start // EDGE_BYTES * EDGE_BYTES
-        high = min(-(-end // EDGE_BYTES) * EDGE_BYTES, item.file.size())
+        high = min(round_up(end, EDGE_BYTES), item.file.size())
         stagings = self._stagings_for(high - low, part.target.device)
         memory = stagings.take(self._flight)
 

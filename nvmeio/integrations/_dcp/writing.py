@@ -11,7 +11,7 @@ import torch
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.inflight import InFlight
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.items import Skeletons, place
@@ -111,7 +111,7 @@ class _FileWriter:
     def flush(self, replacement: Replacement) -> None:
         if not self._group_bytes:
             return
-        end = -(-self._position // PAGE_BYTES) * PAGE_BYTES
+        end = round_up(self._position, PAGE_BYTES)
         replacement.reserve(end)
         write_part(
             self._get_handle(),

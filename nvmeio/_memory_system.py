@@ -1,0 +1,129 @@
+"""What the kernel and CUDA do and say of memory: their calls, how much there is, why not more.
+
+Sources: Documentation/admin-guide/mm/transhuge.rst in the kernel tree, man 5 proc, man 2 getrlimit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import resource
+from typing import Any
+
+import torch
+
+# From here on a mapping is checked against MemAvailable before it is touched. Overcommit lets mmap
+# succeed for far more than there is, and the OOM killer would answer the touching. Below this size
+# reading /proc/meminfo (40 us) would cost more than it guards.
+_CHECK_BYTES = 64 << 20
+
+# CDLL, not PyDLL: each call gives up the GIL.
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.mlock2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+
+
+# How much there is
+
+
+@functools.cache
+def huge_page_bytes() -> int:
+    """Size of a transparent huge page: 2 MiB on x86-64, else what the kernel says."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 2 << 20
+
+
+@functools.cache
+def huge_pages_for_all() -> bool:
+    """Whether the kernel gives huge pages to memory that did not ask for them."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[always]" in file.read()
+    except OSError:
+        return False
+
+
+def proc_bytes(path: str, field: str) -> int | None:
+    """A "Field: 123 kB" line of /proc/meminfo or /proc/self/status, in bytes."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def available_bytes() -> int | None:
+    """What the kernel says could be allocated now without swapping; None where it says nothing."""
+    return proc_bytes("/proc/meminfo", "MemAvailable")
+
+
+def check_available(nbytes: int, length: int) -> None:
+    if length < _CHECK_BYTES:
+        return
+    available = proc_bytes("/proc/meminfo", "MemAvailable")
+    if available is not None:
+        available += proc_bytes("/proc/meminfo", "SwapFree") or 0
+        if length > available:
+            raise MemoryError(no_memory(nbytes, "more than is available"))
+
+
+# Why some is refused
+
+
+def no_memory(nbytes: int, reason: str) -> str:
+    available = proc_bytes("/proc/meminfo", "MemAvailable")
+    known = "unknown" if available is None else f"{available} bytes"
+    return f"cannot allocate {nbytes} bytes: {reason} (available: {known}; MemAvailable)"
+
+
+def not_lockable(nbytes: int, code: int) -> str:
+    soft, hard = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    used = proc_bytes("/proc/self/status", "VmLck")
+    return (
+        f"cannot page-lock {nbytes} bytes ({os.strerror(code)}): the limit RLIMIT_MEMLOCK is "
+        f"{soft} (hard limit {hard}), of which this process has "
+        f"{'an unknown number of' if used is None else used} bytes locked. Raise it with "
+        "`ulimit -l unlimited` in the shell, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= "
+        "in a systemd unit, or `docker run --ulimit memlock=-1`. nvmeio does not need locked "
+        "memory: nvmeio.empty_aligned is as fast"
+    )
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value} bytes"
+
+
+# CUDA
+
+
+def cuda_runtime() -> Any:
+    """`torch.cuda.cudart()` where CUDA can be used, else None (in a forked child, for one)."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        cuda: Any = torch.cuda
+        return cuda.cudart()
+    except RuntimeError:
+        return None
+
+
+def clear_cuda_error() -> None:
+    # CUDA keeps it for the next launch of a kernel in this thread, which would seem to have failed.
+    # torch has no name for the call; its runtime's symbols are global.
+    take_error = getattr(libc, "cudaGetLastError", None)
+    if take_error is not None:
+        take_error()
+
+
+def cuda_refusal(runtime: Any, call: str, nbytes: int, error: Any) -> str:
+    clear_cuda_error()
+    return f"{call} of {nbytes} bytes failed: {runtime.cudaGetErrorString(error)}"

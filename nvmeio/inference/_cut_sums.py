@@ -1,0 +1,46 @@
+"""The checksum of a tensor that is read in tiles, where its file has that of the whole only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nvmeio._storage import crc32
+
+
+class CutSums:
+    """Notes what tiles have until all are known, and then holds each of them to that.
+
+    Args:
+        whole: CRC-32 of the tensor.
+        sizes: Bytes of each tile, in the order of the tensor.
+    """
+
+    def __init__(self, whole: int, sizes: Sequence[int]) -> None:
+        self.whole = whole
+        self._sizes = tuple(sizes)
+        self._noted: dict[int, int] = {}
+        self._right: dict[int, int] | None = None
+
+    def agrees(self, tile: int, found: int) -> bool:
+        """Whether what a tile has now may be what the whole is made of; one thread at a time.
+
+        False of the last tile to arrive tells that one of them is wrong: all are noted anew.
+        """
+        if self._right is not None:
+            return self._right[tile] == found
+        self._noted[tile] = found
+        if len(self._noted) < len(self._sizes):
+            return True
+        total = 0
+        for number, nbytes in enumerate(self._sizes):
+            total = crc32.combine(total, self._noted[number], nbytes)
+        noted, self._noted = self._noted, {}
+        if total != self.whole:
+            return False
+        self._right = noted
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether all tiles were there once, and were right together."""
+        return self._right is not None

@@ -1,0 +1,57 @@
+"""Clients that are imported late: which package is in use, and classes that derive from theirs.
+
+A class of ours that inherits from a client's is made when it is asked for: the client is imported
+then, and by its user's choice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nvmeio.errors import BackendUnavailableError
+
+
+def joined(name: str, ours: type, *theirs: type, doc: str | None = None, **attributes: Any) -> Any:
+    """A class of ours on top of a client's, which says that it lives where ours does."""
+    about = {"__doc__": doc or ours.__doc__, "__module__": ours.__module__, **attributes}
+    return type(name, (ours, *theirs), about)
+
+
+def on_demand(module: str, name: str, make: Callable[[], Any]) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` that makes one class when it is first asked for.
+
+    Args:
+        module: The module's name.
+        name: The class's.
+        make: Makes it. One that is in the module by then, or is put there by this, is the one.
+    """
+
+    def found(asked: str) -> Any:
+        if asked != name:
+            raise AttributeError(f"module {module!r} has no attribute {asked!r}")
+        return vars(sys.modules[module]).setdefault(name, make())
+
+    return found
+
+
+def lightning_modules(places: Mapping[str, str]) -> list[str]:
+    """Modules of the Lightning packages that are in use, else of those that are installed.
+
+    Args:
+        places: The module of each package.
+
+    Raises:
+        BackendUnavailableError: None of them is installed.
+    """
+    names = [name for name in places if name in sys.modules]
+    names = names or [name for name in places if importlib.util.find_spec(name) is not None]
+    if not names:
+        raise BackendUnavailableError(
+            "there is no Lightning to plug into",
+            attempts=[(name, "not installed") for name in places],
+            remedy="pip install lightning",
+        )
+    return [places[name] for name in names]

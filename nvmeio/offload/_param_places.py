@@ -1,0 +1,102 @@
+"""Where the parameters of a swapped module lie: in their own file, or elsewhere by now."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from nvmeio._io.striping import FileSpan, StripedFile
+from nvmeio._plan import PAGE_BYTES
+from nvmeio.offload._extents import Extent, extents_of, moves_of, parts_of
+from nvmeio.offload._file_tensors import file_tensor
+from nvmeio.offload._pipeline import Move
+from nvmeio.offload._stages import Unit
+from nvmeio.offload._tensors import like, local
+
+
+class ParamPlaces:
+    """Where parameters are.
+
+    Args:
+        unit_of: The unit of each parameter, by id.
+        file: Has all units, each at its offset.
+    """
+
+    def __init__(self, unit_of: Mapping[int, Unit], file: StripedFile) -> None:
+        self._unit_of = unit_of
+        self._file = file
+        self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
+
+    def moves(self, unit: Unit, writing: bool = False) -> list[Move]:
+        """The transfers between the drive and a unit's memory.
+
+        Reads go over small gaps, where another unit's parameter may lie. Writes do not.
+        """
+        if not any(id(p) in self._elsewhere for p in unit.parameters):
+            return moves_of(self._file, unit.file_offset, 0, unit.nbytes)
+        found: list[Move] = []
+        for parameter, span in zip(unit.parameters, unit.spans, strict=True):
+            size = span.dtype.itemsize
+            for extent in self.where(parameter):
+                nbytes = (extent.stop - extent.start) * size
+                move = Move(
+                    extent.file,
+                    extent.file_offset,
+                    span.offset + extent.start * size,
+                    nbytes,
+                )
+                last = found[-1] if found else None
+                if last is not None and _follows(last, move, 1 if writing else PAGE_BYTES):
+                    found[-1] = last._replace(
+                        nbytes=move.slot_offset + move.nbytes - last.slot_offset
+                    )
+                elif nbytes:
+                    found.append(move)
+        return found
+
+    def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
+        """Where the parameter's elements are now; from any thread."""
+        locate = self._elsewhere.get(id(parameter))
+        if locate is not None:
+            return locate()
+        unit = self._unit_of[id(parameter)]
+        for each, span in zip(unit.parameters, unit.spans, strict=True):
+            if each is parameter:
+                offset = unit.file_offset + span.offset
+                numel = math.prod(span.shape)
+                return extents_of(self._file, offset, 0, numel, span.dtype.itemsize)
+        raise KeyError(parameter)
+
+    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
+        """From now on the parameter is read from where `locate` says, which waits for nobody."""
+        self._elsewhere[id(parameter)] = locate
+        if self._elsewhere.keys() >= self._unit_of.keys():
+            for file in self._file.files:
+                opened = file.acquire(True)
+                try:
+                    os.ftruncate(opened.any_fd(), 0)  # nobody reads it any more
+                finally:
+                    opened.release()
+
+    def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter over the file, unread."""
+        size = parameter.dtype.itemsize
+        spans = [
+            FileSpan(file, offset, start * size, (stop - start) * size)
+            for file, offset, start, stop in self.where(parameter)
+        ]
+        shape = tuple(local(parameter).shape)
+        return like(parameter, file_tensor(parts_of(spans), parameter.dtype, shape))
+
+
+def _follows(last: Move, move: Move, limit: int) -> bool:
+    """Whether two moves are one: neighbours in file and memory, with the same gap below a limit."""
+    gap = move.file_offset - (last.file_offset + last.nbytes)
+    return (
+        last.file is move.file
+        and 0 <= gap < limit
+        and move.slot_offset - (last.slot_offset + last.nbytes) == gap
+    )
