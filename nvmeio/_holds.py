@@ -7,7 +7,8 @@ is in flight in the storage.
 
 torch refuses to resize where ``StorageImpl::resizable_`` is false, but has no function to set
 that (`tensor.numpy()` clears it for good). So the flag's place in the C++ object is found by
-comparing storages that torch says are resizable with storages that it says are not, and taken
+comparing storages that torch says are resizable with storages that it says are not: among flags,
+for a byte of a pointer may have the value of a flag by chance, in one process of many. It is taken
 only if setting it there changes what torch says. Where it is not found, nothing is held.
 """
 
@@ -45,16 +46,31 @@ def _flag_offset() -> int | None:
     fixed = [buffer.untyped_storage() for buffer in buffers]
     if not all(s.resizable() for s in resizable) or any(s.resizable() for s in fixed):
         return None
-    ones, zeros = (
-        [ctypes.string_at(storage._cdata, _SEARCHED_BYTES) for storage in storages]
-        for storages in (resizable, fixed)
+    found = _flags_between(
+        [ctypes.string_at(storage._cdata, _SEARCHED_BYTES) for storage in resizable],
+        [ctypes.string_at(storage._cdata, _SEARCHED_BYTES) for storage in fixed],
     )
-    found = [
-        offset
-        for offset in range(_SEARCHED_BYTES)
-        if all(b[offset] == 1 for b in ones) and all(b[offset] == 0 for b in zeros)
-    ]
     return found[0] if len(found) == 1 and _is_flag(found[0]) else None
+
+
+def _flags_between(ones: list[bytes], zeros: list[bytes]) -> list[int]:
+    """Where all of the first are 1, all of the second 0, and what lies beside it is flags too.
+
+    Resizable storages have an allocator, whose address is the same in all of them, others have
+    none: its bytes are told from flags by the rest of the address.
+    """
+
+    def all_flags(offset: int) -> bool:
+        return all(b[offset] <= 1 for b in (*ones, *zeros))
+
+    return [
+        offset
+        for offset in range(1, _SEARCHED_BYTES - 1)
+        if all(b[offset] == 1 for b in ones)
+        and all(b[offset] == 0 for b in zeros)
+        and all_flags(offset - 1)
+        and all_flags(offset + 1)
+    ]
 
 
 _HOLD = ffi.typeof("nv_hold *")
