@@ -1,4 +1,4 @@
-"""Where torch keeps "this storage may be resized" is found in every process, whatever lies where."""
+"""Where torch keeps "this may be resized" is found in every process, whatever lies where."""
 
 from __future__ import annotations
 
