@@ -7,9 +7,9 @@ which each begins one; files are written back and dropped from the page cache be
 is timed three times: until it returns, until its pages have left memory for the drive, batch by
 batch ("written": nothing more to wait for where it was direct), and until the file system says that
 all of the turn is there ("synced": with what it keeps of names and sizes).
-Of small batches a turn has several, one after the other, 8 MiB or 32 of them. fio has as many pages
-in flight, waits for all of them like the others, and does so for 64 MiB at least, since it counts
-in milliseconds. vLLM's interface is called by the main thread and SGLang's by another one, as the
+Of small batches a turn has several, one after the other, 8 MiB or 32 of them. fio stores into a new
+file, allocated before it begins to count, has as many pages in flight, waits for all of them like
+the others, and does so for 64 MiB at least, since it counts in milliseconds. vLLM's interface is called by the main thread and SGLang's by another one, as the
 servers do. Medians, and ratios to nvmeio. Takes minutes.
 """
 
@@ -184,9 +184,12 @@ def of_fio(directory: Path, page: int, batch: int) -> list[Contender]:
     batches = max(FIO_BYTES // total, 1)
 
     def run(verb: str) -> None:
+        path = directory / "fio"
+        if verb == "write":  # into blocks that are allocated and not written yet, as the others
+            path.unlink(missing_ok=True)
         command = [
-            *("fio", "--name=kv", f"--filename={directory / 'fio'}", f"--rw=rand{verb}"),
-            *(f"--bs={page}", f"--size={batches * total}", "--direct=1", "--norandommap"),
+            *("fio", "--name=kv", f"--filename={path}", f"--rw=rand{verb}"),
+            *(f"--bs={page}", f"--size={batches * total}", "--direct=1", "--fallocate=native"),
             *("--ioengine=libaio", f"--iodepth={batch}", f"--iodepth_batch={batch}"),
             *(f"--iodepth_batch_complete_min={batch}", "--output-format=json"),
         ]
