@@ -9,8 +9,9 @@ batch ("written": nothing more to wait for where it was direct), and until the f
 all of the turn is there ("synced": with what it keeps of names and sizes).
 Of small batches a turn has several, one after the other, 8 MiB or 32 of them. fio stores into a new
 file, allocated before it begins to count, has as many pages in flight, waits for all of them like
-the others, and does so for 64 MiB at least, since it counts in milliseconds. vLLM's interface is called by the main thread and SGLang's by another one, as the
-servers do. Medians, and ratios to nvmeio. Takes minutes.
+the others, and does so for 64 MiB at least, since it counts in milliseconds. vLLM's interface is
+called by the main thread and SGLang's by another one, as the servers do. Medians, and ratios to
+nvmeio. Takes minutes.
 """
 
 from __future__ import annotations
