@@ -24,7 +24,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs clients wheel-check clean
+.PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs plots clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -95,9 +95,12 @@ format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# In an environment of its own: it reads the sources and imports nothing.
+# In an environment of its own, as the plots: it reads the sources and imports nothing.
 docs: $(DOCS_STAMP) ## the documentation site, in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict && echo "== site/index.html"
+
+plots: $(DOCS_STAMP) ## the pictures in docs/images of what benchmarks/measured/*.json says
+	@$(VENV)-docs/bin/python benchmarks/draw.py
 
 bench: $(BENCH_STAMP) ## nvmeio beside its peers, as a table; BENCH_ARGS=--json
 	@$(BIN)/python benchmarks/compare_peers.py $(BENCH_ARGS)
@@ -150,7 +153,7 @@ $(CLIENTS_STAMP): $(STAMP)
 
 $(DOCS_STAMP): pyproject.toml
 	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
-	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocstrings[python]>=0.27"
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs-material>=9.6" "mkdocstrings[python]>=0.27" "ruff>=0.9" "matplotlib>=3.9"
 	@touch $@
 
 # torchvision, torchaudio and torchcodec are for models with images and sound, and want a CUDA build of torch from PyPI.

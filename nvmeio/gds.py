@@ -64,7 +64,7 @@ class GdsHandle(AioHandle):
     No GPU has run this class yet: it is tested with the real libcufile on host memory. See
     docs/gds.md.
 
-    Example:
+    Examples:
         >>> async with nvmeio.GdsHandle() as handle:
         ...     weights = handle.new_pinned_device_tensor(1 << 28, torch.bfloat16)
         ...     await handle.async_pread(weights, "weights.bin")

@@ -62,7 +62,7 @@ class AioHandle(HandleSettings, ClosingWork):
     aligned, and those of 1 MiB and more whose memory is not nvmeio's own, use up to 112 MiB (or 4
     blocks) of bounce memory a lane, never more than ``queue_depth * block_size``.
 
-    Example:
+    Examples:
         >>> async with nvmeio.AioHandle() as handle:
         ...     await handle.async_pwrite(tensor, "weights.bin")
         ...     await handle.async_pread(tensor, "weights.bin")

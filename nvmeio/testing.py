@@ -35,7 +35,7 @@ class FakeEngine(ThreadsEngine):
         system_calls: How many were made.
         refusals: How often the queue took fewer blocks than it was given.
 
-    Example:
+    Examples:
         >>> engine = FakeEngine(fail={1 << 20: errno.EIO})
         >>> with nvmeio.AioHandle(engine=engine) as handle: ...
     """

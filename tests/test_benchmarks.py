@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_windows_are_measured_and_files_removed(tmp_path: Path) -> None:
     ]
     assert all(len(row["wall_and_cpu_s"]) == 1 for row in rows)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("report", sorted((BENCHMARKS / "measured").glob("*.json")), ids=str)
+def test_what_was_measured_is_what_is_drawn(report: Path) -> None:
+    """`make plots` was forgotten if not. Of a time, less is better: the picture has its inverse."""
+    svg = BENCHMARKS.parent / "docs" / "images" / f"measured-{report.stem}.svg"
+    drawn = set(re.findall(r">(\d+(?:\.\d\d)?)</text>", svg.read_text()))
+    told = json.loads(report.read_text())["lines"]
+    less = {"s", "ms", "s/GiB"}
+    ratios = [1 / line["ratio"] if line["unit"] in less else line["ratio"] for line in told]
+    assert {f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for ratio in ratios} <= drawn
 
 
 # DeepSpeed's run_model.py

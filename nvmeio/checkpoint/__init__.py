@@ -1,4 +1,4 @@
-"""Checkpoints: torch and safetensors files at the speed of the drive.
+"""Checkpoints: torch and safetensors files through direct I/O.
 
 Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
 and written), `nvmeio._storage.replace` (a file into its place), `_saving`; then `nvmeio._io.spans`

@@ -66,7 +66,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
     May be used from several threads and event loops at once. Writing a record while it is read is
     a race, as with `pwrite` and `pread`.
 
-    Example:
+    Examples:
         >>> with nvmeio.data.Records("tokens.bin", torch.uint16, (1025,)) as records:
         ...     for batch in records.prefetch(torch.randperm(len(records)).split(64)):
         ...         step(batch.long())

@@ -44,7 +44,7 @@ def chunked_cross_entropy(
     product may round otherwise with other numbers of rows. In float32 the loss and the gradients
     agree to a relative 1e-5; in bfloat16 to what that holds, 1e-2.
 
-    Example:
+    Examples:
         >>> hidden = model.model(ids).last_hidden_state
         >>> loss = chunked_cross_entropy(hidden[:, :-1], model.lm_head, ids[:, 1:])
     """

@@ -58,7 +58,7 @@ class PrefixCache:
     Of each block a CRC-32 is kept and compared. What was damaged or killed half way, or made room
     for others, is not there. Several processes and threads may use one directory.
 
-    Example:
+    Examples:
         >>> prefixes = PrefixCache(model, "/mnt/nvme/prefixes", capacity_bytes="64G")
         >>> cache = prefixes.load("manual", ids)
         >>> tokens = model.generate(ids, past_key_values=cache, max_new_tokens=32)

@@ -289,7 +289,7 @@ class WeightStream(Closing):
         Other coroutines run meanwhile. Autograd is off in it. Cancelling stops the work at the next
         layer; `CancelledError` is raised when it has stopped.
 
-        Example:
+        Examples:
             >>> tokens = await model.weight_stream.run(model.generate, ids, max_new_tokens=8)
         """
         stop = threading.Event()

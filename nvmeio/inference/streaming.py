@@ -132,7 +132,7 @@ def stream_model(
     Cost: headers are read, and the memory is mapped and touched, here (0.1 s per GiB); resident
     layers are read in the course of the first pass.
 
-    Example:
+    Examples:
         >>> model = nvmeio.stream_model("Llama-3-70B", resident_bytes=24 << 30)
         >>> tokens = model.generate(ids, max_new_tokens=32)
         >>> model.weight_stream.close()

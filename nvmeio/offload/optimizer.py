@@ -100,7 +100,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     Cost: see `plan`, which states it. A step takes as long as the longest of reading, computing and
     writing, and one subgroup's reading and writing more.
 
-    Example:
+    Examples:
         >>> opt = SwappedOptimizer(torch.optim.AdamW, model.parameters(), swap_dir="/mnt/nvme",
         ...                        master_dtype=torch.float32, lr=1e-4)
         >>> loss.backward()
