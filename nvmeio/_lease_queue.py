@@ -59,10 +59,9 @@ class Waiter:
         return (lease is None or lease() is None) and (memory is None or memory() is None)
 
     def wake(self) -> bool:
-        """Tell whoever waits, twice if an interrupt comes after the first time."""
-        there = self.wake_up()
-        self.woken = True
-        return there
+        """Tell whoever waits, twice if an interrupt comes after the first time; False: nobody."""
+        self.woken = self.wake_up()
+        return self.woken
 
 
 class LeaseQueue:
@@ -172,7 +171,8 @@ class LeaseQueue:
                     self._free.take_at(waiter.start, waiter.charged_bytes)
             self._cut = False
         for waiter in self._unwoken():
-            waiter.wake()
+            if not waiter.wake():
+                self._take_back(waiter)
 
     def _unwoken(self) -> list[Waiter]:
         return [waiter for waiter in self._granted if not waiter.woken]
@@ -200,4 +200,6 @@ class LeaseQueue:
         self.closed = True
         self._arena = None
         while self._waiters:
-            self._waiters.popitem(last=False)[0].wake()
+            waiter = next(iter(self._waiters))
+            waiter.wake()
+            del self._waiters[waiter]  # after that: an interrupt has it woken again

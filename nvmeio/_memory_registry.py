@@ -83,17 +83,22 @@ class Pin:
         self.runtime: Any = None  # torch.cuda.cudart() where CUDA knows the memory
         self.device = 0  # that was current then
 
-    def unregister(self, address: int) -> Any:
-        """Have CUDA forget it; CUDA's answer, 0 for success."""
+    def unregister(self, address: int) -> str:
+        """Have CUDA forget it; why it did not, or ""."""
         if self.runtime is None:
-            return 0
-        # A destructor's thread may be on a device that is not in use: CUDA would make a context.
-        with torch.cuda.device(self.device):
-            error = self.runtime.cudaHostUnregister(address)
+            return ""
+        try:
+            # A destructor's thread may be on a device not in use: CUDA would make a context.
+            with torch.cuda.device(self.device):
+                error = self.runtime.cudaHostUnregister(address)
+        except Exception as failed:  # a device that has failed refuses to be made current
+            return f"cudaHostUnregister of {self.nbytes} bytes failed: {failed}"
         if int(error) == _NOT_REGISTERED:  # an interrupt came after CUDA had forgotten it
             clear_cuda_error()
-            return 0
-        return error
+            return ""
+        if int(error) == 0:
+            return ""
+        return cuda_refusal(self.runtime, "cudaHostUnregister", self.nbytes, error)
 
 
 _changes = Serial()  # one for both: a destructor may come in the middle of a change of either
@@ -142,12 +147,11 @@ def unpin(address: int) -> bool:
     with pin.lock:  # within it no step of the registry's, which may be waiting for it
         if pinned.get(address) is not pin:
             return False
-        error = pin.unregister(address)
+        refused = pin.unregister(address)
         libc.munlock(address, pin.nbytes)
         pinned.pop(address, None)  # last: after an interrupt all of this is done again
-    if int(error) != 0:
-        text = cuda_refusal(pin.runtime, "cudaHostUnregister", pin.nbytes, error)
-        raise OSError(errno.EIO, text)
+    if refused:
+        raise OSError(errno.EIO, refused)
     return True
 
 

@@ -1005,6 +1005,27 @@ def test_a_refusal_by_cuda_leaves_nothing_locked(
     assert not buffers.is_pinned(tensor)
 
 
+def test_memory_of_a_device_that_failed_is_in_nobodys_way(
+    monkeypatch: pytest.MonkeyPatch, locked_before: int
+) -> None:
+    """No memory could be had any more, not even to save what was computed."""
+
+    def failed(device: int) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    play_cuda(monkeypatch, FakeRuntime())
+    first, second = (buffers.empty_pinned(PAGE, dtype=torch.uint8) for _ in range(2))
+    monkeypatch.setattr(torch.cuda, "device", failed)
+    with pytest.raises(OSError, match=r"Unregister of \d+ bytes failed: CUDA error: an illegal"):
+        buffers.free_pinned(first)
+    address = second.data_ptr()
+    del second
+    spin_until_collected(lambda: not buffers.owns(address, 1))
+    assert not buffers.is_pinned(first)
+    assert status_bytes("VmLck") == locked_before
+    buffers.empty_aligned(PAGE, dtype=torch.uint8).zero_()
+
+
 def test_cuda_that_cannot_be_initialised_is_left_out(
     monkeypatch: pytest.MonkeyPatch, lockable: None
 ) -> None:

@@ -8,10 +8,12 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import interrupting
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,8 @@ from support import collect, run_python, spin_until_collected
 
 from nvmeio import _memory, _memory_registry, buffers
 from nvmeio._free_blocks import FreeBlocks
+from nvmeio._lease_queue import LeaseQueue, Waiter
+from nvmeio._memory import Mapping
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.errors import ClosedError
 from nvmeio.pool import PinnedPool
@@ -474,6 +478,50 @@ async def test_closing_refuses_waiters_and_leaves_leases_alone() -> None:
     assert (pool.closed, pool.in_use_bytes, pool.waiting) == (True, 0, 0)
     del tensor
     spin_until_collected(lambda: not buffers.owns(address, 1))
+
+
+class Asked:
+    """Two requests for all of an arena: one is served, the other waits."""
+
+    def __init__(self, is_there: bool = True) -> None:
+        self.queue = LeaseQueue(Mapping(PAGE), PAGE)
+        self.woken: list[str] = []
+        leases = [Asked.Request(), Asked.Request()]
+        self._kept = leases
+        self.served, self.waiting = (
+            Waiter(PAGE, wake, weakref.ref(lease, self.queue.died.put))
+            for wake, lease in zip((lambda: True, self._wake), leases, strict=True)
+        )
+        self._is_there = is_there
+        self.queue.enqueue(self.served)
+        self.queue.enqueue(self.waiting)
+
+    class Request:
+        """What is dropped with whoever asks."""
+
+    def _wake(self) -> bool:
+        self.woken.append("waiting")
+        return self._is_there
+
+
+def test_an_interrupted_close_leaves_nobody_waiting() -> None:
+    """One that had left the queue, and was not told yet, waited for ever."""
+    asked = [Asked()]
+    for where in interrupting.everywhere(lambda: asked[-1].queue.close()):
+        asked[-1].queue.look()  # as who waits does, now and then
+        assert asked[-1].woken or not asked[-1].queue.closed, where
+        asked.append(Asked())
+
+
+def test_what_nobody_takes_is_free_again_after_an_interrupt() -> None:
+    """Whose loop was closed meanwhile is found when he is woken, and had the bytes after that."""
+    asked = [Asked(is_there=False)]
+    for where in interrupting.everywhere(lambda: asked[-1].queue.withdraw(asked[-1].served)):
+        queue = asked[-1].queue
+        queue.look()
+        queue.withdraw(asked[-1].served)
+        assert (queue.leases, queue.free_bytes) == (0, PAGE), where
+        asked.append(Asked(is_there=False))
 
 
 async def test_a_pool_is_a_context_manager_of_both_kinds() -> None:
