@@ -149,8 +149,7 @@ class CudaCopier:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> Mark:
         stream = self._stream(device)
-        # Grad mode is a thread's own: these are raw bytes, in a thread of nvmeio's.
-        with torch.cuda.device(device), torch.no_grad(), torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             _begin_copy(target, source)
             return _CudaMark(stream)
 
@@ -184,7 +183,7 @@ class _SideStream:
         come_after(self._stream, mark)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.no_grad(), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             _begin_copy(target, source)
 
     def mark(self) -> Mark:
@@ -211,8 +210,7 @@ class _InOrder:
         mark.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source)
+        target.detach().copy_(source.detach())
 
     def mark(self) -> Mark:
         return _Reached()
@@ -287,6 +285,20 @@ def now(device: torch.device) -> Mark:
     return _CudaMark(stream_here(device)) if device.type == "cuda" else _Reached()
 
 
+def asked_of(stream: Any) -> Mark:
+    """All that a stream of `stream_here` was asked so far."""
+    return _Reached() if stream is None else _CudaMark(stream)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that anybody has asked of it.
+
+    Raises:
+        RuntimeError: It has failed.
+    """
+    torch.get_device_module(device).synchronize(device)
+
+
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
     """Bytes of a device's memory, for the calling thread's stream.
 
@@ -328,7 +340,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+    # Not within no_grad, which Ctrl-C may leave in force in a thread of the caller's.
+    target.detach().copy_(source.detach(), non_blocking=True)
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:

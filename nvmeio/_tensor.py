@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # What a transfer takes: a tensor, or anything with the buffer protocol.
 Data: TypeAlias = "torch.Tensor | Buffer"
 
+# Entered and left by C alone: `torch.inference_mode` is Python, which Ctrl-C may cut in half.
+_inference_mode: Any = torch._C._InferenceMode
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 LOOKED_UP_BYTES = 64 << 10
@@ -283,7 +285,7 @@ def _on_device(
 ) -> Memory:
     # Copied to and from in threads that know nothing of the caller's inference mode: there, an
     # alias made in that mode could not be written to.
-    with torch.inference_mode(False):
+    with _inference_mode(False):
         as_bytes = cast_to_byte_tensor(tensor)
     return Memory(
         tensor.data_ptr(),
@@ -299,11 +301,11 @@ def _on_device(
 
 def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
     """Contiguous memory to read into in a tensor's place, and the step that copies it there."""
-    inference, grad = tensor.is_inference(), torch.is_grad_enabled()
+    inference = tensor.is_inference()
     storage = tensor.untyped_storage()
     # An alias keeps its storage, whatever the tensor is given meanwhile. Only where autograd is to
     # record the copy it has to go into the tensor itself.
-    recorded = tensor.requires_grad and grad
+    recorded = tensor.requires_grad and torch.is_grad_enabled()
     target = tensor if recorded else _copyable(tensor.detach())
     staging = torch.empty_like(
         target.detach(), device=device, memory_format=torch.contiguous_format
@@ -317,7 +319,8 @@ def _staged(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, C
                 "dropped"
             )
         _check_access(target, writing=True)
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        # Outside of inference mode grad is enabled: what is not to be recorded is detached.
+        with _inference_mode(inference):
             target.copy_(staging)
 
     return staging, copy_back

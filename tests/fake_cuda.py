@@ -115,6 +115,9 @@ class Tensor:
         self.is_cuda = self.device.type == "cuda"
         self._cuda = cuda
 
+    def detach(self) -> Tensor:
+        return self
+
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
         self._cuda.call("copy")
         self._cuda.copies.append(self._cuda.current_stream())
@@ -289,6 +292,11 @@ class FakeCuda:
     def Event(self, blocking: bool = False) -> Event:
         return Event(self, blocking)
 
+    def synchronize(self, device: torch.device | int | None = None) -> None:
+        self.call("synchronize")
+        for stream in [*self._default.values(), *self.streams]:
+            stream.synchronize()
+
     def mem_get_info(self, device: torch.device | int | None = None) -> tuple[int, int]:
         with self.device(self.index_of(device)):
             self.call("mem_get_info")
@@ -322,6 +330,7 @@ NAMES = [
     "set_device",
     "set_stream",
     "stream",
+    "synchronize",
 ]
 
 

@@ -23,9 +23,12 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+Taken = ParamSpec("Taken")
+Value = TypeVar("Value")
 
 _CALL = "_call_impl"
 
@@ -90,6 +93,10 @@ class _EnablesGrad(weakref.ref):  # type: ignore[type-arg]
     undo = staticmethod(functools.partial(torch._C._set_grad_enabled, True))
 
 
+class _DisablesGrad(weakref.ref):  # type: ignore[type-arg]
+    undo = staticmethod(functools.partial(torch._C._set_grad_enabled, False))
+
+
 _undo = operator.methodcaller("undo")
 
 
@@ -110,6 +117,27 @@ def without_grad() -> Undone | None:
     if not torch.is_grad_enabled():
         return None
     return _done(functools.partial(torch._C._set_grad_enabled, False), _EnablesGrad)
+
+
+def with_grad() -> Undone | None:
+    """`torch.enable_grad` while this object lives; None where that is so already."""
+    if torch.is_grad_enabled():
+        return None
+    return _done(functools.partial(torch._C._set_grad_enabled, True), _DisablesGrad)
+
+
+def quietly(call: Callable[Taken, Value]) -> Callable[Taken, Value]:
+    """The same, without autograd."""
+
+    @functools.wraps(call)
+    def quiet(*args: Taken.args, **kwargs: Taken.kwargs) -> Value:
+        without = without_grad()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            del without
+
+    return quiet
 
 
 def _done(do: Callable[[], object], mark: Any) -> Undone:

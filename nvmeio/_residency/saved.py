@@ -39,8 +39,7 @@ class Place:
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same tensor over a storage with the same bytes."""
         found = torch.empty(0, dtype=self._dtype, device=storage.device)
-        with torch.no_grad():
-            return found.set_(storage, self._offset, self.size, self._stride)
+        return found.set_(storage, self._offset, self.size, self._stride)
 
 
 class _Elsewhere:

@@ -71,8 +71,8 @@ class Weights(Keeper[Unit, Slot]):
             self._put_away_converted(slot)
         self._memory.ready(slot)
         slot.tensors = self._memory.tensors(slot)
+        self._memory.converted(slot)
         if self._trainable:
-            self._memory.converted(slot)
             self._note_places(slot)
         slot.shown = install(slot.unit.targets, slot.tensors)
 
@@ -85,6 +85,7 @@ class Weights(Keeper[Unit, Slot]):
                 if memory is not None:
                     self.places.pop(memory.untyped_storage().data_ptr(), None)
             slot.work = None
+        self._memory.let_go(slot)
 
     def _put_away_converted(self, slot: Slot) -> None:
         if not slot.unit.converted_bytes:

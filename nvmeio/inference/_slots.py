@@ -8,9 +8,11 @@ lent: it is used again once the last tensor over it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -44,6 +46,8 @@ class Slot(window.Slot[Unit]):
         tensors: The weights, while they are bound.
         shown: What the modules show, for each target, while they are bound.
         work: Where converted weights are, if that is memory of its own.
+        streams: On a GPU: which were let at the weights since they were bound.
+        used: When those that were let at them before are done with them.
     """
 
     def __init__(
@@ -55,6 +59,9 @@ class Slot(window.Slot[Unit]):
         self.files: set[int] = set()
         self.experts = bytearray(unit.experts.number if unit.experts else 0)
         self.event: Mark | None = None  # on a GPU, once all copies were begun: when they are made
+        self.converted: Mark | None = None  # and when what is bound is converted
+        self.streams: list[Any] = []
+        self.used: list[Mark] = []
         self.tensors: list[torch.Tensor] = []
         self.shown: list[torch.Tensor] = []
         self.work: torch.Tensor | None = None
@@ -85,16 +92,17 @@ class SlotPools:
         self._lent_work: LentPool | None = None
         self._largest = shares.window // max(shares.layers, 1)  # unit of the window
         self._work: torch.Tensor | None = None
+        self._work_used: list[Mark] = []  # by whom before, until when
         # Of what stays and was given up by a failure: its place is kept for it. The pool has just
         # enough for all, and another order might cut it into pieces that are too small. By name:
         # see `Opening`.
         self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
-        self._free: list[
-            tuple[torch.Tensor, Mark]
-        ] = []  # of a GPU: twins, and when they may be used
+        # Of a GPU: twins, and until when streams that were let at them are at work there.
+        self._free: list[tuple[torch.Tensor, list[Mark]]] = []
         self._there: DevicePool | None = None  # of a GPU: what is lent
         self._there_work: DevicePool | None = None
-        self._twins: dict[str, torch.Tensor] = {}  # as `_places`, where backward may look at them
+        # As `_places`, where backward may look at them.
+        self._twins: dict[str, tuple[torch.Tensor, list[Mark]]] = {}
         self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
         on_gpu = device.type == "cuda"
         self._copies = _device.beside(device) if on_gpu else None
@@ -113,6 +121,7 @@ class SlotPools:
                 self._lent_work = LentPool(shares.work)
             elif shares.work and self._there_work is None:
                 self._work = self._room(shares.work)
+                self._work_used = [_device.now(device)]  # by whoever had this memory before
         except BaseException:
             self.close()
             raise
@@ -161,9 +170,9 @@ class SlotPools:
             (self._copies.mark() if slot.event is None else slot.event).wait()
             if self._there is None:
                 # What was queued on the device still reads it; whoever gets it next waits for that.
-                self._free.append((slot.memory, _device.now(self.device)))
+                self._free.append((slot.memory, slot.used))
             elif slot.unit.resident:
-                self._twins[slot.unit.name] = slot.memory
+                self._twins[slot.unit.name] = (slot.memory, slot.used)
         if slot.lease is None or (self._there is not None and not slot.unit.resident):
             slot.memory = slot.host.new_empty(0)
         if slot.lease is None:
@@ -177,18 +186,20 @@ class SlotPools:
     def _twin(self, unit: Unit) -> torch.Tensor:
         assert self._copies is not None
         nbytes = unit.layout.nbytes
-        if unit.name in self._twins:
-            return self._twins.pop(unit.name)
         fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
-        if not fitting:
+        if unit.name in self._twins:
+            found = self._twins.pop(unit.name)
+        elif fitting:
+            found = min(fitting, key=lambda pair: pair[0].nbytes)
+            self._free = [pair for pair in self._free if pair is not found]
+        else:
             twin = _device.empty(nbytes, self.device)
             # Its memory may still be read by work that was queued before it was freed.
             self._copies.follow()
             return twin
-        best = min(fitting, key=lambda pair: pair[0].nbytes)
-        self._free = [pair for pair in self._free if pair is not best]
-        self._copies.after(best[1])
-        return best[0]
+        for mark in found[1]:
+            self._copies.after(mark)
+        return found[0]
 
     # Filling
 
@@ -243,19 +254,49 @@ class SlotPools:
         slot.files = {read.file for read in ranks.own_reads(number)}
         return fill
 
+    # Streams of a GPU. Nobody waits but they, for each other, and nothing of that depends on which
+    # one is current when a unit goes: those that were let at it are remembered before they are
+    # asked anything, so that a failure in between forgets none.
+
     def ready(self, slot: Slot) -> None:
-        """Let what this thread computes begin after the copies; does not block."""
-        if slot.event is not None:
-            stream = _device.stream_here(self.device)
-            for pool in (self._there, self._there_work):
-                if pool is not None:
-                    pool.used_by(stream)
-            _device.come_after(stream, slot.event)
+        """Let what this thread computes begin after copies and conversions; does not block."""
+        if self._copies is None:
+            return
+        stream = _device.stream_here(self.device)
+        if stream not in slot.streams:
+            slot.streams.append(stream)
+        for pool in (self._there, self._there_work):
+            if pool is not None:
+                pool.used_by(stream)
+        for mark in (slot.event, slot.converted):
+            if mark is not None:
+                _device.come_after(stream, mark)
 
     def converted(self, slot: Slot) -> None:
         """Let whoever uses it begin after its conversions too, which this thread has asked for."""
-        if self._there is not None and slot.work is not None:
-            slot.event = _device.now(self.device)
+        if self._copies is not None and slot.unit.converted_bytes:
+            slot.converted = _device.now(self.device)
+
+    def arrived(self, slot: Slot) -> bool:
+        """Whether its copies are made, so that no stream has to wait for them."""
+        return slot.event is None or slot.event.done()
+
+    def let_go(self, slot: Slot) -> None:
+        """Its weights are shown to nobody any more; what streams were asked may still read them."""
+        streams, slot.streams, slot.converted = slot.streams, [], None
+        marks = [_device.asked_of(stream) for stream in streams]
+        slot.used = _not_done(slot.used) + marks
+        if self._work is not None and slot.unit.converted_bytes:
+            self._work_used = _not_done(self._work_used) + marks
+
+    def settle(self) -> None:
+        """Wait until nothing on the device is at work with weights; never raises.
+
+        Streams that use what stays tell nobody.
+        """
+        if self._copies is not None:
+            with contextlib.suppress(RuntimeError):  # a device that failed computes no more
+                _device.synchronize(self.device)
 
     def check(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> None:
         """Compare what was read outside of a fill with its checksums.
@@ -305,6 +346,9 @@ class SlotPools:
                 room = slot.work = self._work_of(unit, self._lent_work)
             elif self._there_work is not None:
                 room = slot.work = self._work_there(unit, self._there_work)
+            else:
+                for mark in self._work_used:
+                    _device.come_after(_device.stream_here(self.device), mark)
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if not weight.converted_bytes:
                 found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
@@ -370,8 +414,7 @@ class SlotPools:
 
     def close(self) -> None:
         """Let go of everything; a lease that is out keeps its own."""
-        if self._copies is not None:
-            self._copies.mark().wait()
+        self.settle()
         for lease, _ in self._places.values():
             lease.__exit__(None, None, None)
         self._places.clear()
@@ -390,6 +433,10 @@ def _no_room(unit: Unit) -> MemoryError:
         "another layer, which somebody keeps, have it. Let go of them, or pack the model "
         "in the dtype in which it computes"
     )
+
+
+def _not_done(marks: list[Mark]) -> list[Mark]:
+    return [mark for mark in marks if not mark.done()]
 
 
 def _weights_in(slot: Slot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:

@@ -193,6 +193,7 @@ class Uses:
         self._settled.clear()
         self._stays.clear()
         self._use = self._kept = None
+        self.resources.memory.settle()  # streams that had no need to ask may still compute
         self._window.drop_all()
         uninstall(self._fixed.targets)
         if self._fixed_slot is not None:
@@ -223,6 +224,8 @@ class Uses:
     def _settle(self, slot: Slot, caller: Hashable) -> None:
         if self._out.barred or isinstance(caller, Lockstep) or not self._keeper.settled(slot):
             return
+        if not self.resources.memory.arrived(slot):
+            return  # streams of others, which do not ask, would not wait for the copies
         self._settled[slot.unit] = slot.shown
         if caller not in self._stays:
             number = self._out.begin(caller)
@@ -271,13 +274,15 @@ class Uses:
             with _device.on_stream(cuda_stream):
                 slot = self._bring(unit, doing or Doing(False, False))
                 self.resources.memory.ready(slot)  # it may have been bound for another stream
+            self._settle(slot, caller)
         except BaseException:
-            self._give_up()
-            self._end_turn(caller)
+            try:
+                self._give_up()
+            finally:
+                self._end_turn(caller)
             raise
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
-        self._settle(slot, caller)
         return Use(self._owner.lease(self._leave, use, caller))
 
     def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Lease | Waiting:
@@ -463,6 +468,7 @@ class Uses:
                 self.resources.memory.check(slot, reads, self.resources.checkpoint.files)
                 for expert in missing:
                     self.resources.memory.convert_expert(slot, slot.tensors, expert)
+                self.resources.memory.converted(slot)
         except BaseException:
             self._give_up()
             raise

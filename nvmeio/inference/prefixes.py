@@ -27,6 +27,7 @@ from nvmeio import _checks
 from nvmeio._blocks.store import BlockStore
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.staging import new_staging
+from nvmeio._residency import calls
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _identity, _prefix_format, _transformers, kv_cache
@@ -88,7 +89,7 @@ class PrefixCache:
 
     # Saving
 
-    @torch.no_grad()
+    @calls.quietly
     def save(self, name: str, input_ids: torch.Tensor, cache: Any) -> None:
         """Keep what a cache holds of a prompt; what was saved under that name before goes.
 
@@ -206,7 +207,7 @@ class PrefixCache:
 
     # Loading
 
-    @torch.no_grad()
+    @calls.quietly
     def load(self, name: str, input_ids: torch.Tensor) -> Any:
         """A cache with what was saved of a prompt, for ``past_key_values=``.
 

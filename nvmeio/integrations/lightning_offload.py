@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
+from nvmeio._residency import calls
 from nvmeio._storage.directories import make_directory
 from nvmeio.integrations._clients import joined, lightning_modules
 from nvmeio.offload import SwappedOptimizer
@@ -40,8 +39,11 @@ class LightningSwappedOptimizer(SwappedOptimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            grad = calls.with_grad()
+            try:
                 loss = closure()
+            finally:
+                del grad
         super().step()
         return loss
 

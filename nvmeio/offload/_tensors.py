@@ -20,8 +20,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor.detach()
     sharded: Any = tensor
-    with torch.no_grad():
-        shard: torch.Tensor = sharded.to_local().detach()
+    shard: torch.Tensor = sharded.to_local().detach()  # not within no_grad: see `calls`
     return shard
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import Accelerator, Pace, accelerator
+from fake_accelerator import DEVICE, Accelerator, Kernels, Pace, Stream, accelerator
 from test_training import data, empty, saved, unit_bytes
 
 import nvmeio
@@ -72,3 +76,117 @@ def test_a_missing_wait_shows(
             patch.setattr(_device._CudaMark, "wait", lambda self: None)
         found = computed(tmp_path / "base.safetensors", cuda, torch.float32, 2)
     assert not all(map(torch.equal, found, wanted))
+
+
+# Several streams of the callers'
+
+
+def stream(cuda: Accelerator, pace: Pace) -> Stream:
+    made: Stream = cuda.Stream(DEVICE)
+    made.pace = pace
+    return made
+
+
+def passed(cuda: Accelerator, on: Stream, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of any thread, which computes as this one does."""
+    torch.set_num_threads(1)
+    of_torch: Any = on
+    with cuda.stream(of_torch), Kernels(cuda), torch.no_grad():
+        model(cuda.tensor(x))
+        found: torch.Tensor = model(cuda.tensor(x))
+        return found
+
+
+def assert_same(cuda: Accelerator, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    equal = [torch.equal(cuda.value(a), b) for a, b in zip(found, wanted, strict=True)]
+    assert all(equal), equal
+
+
+def test_what_stays_has_arrived_for_streams_that_do_not_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that had used one such layer used the others, on any stream, before their copies."""
+    whole = saved(tmp_path / "base.safetensors", LAYERS)
+    with torch.no_grad():
+        wanted = [whole(data(number)) for number in range(2)]
+    with accelerator(monkeypatch, Pace.LAZY, Pace.LAZY) as cuda:
+        model = nvmeio.stream_model(
+            empty(LAYERS),
+            tmp_path / "base.safetensors",
+            device="cuda",
+            resident_bytes=2 * LAYERS * unit_bytes(),
+        )
+        try:
+            assert not model.weight_stream.stats.streamed_bytes
+            found = [
+                passed(cuda, stream(cuda, pace), model, data(number))
+                for number, pace in enumerate([Pace.LAZY, Pace.EAGER])
+            ]
+            assert_same(cuda, found, wanted)
+            passed(cuda, stream(cuda, Pace.EAGER), model, data(0))
+            uses, here = model.weight_stream._uses, threading.get_ident()
+            assert all(uses.settled_use(unit, here) for unit in uses._units)
+        finally:
+            model.weight_stream.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams_do_not_get_in_each_other_s_way(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory was used again once one stream was done with it: the last, or whichever was current.
+
+    And nobody waited for the others' conversions, nor for those who used their room.
+    """
+    whole = saved(tmp_path / "base.safetensors", LAYERS).to(dtype)
+    with torch.no_grad():
+        wanted = [whole(data(number).to(dtype)) for number in range(3)]
+    with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
+        model = nvmeio.stream_model(
+            empty(LAYERS),
+            tmp_path / "base.safetensors",
+            device="cuda",
+            dtype=dtype,
+            # Of float32 none stays; of bfloat16 all, so that nothing but the room is shared.
+            resident_bytes=(2 if dtype is torch.float32 else 2 * LAYERS) * unit_bytes(),
+        )
+        streams = [stream(cuda, pace) for pace in (Pace.LAZY, Pace.LAZY, Pace.EAGER)]
+        works = [
+            partial(passed, cuda, each, model, data(number).to(dtype))
+            for number, each in enumerate(streams)
+        ]
+        try:
+            found = model.weight_stream.in_lockstep(works)
+            # Each in the middle of its work while the other one does its own.
+            streams[0].run_to(streams[0].asked // 2)
+            while any(each.done < each.asked for each in streams):
+                for each in streams:
+                    each.run_to(min(each.done + 1, each.asked))
+        finally:
+            model.weight_stream.close()
+        assert_same(cuda, found, wanted)
+
+
+def test_a_close_waits_for_streams_that_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others allocate then may be the memory of its weights."""
+    whole = saved(tmp_path / "base.safetensors", LAYERS)
+    with torch.no_grad():
+        wanted = [whole(data(number)) for number in range(2)]
+    with accelerator(monkeypatch, Pace.EAGER, Pace.LAZY) as cuda:
+        model = nvmeio.stream_model(
+            empty(LAYERS),
+            tmp_path / "base.safetensors",
+            device="cuda",
+            resident_bytes=2 * LAYERS * unit_bytes(),
+        )
+        streams: Any = [stream(cuda, Pace.EAGER), stream(cuda, Pace.LAZY)]
+        found = [passed(cuda, each, model, data(n)) for n, each in enumerate(streams)]
+        sizes = [unit.layout.nbytes for unit in model.weight_stream._uses._units]
+        model.weight_stream.close()
+        gc.collect()
+        with cuda.stream(streams[0]):  # on which the memory was allocated
+            others = [cuda.tensor(torch.zeros(nbytes // 4)) for nbytes in sizes]
+        assert len(others) == LAYERS
+        assert_same(cuda, found, wanted)

@@ -214,7 +214,7 @@ class _Handle:
         if isinstance(buffer, torch.Tensor):
             buffer = buffer.detach()
             if buffer.is_inference() and not torch.is_inference_mode_enabled():
-                with torch.inference_mode():
+                with torch._C._InferenceMode(True):  # of C alone: see `_tensor`
                     return self._begin(self._io.pread, buffer, filename, validate, file_offset)
         return self._begin(self._io.pread, buffer, filename, validate, file_offset)
 

@@ -28,6 +28,6 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
         raise TypeError(f"cannot copy {src.dtype} into {dest.dtype}: convert it first (src.to)")
     if src.numel() < dest.numel():
         raise ValueError(f"cannot fill {dest.numel()} elements from {src.numel()}")
-    with torch.no_grad():
-        dest.copy_(src.reshape(-1)[: dest.numel()].view(dest.shape))
+    # Not within no_grad, which Ctrl-C may leave in force.
+    dest.detach().copy_(src.detach().reshape(-1)[: dest.numel()].view(dest.shape))
     return 0
