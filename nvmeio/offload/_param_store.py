@@ -268,6 +268,13 @@ class ParamStore(Keeper[Unit, Slot]):
         self._let_compute(slots, stream)
         return gathered
 
+    def is_gathered(self, parameter: torch.Tensor) -> bool:
+        """Whether a block has it in memory, to be changed."""
+        return self._owner.call(self._is_gathered, self._unit_of[id(parameter)])
+
+    def _is_gathered(self, unit: Unit) -> bool:
+        return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
+
     def _gathered(self, slots: Sequence[Slot | DeviceSlot[Unit]]) -> Gathered:
         written: list[bool] = []
         self._gathered_now.append(slots)
@@ -429,10 +436,6 @@ class ParamStore(Keeper[Unit, Slot]):
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
         """From now on the parameter is read from where `locate` says, which waits for nobody."""
         self._owner.call(self._places.relocate, parameter, locate)
-
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether it is one of these."""
-        return id(parameter) in self._unit_of
 
     def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter over the file, unread."""

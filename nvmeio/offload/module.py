@@ -12,6 +12,7 @@ from nvmeio import _checks, _device
 from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
+from nvmeio.offload._inner import watch
 from nvmeio.offload._param_store import ParamStore, is_absent, store_of
 from nvmeio.offload._saved import attach
 from nvmeio.offload._sharded import Sharded, is_fsdp
@@ -130,6 +131,7 @@ class SwappedModule(Closing, torch.nn.Module):
             else:
                 for stage in stages:
                     attach(store, stage)
+            watch(module)
         except BaseException:
             self.close()
             raise
@@ -175,17 +177,13 @@ class SwappedModule(Closing, torch.nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module, under its own names; parameters lie over the file, unread.
 
-        They are valid until the next step. Saving takes no memory for the whole.
+        They are valid until the next step. Saving takes no memory for the whole. Within `gather`
+        those that it gathered are what they are in memory. That of `module` itself, or of a part
+        of it, is the same. torch.distributed.checkpoint's `get_state_dict` takes `module`.
         """
-        store = self._store
-        store.check_open()
+        self._store.check_open()
         self._reshard()
-        found = self.module.state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if prefix + name in found and store.has(parameter):
-                found[prefix + name] = store.on_file(parameter)
-        return found
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -284,6 +282,16 @@ class SwappedModule(Closing, torch.nn.Module):
     def _reshard(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("_modules", {}).get("module")
+        if inner is None or name == "module" or not hasattr(inner, name):
+            return super().__getattr__(name)
+        raise AttributeError(
+            f"a SwappedModule has no {name!r}; the module within it has: ask for module.{name}. "
+            "get_state_dict of torch.distributed.checkpoint, and what else walks along names, "
+            "takes that module"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SwappedModule:
         raise TypeError(

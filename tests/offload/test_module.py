@@ -13,6 +13,7 @@ import pytest
 import torch
 from _gpt import Block, Gpt, loss_of, train
 from support import Turns, run_python
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
@@ -233,6 +234,45 @@ def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
             module.load_state_dict({"norm.weight": torch.zeros(3)}, strict=False)
         with pytest.raises(ValueError, match="assign"):
             module.load_state_dict(theirs.state_dict(), assign=True)
+
+
+def test_the_module_within_answers_from_the_drive(tmp_path: Path) -> None:
+    """Its own state_dict was NaN, a copy of it computed with the original's parameters."""
+    ours, theirs = gpt(), gpt()
+    wanted = theirs.state_dict()
+    with swapped(ours, tmp_path, resident_bytes=2 * nbytes_of(theirs)) as module:
+        module.evict()
+        found = ours.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        found = get_model_state_dict(ours)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        with pytest.raises(AttributeError, match=r"ask for module\.\w+"):
+            get_model_state_dict(module)
+        twice = {name: value * 2 for name, value in wanted.items()}
+        for refused in (
+            lambda: ours.load_state_dict(twice),
+            lambda: ours.half(),
+            lambda: ours.blocks[0].to(torch.float64),
+            lambda: copy.deepcopy(ours),
+            lambda: copy.deepcopy(next(ours.parameters())),
+            lambda: torch.save(ours, tmp_path / "whole.pt"),
+        ):
+            with pytest.raises(TypeError, match="SwappedModule"):
+                refused()
+        assert all(torch.equal(module.state_dict()[name], wanted[name]) for name in wanted)
+        with module.gather():
+            with pytest.raises(TypeError, match="assign"):
+                ours.load_state_dict(twice, assign=True)
+            ours.load_state_dict(twice)
+            assert all(torch.equal(ours.state_dict()[name], twice[name]) for name in wanted)
+        module.evict()
+        assert all(torch.equal(ours.state_dict()[name], twice[name]) for name in wanted)
+    for refused in (ours.state_dict, lambda: copy.deepcopy(ours)):
+        with pytest.raises(nvmeio.ClosedError, match="no values"):
+            refused()
+    ours.to_empty(device="cpu").load_state_dict(twice)
+    assert torch.equal(copy.deepcopy(ours).state_dict()["norm.weight"], twice["norm.weight"])
 
 
 @pytest.mark.parametrize("masters", [False, True])
