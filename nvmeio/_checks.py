@@ -6,6 +6,7 @@ import operator
 import re
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
+from nvmeio._plan import round_up
 from nvmeio.errors import AlignmentError, BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def pages(name: str, value: Any, most: int) -> None:
     integer(name, value, 1, most)
     if value % 4096:
         raise AlignmentError(
-            f"{name} {value} is not a multiple of 4096; use {-(-value // 4096) * 4096}",
+            f"{name} {value} is not a multiple of 4096; use {round_up(value, 4096)}",
             nbytes=value,
             required=4096,
         )

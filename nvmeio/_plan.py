@@ -20,12 +20,18 @@ import mmap
 from typing import NamedTuple
 
 PAGE_BYTES = mmap.PAGESIZE
+TENSOR_ALIGNMENT = 64  # of torch's own CPU tensors, in bytes
 _new = tuple.__new__
 
 
 def round_up(value: int, multiple: int) -> int:
     """The next multiple from a value on."""
     return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """The last multiple up to a value."""
+    return value // multiple * multiple
 
 
 class Alignment(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._storage import crc32
 
 KEY = "nvmeio.pack"
@@ -100,7 +100,7 @@ def sums_in(
 
 def cuts(nbytes: int, ranks: int) -> list[int]:
     """Where bytes are cut into even parts of whole pages, one a rank: `ranks` + 1 places."""
-    inner = [nbytes * rank // ranks // PAGE_BYTES * PAGE_BYTES for rank in range(ranks)]
+    inner = [round_down(nbytes * rank // ranks, PAGE_BYTES) for rank in range(ranks)]
     return [*inner, nbytes]
 
 

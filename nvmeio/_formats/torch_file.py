@@ -16,7 +16,7 @@ from nvmeio import _memory_system
 from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -128,7 +128,7 @@ class TorchFile:
         if len(wanted) <= _FEW:
             return self._read_few(wanted)
         size = self._file.size()
-        last_page = size - size % PAGE_BYTES  # which is none, if it is there
+        last_page = round_down(size, PAGE_BYTES)  # which is none, if it is there
         many = [place for place in wanted if sum(place) <= last_page]
         read = iter(self._load.scattered(self._get_handle(), self._file, many, "headers"))
         few = self._read_few

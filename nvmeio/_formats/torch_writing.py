@@ -33,7 +33,7 @@ from nvmeio import _holds, buffers
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio._storage import crc32
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -216,7 +216,7 @@ def unfinished_pages(
             for byte in (at, at + 3):
                 start, end = ordered[bisect_right(starts, byte) - 1]
                 if not (start <= record.offset and record.end <= end):
-                    pages.add(byte // PAGE_BYTES * PAGE_BYTES)
+                    pages.add(round_down(byte, PAGE_BYTES))
     low, high = own or (0, position)
     return sorted(page for page in pages if low <= page < high)
 
@@ -265,7 +265,7 @@ class _Writer:
             if record.offset >= end:
                 break
             low = round_up(max(record.offset, start), PAGE_BYTES)
-            high = min(record.end, end) // PAGE_BYTES * PAGE_BYTES
+            high = round_down(min(record.end, end), PAGE_BYTES)
             if high - low < BODY_BYTES or self._is_gathered(record):
                 continue
             self.write_gathered(position, low)

@@ -29,7 +29,7 @@ from nvmeio._io.prefault import Prefault
 from nvmeio._io.span_plan import Region, Run, Span, inside, named, plan
 from nvmeio._io.spans import Copies
 from nvmeio._io.staging import Stagings
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -117,7 +117,7 @@ def rounds_by_source(
     before = -1  # the source of the part that was last
     for number, region in enumerate(regions):
         for run in region.runs:
-            low, end = run.start, run.end + -run.end % PAGE_BYTES
+            low, end = run.start, round_up(run.end, PAGE_BYTES)
             while low < end:
                 index = bisect_right(starts, low) - 1
                 source, queue = sources[index], queues[sources[index].rank]

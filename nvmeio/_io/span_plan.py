@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio.files import File
 
 # A span from here on has a mapping of its own.
@@ -98,11 +98,11 @@ def plan(spans: Sequence[Span], keys: Sequence[int], sizes: Sequence[int]) -> li
                 )
         before = index
         if span.nbytes >= OWN_BYTES:
-            start = span.offset // PAGE_BYTES * PAGE_BYTES
+            start = round_down(span.offset, PAGE_BYTES)
             end = span.offset + span.nbytes
-            runs = [Run(key, start, _read_to(end, sizes[key]), 0)]
+            runs = [Run(key, start, read_to(end, sizes[key]), 0)]
             regions.append(
-                Region(_pages(end) - start, runs, [(index, span.offset - start)]),
+                Region(round_up(end, PAGE_BYTES) - start, runs, [(index, span.offset - start)]),
             )
         elif not arena.add(index, span, key, sizes[key]):
             regions.append(arena.region())
@@ -123,18 +123,18 @@ class _Arena:
 
     def add(self, index: int, span: Span, key: int, size: int) -> bool:
         """Take in a span that lies behind all others of its file; False if it is too much."""
-        start, end = span.offset // PAGE_BYTES * PAGE_BYTES, span.offset + span.nbytes
+        start, end = round_down(span.offset, PAGE_BYTES), span.offset + span.nbytes
         last = self.runs[-1] if self.runs else None
         joins = last is not None and last.file == key and start - last.end <= HOLE_BYTES
         run = Run(key, start, start, self._nbytes)
         if joins and last is not None:
             run = last
-        grown = run.at + _pages(end) - run.start
+        grown = run.at + round_up(end, PAGE_BYTES) - run.start
         if self.runs and grown > ARENA_BYTES:
             return False
         if joins:
             self.runs.pop()
-        self.runs.append(run._replace(end=max(run.end, _read_to(end, size))))
+        self.runs.append(run._replace(end=max(run.end, read_to(end, size))))
         self.places.append((index, run.at + span.offset - run.start))
         self._nbytes = max(self._nbytes, grown)
         return True
@@ -143,13 +143,9 @@ class _Arena:
         return Region(self._nbytes, self.runs, self.places)
 
 
-def _pages(position: int) -> int:
-    return round_up(position, PAGE_BYTES)
-
-
-def _read_to(end: int, size: int) -> int:
+def read_to(end: int, size: int) -> int:
     """Up to a page boundary, which is no more work for the drive and spares a bounce."""
-    return min(_pages(end), size)
+    return min(round_up(end, PAGE_BYTES), size)
 
 
 def named(span: Span) -> str:

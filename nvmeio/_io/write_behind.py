@@ -12,7 +12,7 @@ import torch
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._io.threads import run_interruptible
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
@@ -37,7 +37,7 @@ class WriteBehind:
         run: Callable[[Callable[[], None]], None] = run_interruptible,
     ) -> None:
         # Whole pages, so that every drain but the last begins and ends where direct I/O can.
-        half = max(staging.numel() // 2 // PAGE_BYTES * PAGE_BYTES, 1)
+        half = max(round_down(staging.numel() // 2, PAGE_BYTES), 1)
         self._stagings = Stagings.of([staging[:half], staging[half : 2 * half]])
         self._flight = InFlight()
         self._chunk = self._stagings.take(self._flight)

@@ -31,7 +31,7 @@ from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio._io import threads
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._io.threads import SLICE_S
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._live import Moved, Spans
 from nvmeio.checkpoint._snapshot import (
@@ -88,7 +88,7 @@ class DeviceLive:
             if memory.nbytes > most_bytes:
                 memory.release()
         self._arena = memory.arena(nbytes, locked_for(self._streams))
-        self._size = (self._arena.nbytes - 16 * words) // PAGE_BYTES * PAGE_BYTES
+        self._size = round_down(self._arena.nbytes - 16 * words, PAGE_BYTES)
         if self._size < min(self.spans.end, _LEAST_BYTES):
             raise MemoryError(f"{self._arena.nbytes} bytes are too few to copy {self.nbytes} to")
         of_words = self._arena[self._size : self._size + 16 * words].view(torch.int64)

@@ -30,7 +30,7 @@ import torch
 from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio._io import threads
 from nvmeio._io.inflight import Cancelled
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._snapshot import COPY_BYTES, Copy, SnapshotMemory, copy_all
 from nvmeio.checkpoint._watched import Told, Watched
@@ -317,7 +317,7 @@ class Live:
             return
         arena = memory.arena(nbytes + PAGE_BYTES if budget is None else nbytes)
         end = round_up(self.spans.end, PAGE_BYTES)
-        self._base = max(end - arena.nbytes // PAGE_BYTES * PAGE_BYTES, 0)
+        self._base = max(end - round_down(arena.nbytes, PAGE_BYTES), 0)
         self._arena = arena
 
     def _tasks(

@@ -33,7 +33,7 @@ from nvmeio import _device, _memory_system, buffers
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._io.threads import SLICE_S, Thread
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 
 logger = logging.getLogger("nvmeio")
 
@@ -104,7 +104,7 @@ class SnapshotMemory:
             # What is held already counts as available: it would be given back first.
             available = _memory_system.available_bytes()
             budget = nbytes if available is None else max((available + held) // 2, held)
-        budget = max(budget // PAGE_BYTES * PAGE_BYTES, LEAST_BYTES)
+        budget = max(round_down(budget, PAGE_BYTES), LEAST_BYTES)
         return min(nbytes, budget)
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.owner import Lease, OwnerThread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.checkpoint import _guard, _guarded_snapshot
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._guard import Guard
@@ -242,7 +242,7 @@ def _layout(tensors: Sequence[torch.Tensor]) -> FileLayout:
     for number, storage in enumerate(storages.values()):
         data = torch.empty(0, dtype=torch.uint8).set_(storage)
         records.append(StorageRecord(f"storage {number}", end, data.nbytes, data, ()))
-        end = -(-(end + data.nbytes) // PAGE_BYTES) * PAGE_BYTES
+        end = round_up(end + data.nbytes, PAGE_BYTES)
     return FileLayout(end, [], records)
 
 

@@ -34,7 +34,7 @@ import torch
 from nvmeio import _transfer
 from nvmeio._device import Copier
 from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._tensor import Memory
 from nvmeio.engines import base
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
@@ -80,7 +80,7 @@ class RingEngine(QueuedEngine[DeviceRequest]):
         super().__init__()
         self._host = host
         self._copier = copier
-        chunk = min(CHUNK_BYTES_MOST, ring_bytes // CHUNKS) // PAGE_BYTES * PAGE_BYTES
+        chunk = round_down(min(CHUNK_BYTES_MOST, ring_bytes // CHUNKS), PAGE_BYTES)
         if chunk < 2 * PAGE_BYTES:
             raise ValueError(f"a ring takes {LEAST_BYTES} bytes or more, not {ring_bytes}")
         self.chunk_bytes = chunk

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nvmeio import _checks
 from nvmeio._memory_system import huge_page_bytes
+from nvmeio._plan import round_up
 from nvmeio.inference._units import Unit
 
 # Layers in the window unless a number is asked for: one in use, one arriving, one in the queue.
@@ -168,4 +169,4 @@ def _shares(
 def _arena(nbytes: int) -> int:
     """What a mapping of so many bytes takes; see `Mapping`."""
     huge = huge_page_bytes()
-    return nbytes if nbytes < 8 * huge else -(-nbytes // huge) * huge
+    return nbytes if nbytes < 8 * huge else round_up(nbytes, huge)

@@ -13,7 +13,7 @@ import torch
 from nvmeio._io.drives import DriveHandles, weights_of
 from nvmeio._io.staging import new_staging
 from nvmeio._io.striping import LEAST_CHUNK_BYTES, StripedFile, Striping
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.private import open_nameless
 from nvmeio.errors import IntegrityError
@@ -192,5 +192,4 @@ class KVStore:
 
 
 def room_for(nbytes: int, for_cuda: bool) -> torch.Tensor:
-    whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    return new_staging(whole, torch.device("cuda" if for_cuda else "cpu"))
+    return new_staging(round_up(nbytes, PAGE_BYTES), torch.device("cuda" if for_cuda else "cpu"))

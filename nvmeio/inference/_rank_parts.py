@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nvmeio._formats.packed_index import cuts
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio.inference._slot_layout import Read
 
 
@@ -23,7 +23,7 @@ def shares(reads: Sequence[Read], ranks: int) -> list[tuple[Read, ...]]:
         for rank in range(ranks):
             high = min(max(places[rank + 1] - before, 0), nbytes)
             if high < nbytes:
-                high = high // PAGE_BYTES * PAGE_BYTES
+                high = round_down(high, PAGE_BYTES)
             if low < high:
                 found[rank].append(
                     Read(read.file, read.start + low, read.start + high, read.at + low)

@@ -34,7 +34,7 @@ from nvmeio import buffers
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.threads import SLICE_S, Thread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
@@ -425,7 +425,7 @@ def _place(host: torch.Tensor, read: Read) -> torch.Tensor:
 
 def pages(read: Read) -> int:
     """Bytes that a read takes in room that is cut in pages."""
-    return -(-(read.end - read.start) // PAGE_BYTES) * PAGE_BYTES
+    return round_up(read.end - read.start, PAGE_BYTES)
 
 
 def room_bytes(parts: Parts) -> int:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvmeio._io.span_plan import HOLE_BYTES
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._io.span_plan import HOLE_BYTES, read_to
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio.inference._recipes import FileExtent, WeightPart
 
 
@@ -78,10 +78,8 @@ def lay_out(
     plain.sort(key=lambda index: parts[index].extents[0][:2])
     for index in plain:
         extent = parts[index].extents[0]
-        first, last = (
-            _floor(extent.offset),
-            _read_to(extent.offset + extent.nbytes, sizes[extent.file]),
-        )
+        first = round_down(extent.offset, PAGE_BYTES)
+        last = read_to(extent.offset + extent.nbytes, sizes[extent.file])
         run = reads[-1] if reads else None
         if run is not None and run.file == extent.file and first - run.end <= HOLE_BYTES:
             reads[-1] = run = run._replace(end=max(run.end, last))
@@ -89,7 +87,7 @@ def lay_out(
             run = Read(extent.file, first, last, end)
             reads.append(run)
         starts[index] = run.at + extent.offset - run.start
-        end = _ceil(run.at + run.end - run.start)
+        end = round_up(run.at + run.end - run.start, PAGE_BYTES)
     by_expert: list[list[Read]] = [[] for _ in range(count)]
     together: list[Read] = []
     for index, part in enumerate(parts):
@@ -109,7 +107,7 @@ def lay_out(
                 ]
         else:
             reads += moved
-        end = _ceil(starts[index] + part.nbytes)
+        end = round_up(starts[index] + part.nbytes, PAGE_BYTES)
     return SlotLayout(
         max(end, PAGE_BYTES),
         tuple(starts),
@@ -130,8 +128,8 @@ def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) ->
         return Read(extent.file, extent.offset, extent.offset + extent.nbytes, at)
     # In whole pages, which is no more work for the drive. What lies beside in memory is then what
     # lies beside in the file: the same bytes again, or room that nobody uses.
-    first = _floor(extent.offset)
-    last = _read_to(extent.offset + extent.nbytes, sizes[extent.file])
+    first = round_down(extent.offset, PAGE_BYTES)
+    last = read_to(extent.offset + extent.nbytes, sizes[extent.file])
     return Read(extent.file, first, last, at - (extent.offset - first))
 
 
@@ -161,15 +159,3 @@ def _cut(extents: Sequence[FileExtent], first: int, last: int) -> list[FileExten
             offset = extent.offset + start - extent.at
             found.append(FileExtent(extent.file, offset, end - start, start))
     return found
-
-
-def _floor(position: int) -> int:
-    return position // PAGE_BYTES * PAGE_BYTES
-
-
-def _ceil(position: int) -> int:
-    return -(-position // PAGE_BYTES) * PAGE_BYTES
-
-
-def _read_to(end: int, size: int) -> int:
-    return min(_ceil(end), size)

@@ -18,6 +18,7 @@ import torch
 
 from nvmeio import _device, buffers
 from nvmeio._device import Mark
+from nvmeio._plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._residency import window
 from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.on_device import DevicePool
@@ -31,8 +32,6 @@ from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import Read
 from nvmeio.inference._units import Unit
 from nvmeio.pool import Lease, PinnedPool
-
-_ALIGNMENT = 64  # of torch's own CPU tensors
 
 
 class Slot(window.Slot[Unit]):
@@ -363,7 +362,7 @@ class SlotPools:
                 if room is None:
                     raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
                 (out,) = laid_over(room, [(at, weight.dtype, weight.shape)])
-                at += -(-weight.converted_bytes // _ALIGNMENT) * _ALIGNMENT
+                at += round_up(weight.converted_bytes, TENSOR_ALIGNMENT)
             if unit.experts is None or index not in unit.experts.weights:
                 _convert(weight, parts, out)
             else:

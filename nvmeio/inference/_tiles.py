@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nvmeio._plan import round_up
 from nvmeio._storage import crc32
 from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
@@ -81,7 +82,7 @@ def rows_of(weight: Weight, most: int) -> list[TileRows]:
     a_row = (weight.nbytes + weight.converted_bytes) // count
     at_most = max(most // max(a_row, 1) // ROWS, 1) * ROWS
     tiles = -(-count // at_most)
-    rows = -(-count // tiles // ROWS) * ROWS
+    rows = round_up(-(-count // tiles), ROWS)
     bounds = [(first, min(first + rows, count)) for first in range(0, count, rows)]
     if len(bounds) < 2:
         return []

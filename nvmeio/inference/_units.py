@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nvmeio._plan import TENSOR_ALIGNMENT, round_up
 from nvmeio.inference._packed_checksums import ExpectedBytes, expected_of
 from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import SlotLayout, lay_out
@@ -110,7 +111,7 @@ class Unit:
     @property
     def converted_bytes(self) -> int:
         """Room that conversions need while it is used."""
-        return sum(-(-weight.converted_bytes // 64) * 64 for weight in self.weights)
+        return sum(round_up(weight.converted_bytes, TENSOR_ALIGNMENT) for weight in self.weights)
 
     @property
     def needed_bytes(self) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage.directories import make_directory
 from nvmeio.handle import AioHandle
 from nvmeio.inference._kv_store import KVBlock, room_for
@@ -91,12 +91,12 @@ class OffloadedLayer:
         starts, end = [], 0
         for size in sizes:
             starts.append(end)
-            end += -(-size // PAGE_BYTES) * PAGE_BYTES
+            end += round_up(size, PAGE_BYTES)
         memory = room_for(end, self.keys.device.type == "cuda")
         pieces: list[tuple[torch.Tensor, KVBlock]] = []
         operations: list[Operation] = []
         for block, start, size in zip(self._blocks, starts, sizes, strict=True):
-            whole = -(-size // PAGE_BYTES) * PAGE_BYTES
+            whole = round_up(size, PAGE_BYTES)
             operations += self.store.get(block, memory[start : start + whole])
             pieces.append((memory[start : start + size].view(self.keys.dtype), block))
         self._arriving = (memory, pieces, operations)

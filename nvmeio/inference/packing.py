@@ -23,7 +23,7 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import rename, sync_directory, sync_file
@@ -37,7 +37,6 @@ from nvmeio.inference._recipes import Weight, WeightPart
 from nvmeio.inference._units import Unit, partition
 from nvmeio.progress import Progress
 
-_ALIGNMENT = 64  # of each tensor; of torch's own CPU tensors
 _CONFIG = "config.json"
 # Weights in any format, which the packed file takes the place of.
 _WEIGHTS = tuple(
@@ -240,10 +239,10 @@ class _Contents:
             pad(PAGE_BYTES)
             start = position
             for name, dtype, shape, _ in record.tensors:
-                pad(_ALIGNMENT)
+                pad(TENSOR_ALIGNMENT)
                 listed.append((name, dtype, shape))
                 position += _nbytes(dtype, shape)
-            end = -(-position // PAGE_BYTES) * PAGE_BYTES
+            end = round_up(position, PAGE_BYTES)
             unit = record.unit
             # What is read by everybody, or by the rows of its tokens.
             whole = self.ranks == 1 or not unit.modules or bool(unit.row_modules)
@@ -373,7 +372,7 @@ def _filled(
 ) -> torch.Tensor:
     """A record's bytes; its checksums are put into `sums_of`."""
     start, last = entries[record.tensors[0][0]].start, entries[record.tensors[-1][0]]
-    nbytes = -(-(last.end - start) // PAGE_BYTES) * PAGE_BYTES
+    nbytes = round_up(last.end - start, PAGE_BYTES)
     memory = buffers.empty_aligned(nbytes, dtype=torch.uint8).zero_()
     made: dict[int, list[torch.Tensor]] = {}
     for name, dtype, shape, number in record.tensors:

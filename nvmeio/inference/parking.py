@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from nvmeio._plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import reserve
-
-_ALIGNMENT = 64  # of torch's own CPU tensors
 
 
 def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) -> mmap.mmap | None:
@@ -38,7 +37,7 @@ def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) 
     places, end = [], 0
     for parameter in parameters:
         places.append(end)
-        end += -(-_extent(parameter) // _ALIGNMENT) * _ALIGNMENT
+        end += round_up(_extent(parameter), TENSOR_ALIGNMENT)
     if not end:
         return None
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:

@@ -30,7 +30,7 @@ from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._memory import Mapping as MemoryMapping
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
@@ -110,7 +110,7 @@ class _Reading(Keeper[str, LentSlot[str]]):
     def fill(self, slot: LentSlot[str]) -> Fill:
         """One read, of whole pages."""
         place = self._places[slot.unit]
-        start = place.offset // PAGE_BYTES * PAGE_BYTES
+        start = round_down(place.offset, PAGE_BYTES)
         end = min(start + slot.host.nbytes, place.file.size())
         return Fill(
             [WantedBytes(place.file, start, slot.host[: end - start], 0)] * bool(place.nbytes)
@@ -278,7 +278,7 @@ class NvmeWeights(Mapping[str, torch.Tensor]):
 
 
 def _pages(place: _Place) -> int:
-    start = place.offset // PAGE_BYTES * PAGE_BYTES
+    start = round_down(place.offset, PAGE_BYTES)
     return max(PAGE_BYTES, round_up(place.offset + place.nbytes - start, PAGE_BYTES))
 
 

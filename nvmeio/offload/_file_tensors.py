@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._plan import PAGE_BYTES, round_down
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -61,7 +61,7 @@ def file_tensor(
     room = mmap.mmap(-1, lead + total)
     at = ctypes.addressof(ctypes.c_char.from_buffer(room))
     for each in parts:
-        start = each.offset // PAGE_BYTES * PAGE_BYTES
+        start = round_down(each.offset, PAGE_BYTES)
         nbytes = each.nbytes + each.offset - start
         found = _libc.mmap(
             at,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._plan import PAGE_BYTES, round_down, round_up
 
 # Pieces from this size on begin on a page: their edges then go direct when they move alone.
 _PAGED_BYTES = 64 << 10
@@ -199,7 +199,7 @@ def sections(subgroup: Subgroup) -> list[int]:
     starts = {0}
     for name in {name for piece in subgroup.pieces for name in piece.spans}:
         first = min(p.spans[name].offset for p in subgroup.pieces if name in p.spans)
-        starts.add(first // PAGE_BYTES * PAGE_BYTES)
+        starts.add(round_down(first, PAGE_BYTES))
     ordered = sorted({min(start, subgroup.nbytes) for start in starts} | {subgroup.nbytes})
     return [end - start for start, end in itertools.pairwise(ordered)]
 
@@ -230,7 +230,7 @@ def runs(spans: Sequence[SlotSpan], limit: int, whole: bool) -> list[SlotRun]:
         return []
     ordered = sorted(spans)
     if whole:
-        start = ordered[0].offset // PAGE_BYTES * PAGE_BYTES
+        start = round_down(ordered[0].offset, PAGE_BYTES)
         end = max(span.offset + span.nbytes for span in ordered)
         return [SlotRun(start, min(round_up(end, PAGE_BYTES), limit) - start)]
     found: list[SlotRun] = []
