@@ -18,9 +18,9 @@ from nvmeio import _device
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint._device_live import DeviceLive
-from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
+from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot, Memories
 from nvmeio.checkpoint._live import Live
-from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
+from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, SnapshotPart
 from nvmeio.checkpoint._watched import Told, Watched, local_of, state_of
 
 # Smaller storages in host memory are copied: to watch one costs more. Those of a device never are,
@@ -62,22 +62,14 @@ class Guard:
             self._optimizers = (*there, weakref.ref(optimizer))
 
     def snapshot(
-        self,
-        memory: SnapshotMemory,
-        source: FileLayout,
-        start: int,
-        end: int,
-        also: Sequence[int],
-        told: Told,
+        self, memory: SnapshotMemory, part: SnapshotPart, told: Told
     ) -> Snapshot | GuardedSnapshot:
         """What is to be saved, as it is now; see `Snapshot`."""
-        live = self.watched(source) if self._optimizers else {}
+        live = self.watched(part.source) if self._optimizers else {}
         if not live:
             self.release()  # within one budget
-            return Snapshot(memory, source, start, end, also)
-        return GuardedSnapshot(
-            memory, self.refuge, self._staging, source, start, end, also, live, told
-        )
+            return Snapshot(memory, part)
+        return GuardedSnapshot(part, live, Memories(memory, self.refuge, self._staging), told)
 
     def hold(self, *lives: Live | DeviceLive) -> None:
         """Steps wait for these from now on."""

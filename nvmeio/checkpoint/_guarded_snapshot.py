@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +14,14 @@ from nvmeio.checkpoint._device_live import DeviceLive
 from nvmeio.checkpoint._live import Live, Moved, Spans
 from nvmeio.checkpoint._snapshot import (
     LEAST_BYTES,
+    ReadBytes,
     Snapshot,
     SnapshotMemory,
-    bytes_in_pages,
+    SnapshotPart,
     device_of,
     overlap,
     tensor_of,
+    with_aside,
 )
 from nvmeio.checkpoint._watched import Told, Watched
 
@@ -25,18 +29,31 @@ from nvmeio.checkpoint._watched import Told, Watched
 _MOST_IN_FLIGHT_BYTES = 64 << 20
 
 
+RecordSpan = tuple[StorageRecord, int, int]
+"""A record, and which of its bytes: the first, and the first behind them, in the file."""
+
+
+class Memories(NamedTuple):
+    """What a guarded snapshot may use, all within one budget.
+
+    Attributes:
+        copies: Of everything that is not left where it lies.
+        refuge: Where the rest of what is left is copied to, when its owner wants it back.
+        staging: Where what is left in devices' memory is copied to.
+    """
+
+    copies: SnapshotMemory
+    refuge: SnapshotMemory
+    staging: SnapshotMemory
+
+
 class GuardedSnapshot:
     """As `Snapshot`, of a state of which a part is left where it lies.
 
     Args:
-        memory: Of the copy of everything else.
-        refuge: Where the rest of what is left is copied to, when its owner wants it back.
-        staging: Where what is left in devices' memory is copied to.
-        source: The layout, with the storages themselves.
-        start: First byte of the part of the file; a multiple of 4096.
-        end: First byte behind it.
-        also: As for `Snapshot`.
-        live: What is left where it lies: what watches it, by the record's index.
+        part: What of the file.
+        watched: What is left where it lies: what watches it, by the record's index.
+        memories: Where the rest goes.
         told: Of the save; for errors.
 
     Attributes:
@@ -44,85 +61,48 @@ class GuardedSnapshot:
     """
 
     def __init__(
-        self,
-        memory: SnapshotMemory,
-        refuge: SnapshotMemory,
-        staging: SnapshotMemory,
-        source: FileLayout,
-        start: int,
-        end: int,
-        also: Sequence[int],
-        live: dict[int, list[Watched]],
-        told: Told,
+        self, part: SnapshotPart, watched: dict[int, list[Watched]], memories: Memories, told: Told
     ) -> None:
-        aside = bytes_in_pages(source.records, also)
-        copied: list[tuple[StorageRecord, int, int]] = []
-        left: list[tuple[StorageRecord, int, int]] = []
-        on_device: list[tuple[StorageRecord, int, int]] = []
-        numbers: dict[int, int] = {}  # the record's index → its number among its like
-        of_device: list[int] = []
-        for index, record in enumerate(source.records):
-            if not overlap(record, start, end):
-                continue
-            kind = copied
-            if index in live:
-                kind = left if device_of(record).type == "cpu" else on_device
-            if kind is on_device:
-                of_device.append(index)
-            numbers[index] = len(kind)
-            kind.append((record, max(record.offset, start), min(record.end, end)))
-        self._spans = Spans([(low, high) for _, low, high in copied])
-        budget = refuge.budget_bytes
-        if budget is not None and refuge.nbytes + self._spans.end > budget:
-            refuge.release()
-        self._copied = Snapshot(memory, _packed(copied, self._spans), 0, self._spans.end)
+        aside = part.aside()
+        copied, left, on_device = _sorted(part, watched)
+        self._spans = Spans([(low, high) for _, low, high in copied.values()])
+        budget = memories.refuge.budget_bytes
+        if budget is not None and memories.refuge.nbytes + self._spans.end > budget:
+            memories.refuge.release()
+        packed = SnapshotPart(_packed(copied.values(), self._spans), 0, self._spans.end)
+        self._copied = Snapshot(memories.copies, packed)
         self._device: DeviceLive | None = None
         if on_device:
-            most = None if budget is None else max(budget - memory.nbytes, LEAST_BYTES)
-            of_each = [live[index] for index in of_device]
-            self._device = DeviceLive(on_device, of_each, staging, most, told)
+            most = None if budget is None else max(budget - memories.copies.nbytes, LEAST_BYTES)
+            of_each = [watched[index] for index in on_device]
+            of_device = list(on_device.values())
+            self._device = DeviceLive(of_device, of_each, memories.staging, most, told)
         else:
-            staging.release()
-        theirs = set(of_device)
-        mine = [index for index in live if index in numbers and index not in theirs]
-        watched = [each for index in mine for each in live[index]]
-        self.live = Live(left, watched, refuge, memory.nbytes + staging.nbytes, told)
-        self.lives: tuple[Live | DeviceLive, ...] = (self.live,)
+            memories.staging.release()
+        of_all = [each for index in left for each in watched[index]]
+        beside_bytes = memories.copies.nbytes + memories.staging.nbytes
+        live = Live(list(left.values()), of_all, memories.refuge, beside_bytes, told)
+        self.lives: tuple[Live | DeviceLive, ...] = (live,)
         if self._device is not None:
-            self.lives = (self.live, self._device) if left else (self._device,)
-        readers = [record.data for record in self._copied.layout.records]
+            self.lives = (live, self._device) if left else (self._device,)
 
-        def reader(index: int, record: StorageRecord) -> Callable[[int, int], torch.Tensor]:
-            name, number = record.name, numbers.get(index, -1)
-            left_at = self._device if index in theirs else self.live
-            low = max(record.offset, start) - record.offset
-            data = None if index in live or number < 0 else readers[number]
+        reads: dict[int, ReadBytes] = {}
+        for lying, there in ((live, left), (self._device, on_device)):
+            if lying is not None:
+                reads |= {index: partial(lying.read, n) for n, index in enumerate(there)}
+        copies = self._copied.layout.records
+        for (index, (record, low, _)), copy in zip(copied.items(), copies, strict=True):
+            reads[index] = _shifted(copy, low - record.offset)
 
-            def read(at: int, nbytes: int) -> torch.Tensor:
-                for first, known in aside.get(index, ()):
-                    if first <= at and at + nbytes <= first + known.nbytes:
-                        return known[at - first : at - first + nbytes]
-                if number < 0:
-                    raise ValueError(f"{name} is not of the part [{start}, {end})")
-                if data is None:
-                    assert left_at is not None
-                    return left_at.read(number, at, nbytes)
-                assert not isinstance(data, torch.Tensor)
-                return data(at - low, nbytes)
+        def record_of(index: int, record: StorageRecord) -> StorageRecord:
+            read = reads.get(index) or _outside(record, part)
+            return record._replace(
+                data=with_aside(read, aside.get(index, ())),
+                is_gathered=index in left and is_gathered(tensor_of(record)),
+            )
 
-            return read
-
-        self.layout = source._replace(
-            records=[
-                StorageRecord(
-                    *record[:3],
-                    reader(index, record),
-                    record.crc_at,
-                    index in live and index not in theirs and is_gathered(tensor_of(record)),
-                )
-                for index, record in enumerate(source.records)
-            ]
-        )
+        records = [record_of(*each) for each in enumerate(part.source.records)]
+        self.layout = part.source._replace(records=records)
 
     @property
     def guarded_bytes(self) -> int:
@@ -189,12 +169,42 @@ class GuardedSnapshot:
             each.over()
 
 
-def _packed(records: Sequence[tuple[StorageRecord, int, int]], spans: Spans) -> FileLayout:
+def _sorted(part: SnapshotPart, watched: Container[int]) -> tuple[dict[int, RecordSpan], ...]:
+    """The records that have bytes in a part, by index: copied, left, left on a device."""
+    copied: dict[int, RecordSpan] = {}
+    left: dict[int, RecordSpan] = {}
+    on_device: dict[int, RecordSpan] = {}
+    for index, record in enumerate(part.source.records):
+        if not overlap(record, part.start, part.end):
+            continue
+        kind = copied
+        if index in watched:
+            kind = left if device_of(record).type == "cpu" else on_device
+        kind[index] = (record, max(record.offset, part.start), min(record.end, part.end))
+    return copied, left, on_device
+
+
+def _shifted(copy: StorageRecord, by: int) -> ReadBytes:
+    """Reads a copy of a record without its first bytes, by places in all of it."""
+    data = copy.data
+    assert not isinstance(data, torch.Tensor)  # of a snapshot
+    return lambda at, nbytes: data(at - by, nbytes)
+
+
+def _outside(record: StorageRecord, part: SnapshotPart) -> ReadBytes:
+    """Refuses to read a record of which nothing is in the part."""
+
+    def refuse(at: int, nbytes: int) -> torch.Tensor:
+        raise ValueError(f"{record.name} is not of the part [{part.start}, {part.end})")
+
+    return refuse
+
+
+def _packed(records: Iterable[RecordSpan], spans: Spans) -> FileLayout:
     """Spans of records as a file of their own."""
     packed: list[StorageRecord] = []
     for (record, low, high), place in zip(records, spans.places, strict=True):
-        assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
-        data = record.data
+        data = tensor_of(record)
         if high - low < record.nbytes:
             data = data[low - record.offset : high - record.offset]
         packed.append(StorageRecord(record.name, place, high - low, data, record.crc_at))

@@ -44,7 +44,7 @@ from nvmeio.checkpoint._live import Moved
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
-from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory
+from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, SnapshotPart
 from nvmeio.checkpoint._watched import Told
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
 from nvmeio.files import File
@@ -273,8 +273,8 @@ class SaveJob(ABC):
     def _new_snapshot(self, source: FileLayout) -> Snapshot | GuardedSnapshot:
         setup = self.setup
         start, end = self.parts(source)[self.messages.rank]
-        beside = self.pages_beside(source)
-        snapshot = setup.guard.snapshot(setup.memory, source, start, end, beside, self.told)
+        part = SnapshotPart(source, start, end, self.pages_beside(source))
+        snapshot = setup.guard.snapshot(setup.memory, part, self.told)
         self.snapshot = snapshot
         setup.guard.hold(*snapshot.lives)
         self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)

@@ -122,6 +122,59 @@ class SnapshotMemory:
         self._arena = None
 
 
+class SnapshotPart(NamedTuple):
+    """What of a file one snapshot is for.
+
+    Attributes:
+        source: The file's layout, with the storages themselves.
+        start: First byte of the part; a multiple of 4096.
+        end: First byte behind it.
+        also: Pages (their offsets) outside of the part whose storages' bytes are wanted too.
+    """
+
+    source: FileLayout
+    start: int
+    end: int
+    also: Sequence[int] = ()
+
+    def aside(self) -> Mapping[int, Aside]:
+        """Copies of the bytes of `also`, by the record's index."""
+        found: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        records = self.source.records
+        ends = [record.end for record in records]
+        for page in self.also:
+            for index in range(bisect_right(ends, page), len(records)):
+                record = records[index]
+                if record.offset >= page + PAGE_BYTES:
+                    break
+                low = max(page - record.offset, 0)
+                high = min(page + PAGE_BYTES, record.end) - record.offset
+                data = tensor_of(record)[low:high].to("cpu", copy=True)
+                found.setdefault(index, []).append((low, data))
+        return found
+
+
+ReadBytes = Callable[[int, int], torch.Tensor]
+"""Bytes of a record: where they begin in it, and how many."""
+
+Aside = Sequence[tuple[int, torch.Tensor]]
+"""Copies of some of a record's bytes, each with where they begin in it."""
+
+
+def with_aside(read: ReadBytes, aside: Aside) -> ReadBytes:
+    """Read from what was copied aside where it has all of what is wanted."""
+    if not aside:
+        return read
+
+    def read_either(at: int, nbytes: int) -> torch.Tensor:
+        for low, data in aside:
+            if low <= at and at + nbytes <= low + data.nbytes:
+                return data[at - low : at - low + nbytes]
+        return read(at, nbytes)
+
+    return read_either
+
+
 class Snapshot:
     """The bytes of a layout's storages within a part of the file, as they are now.
 
@@ -129,10 +182,7 @@ class Snapshot:
 
     Args:
         memory: Where it may live.
-        source: The layout, with the storages themselves.
-        start: First byte of the part; a multiple of 4096.
-        end: First byte behind it.
-        also: Pages (their offsets) outside of the part whose storages' bytes are wanted too.
+        part: What of the file.
 
     Attributes:
         layout: The same layout on the snapshot's memory.
@@ -148,18 +198,12 @@ class Snapshot:
     lives = ()
     guarded_bytes = 0
 
-    def __init__(
-        self,
-        memory: SnapshotMemory,
-        source: FileLayout,
-        start: int,
-        end: int,
-        also: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, memory: SnapshotMemory, part: SnapshotPart) -> None:
+        source, start, end, _ = part
         self._records = [record for record in source.records if overlap(record, start, end)]
         self._start, self._end = start, end
         self._streams = streams_of(self._records)
-        self._aside = bytes_in_pages(source.records, also)
+        aside = part.aside()
         self._arena = memory.arena(end - start, locked_for(self._streams))
         self._copied = self._written = start
         self._stopped = False
@@ -168,7 +212,7 @@ class Snapshot:
         self.stalled_s = 0.0
         self.layout = source._replace(
             records=[
-                StorageRecord(*record[:3], self._reader(index, record), record.crc_at)
+                record._replace(data=with_aside(self._reader(record), aside.get(index, ())))
                 for index, record in enumerate(source.records)
             ]
         )
@@ -261,16 +305,9 @@ class Snapshot:
         """What may be in flight at once, so that there is memory to copy into beside it."""
         return MOST_BYTES if self.fits else min(self._arena.nbytes // 2, MOST_BYTES)
 
-    def _reader(self, index: int, record: StorageRecord) -> Callable[[int, int], torch.Tensor]:
+    def _reader(self, record: StorageRecord) -> ReadBytes:
         offset = record.offset
-
-        def read(at: int, nbytes: int) -> torch.Tensor:
-            for low, data in self._aside.get(index, ()):
-                if low <= at and at + nbytes <= low + data.nbytes:
-                    return data[at - low : at - low + nbytes]
-            return self._read(offset + at, nbytes)
-
-        return read
+        return lambda at, nbytes: self._read(offset + at, nbytes)
 
     def _read(self, position: int, nbytes: int) -> torch.Tensor:
         end = position + nbytes
@@ -378,25 +415,6 @@ def locked_for(streams: Streams) -> torch.device:
 def overlap(record: StorageRecord, start: int, end: int) -> bool:
     """Whether any of a record is in [start, end) of the file."""
     return record.offset < end and start < record.end
-
-
-def bytes_in_pages(
-    records: Sequence[StorageRecord], pages: Sequence[int]
-) -> dict[int, list[tuple[int, torch.Tensor]]]:
-    """Copies of the storages' bytes in some pages: (offset in the record, bytes), by record."""
-    found: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    ends = [record.end for record in records]
-    for page in pages:
-        for index in range(bisect_right(ends, page), len(records)):
-            record = records[index]
-            if record.offset >= page + PAGE_BYTES:
-                break
-            low = max(page - record.offset, 0)
-            high = min(page + PAGE_BYTES, record.end) - record.offset
-            assert isinstance(record.data, torch.Tensor)  # a layout that was just planned
-            data = record.data[low:high].to("cpu", copy=True)
-            found.setdefault(index, []).append((low, data))
-    return found
 
 
 def _new_arena(nbytes: int, device: torch.device) -> torch.Tensor:

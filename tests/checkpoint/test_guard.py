@@ -100,8 +100,9 @@ def training() -> Training:
 def live_of(checkpointer: nvmeio.Checkpointer) -> Any:
     """What of the save that is being written is still left where it lies."""
     job = checkpointer._saver.last
-    assert job is not None and job.snapshot is not None and job.snapshot.live is not None
-    return job.snapshot.live
+    assert job is not None and job.snapshot is not None
+    (live,) = job.snapshot.lives
+    return live
 
 
 def begun(checkpointer: nvmeio.Checkpointer) -> Any:
