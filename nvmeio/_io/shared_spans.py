@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,40 @@ class Source(NamedTuple):
     shift: int
 
 
+class _Shared(NamedTuple):
+    """What all ranks want, where it goes in memory, and the ranks."""
+
+    spans: Sequence[Span]
+    regions: Sequence[Region]
+    exchange: Exchange
+
+    def label(self, run: Run, region: Region) -> str:
+        """What a read of the region is for."""
+        names = [named(self.spans[index]) for index, _ in inside(run, region, self.spans)]
+        return f"read for {', '.join(names[:3])}" + (" and more" if len(names) > 3 else "")
+
+
+class _LocalFiles(NamedTuple):
+    """What this rank reads from, and with what."""
+
+    handle: AioHandle
+    file: File
+    sources: Sequence[Source]
+
+    def place(self, run: Run) -> tuple[File, int]:
+        """The file that has a run of a part of this rank, and where in it."""
+        if not self.sources:
+            return self.file, run.start
+        source = self.sources[_index_of(self.sources, run.start)]
+        assert source.file is not None  # a part is of a source that its rank has
+        return source.file, run.start + source.shift
+
+
+def _index_of(sources: Sequence[Source], at: int) -> int:
+    """Which of them has a byte."""
+    return bisect_right(sources, at, key=attrgetter("start")) - 1
+
+
 def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
     """Cut regions into rounds of even parts.
 
@@ -113,13 +148,12 @@ def rounds_by_source(
         as it has bytes that are not read yet.
     """
     queues: list[list[Part]] = [[] for _ in range(ranks)]
-    starts = [source.start for source in sources]
     before = -1  # the source of the part that was last
     for number, region in enumerate(regions):
         for run in region.runs:
             low, end = run.start, round_up(run.end, PAGE_BYTES)
             while low < end:
-                index = bisect_right(starts, low) - 1
+                index = _index_of(sources, low)
                 source, queue = sources[index], queues[sources[index].rank]
                 at, stop = run.at + low - run.start, run.at + min(end, source.end) - run.start
                 low += stop - at
@@ -134,22 +168,23 @@ def rounds_by_source(
 
 
 def read_together(
-    handle: AioHandle,
-    file: File,
     spans: Sequence[Span],
     device: torch.device,
     exchange: Exchange,
+    *,
+    handle: AioHandle,
+    file: File,
     call: LongCall,
     sources: Sequence[Source] = (),
 ) -> list[torch.Tensor]:
     """Read spans of one file, each rank its parts; the same spans on all of them.
 
     Args:
-        handle: Moves this rank's bytes.
-        file: As this rank has it.
         spans: As for `spans.read`.
         device: Where this rank wants them; others may want them elsewhere.
         exchange: Of the ranks.
+        handle: Moves this rank's bytes.
+        file: As this rank has it.
         call: What it is the reading of: cancels it, and is told how far it is.
         sources: Who has what of the file, where not all ranks have all of it.
 
@@ -173,9 +208,10 @@ def read_together(
             mine = [[part for part in each if part.rank == exchange.rank] for each in parts]
             if not on_host(device) and device.type != "meta":
                 opened.enter_context(_device.on(device))
-            places = _new_places(spans, regions, exchange, device, max(map(len, mine), default=0))
+            shared = _Shared(spans, regions, exchange)
+            places = _new_places(shared, device, max(map(len, mine), default=0))
             opened.enter_context(places)
-            ahead = _Ahead(handle, file, spans, regions, flight, mine, sources)
+            ahead = _ReadAhead(shared, mine, _LocalFiles(handle, file, sources), flight)
         call.expect(sum(sizes))
         for each, of_me in zip(parts, mine, strict=True):
             with exchange.agreeing():
@@ -188,80 +224,56 @@ def read_together(
         return places.found()
 
 
-class _Ahead:
+class _ReadAhead:
     """The parts that this rank reads, in their order, as early as there is room for them."""
 
     def __init__(
         self,
-        handle: AioHandle,
-        file: File,
-        spans: Sequence[Span],
-        regions: Sequence[Region],
-        flight: InFlight,
+        shared: _Shared,
         parts: Sequence[Sequence[Part]],
-        sources: Sequence[Source],
+        files: _LocalFiles,
+        flight: InFlight,
     ) -> None:
-        self._sources = sources
-        self._starts = [source.start for source in sources]
-        self._handle, self._file, self._flight = handle, file, flight
-        self._spans, self._regions = spans, regions
+        self._shared, self._files, self._flight = shared, files, flight
         self._waiting = deque(part for each in parts for part in each)
-        self._there = self._wanted = 0
+        self._there = self._due = 0
 
     def read(self, parts: int, places: _InHost | _OnDevice) -> None:
         """Until so many more are there; and begin those that come later."""
-        self._wanted += parts
+        self._due += parts
         while True:
             while self._waiting and self._flight.has_room(PART_BYTES):
                 memory = places.to_read(self._waiting[0])
                 if memory is None:
                     break
                 self._begin(self._waiting.popleft(), memory)
-            if self._there >= self._wanted:
+            if self._there >= self._due:
                 return
             self._flight.finish_first()
 
     def _begin(self, part: Part, memory: torch.Tensor) -> None:
-        region = self._regions[part.region]
+        region = self._shared.regions[part.region]
         reads = list(_reads(part, region))
         if not reads:  # behind the end of the file
             self._arrived()
             return
-        places = [self._place(run) for run in reads]
+        places = [self._files.place(run) for run in reads]
         begin = partial(
-            self._handle.async_pread_batch,
+            self._files.handle.async_pread_batch,
             [memory[run.at - part.start :][: run.end - run.start] for run in reads],
             [file for file, _ in places],
             [offset for _, offset in places],
         )
         nbytes = sum(run.end - run.start for run in reads)
-        self._flight.start(begin, nbytes, self._arrived, lambda i: self._label(reads[i], region))
+        label = self._shared.label
+        self._flight.start(begin, nbytes, self._arrived, lambda i: label(reads[i], region))
 
     def _arrived(self) -> None:
         self._there += 1
 
-    def _place(self, run: Run) -> tuple[File, int]:
-        if not self._sources:
-            return self._file, run.start
-        source = self._sources[bisect_right(self._starts, run.start) - 1]
-        assert source.file is not None  # a part is of a source that its rank has
-        return source.file, run.start + source.shift
 
-    def _label(self, run: Run, region: Region) -> str:
-        names = [named(self._spans[index]) for index, _ in inside(run, region, self._spans)]
-        return f"read for {', '.join(names[:3])}" + (" and more" if len(names) > 3 else "")
-
-
-def _new_places(
-    spans: Sequence[Span],
-    regions: Sequence[Region],
-    exchange: Exchange,
-    device: torch.device,
-    at_once: int,
-) -> _InHost | _OnDevice:
-    if on_host(device):
-        return _InHost(spans, regions, exchange)
-    return _OnDevice(spans, regions, exchange, device, at_once)
+def _new_places(shared: _Shared, device: torch.device, at_once: int) -> _InHost | _OnDevice:
+    return _InHost(shared) if on_host(device) else _OnDevice(shared, device, at_once)
 
 
 def on_host(device: torch.device) -> bool:
@@ -282,12 +294,11 @@ def _reads(part: Part, region: Region) -> Iterator[Run]:
 class _InHost:
     """Where everything is in host memory: read, sent and received in its place."""
 
-    def __init__(
-        self, spans: Sequence[Span], regions: Sequence[Region], exchange: Exchange
-    ) -> None:
+    def __init__(self, shared: _Shared) -> None:
+        spans, regions, _ = shared
+        self._spans, self._regions, self._exchange = shared
         nbytes = sum(region.nbytes for region in regions)
         _memory_system.check_available(sum(span.nbytes for span in spans), nbytes)
-        self._spans, self._regions, self._exchange = spans, regions, exchange
         self._mappings = [_memory.Mapping(region.nbytes) for region in regions]
         self._prefault = Prefault(self._mappings)
         self._works: deque[Any] = deque()
@@ -332,15 +343,9 @@ class _InHost:
 class _OnDevice:
     """Where everything goes on to a device, in chunks; on the meta device, nowhere."""
 
-    def __init__(
-        self,
-        spans: Sequence[Span],
-        regions: Sequence[Region],
-        exchange: Exchange,
-        device: torch.device,
-        at_once: int,
-    ) -> None:
-        self._spans, self._regions, self._exchange = spans, regions, exchange
+    def __init__(self, shared: _Shared, device: torch.device, at_once: int) -> None:
+        spans, regions, _ = shared
+        self._spans, self._regions, self._exchange = shared
         self._found = [torch.empty(s.nbytes, dtype=torch.uint8, device=device) for s in spans]
         self._is_meta = device.type == "meta"
         most = min(PART_BYTES, max((region.nbytes for region in regions), default=0))

@@ -11,6 +11,7 @@ import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from nvmeio import _device
 from nvmeio._device import Mark
 from nvmeio._residency.lent import LentSlot
 from nvmeio._residency.order import Limited, Order
-from nvmeio._residency.reader import Fill, Reader
+from nvmeio._residency.reader import Fill
 from nvmeio._residency.window import Keeper, Slot, Window
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -133,23 +134,31 @@ class DevicePool:
         return sum(nbytes for _, nbytes in self._lent)
 
 
-class _OnDevice(Keeper[Unit, DeviceSlot[Unit]]):
+@dataclass(frozen=True)
+class DeviceUnits(Generic[Unit]):
+    """What a window on a device asks of its units.
+
+    Attributes:
+        nbytes_of: How long one is.
+        bind: Lays parameters over a slot's memory.
+        unbind: Lets them show nothing again.
+    """
+
+    nbytes_of: Callable[[Unit], int]
+    bind: Callable[[DeviceSlot[Unit]], None]
+    unbind: Callable[[DeviceSlot[Unit]], None]
+
+
+class _DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
     def __init__(
-        self,
-        pool: DevicePool,
-        below: Window[Unit, LentSlot[Unit]],
-        nbytes_of: Callable[[Unit], int],
-        bind: Callable[[DeviceSlot[Unit]], None],
-        unbind: Callable[[DeviceSlot[Unit]], None],
+        self, pool: DevicePool, below: Window[Unit, LentSlot[Unit]], units: DeviceUnits[Unit]
     ) -> None:
         self._pool = pool
         self._below = below
-        self._nbytes_of = nbytes_of
-        self._bind = bind
-        self._unbind = unbind
+        self._units = units
 
     def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
-        memory = self._pool.take(self._nbytes_of(unit))
+        memory = self._pool.take(self._units.nbytes_of(unit))
         return None if memory is None else DeviceSlot(unit, memory)
 
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
@@ -158,7 +167,7 @@ class _OnDevice(Keeper[Unit, DeviceSlot[Unit]]):
         slot = self.take(unit)
         if slot is not None:
             return slot
-        nbytes, pool = self._nbytes_of(unit), self._pool
+        nbytes, pool = self._units.nbytes_of(unit), self._pool
         if pool.refused is not None:
             raise MemoryError(
                 f"{pool.device} has no {nbytes} bytes for one more part, and device_bytes="
@@ -182,10 +191,10 @@ class _OnDevice(Keeper[Unit, DeviceSlot[Unit]]):
         return Fill((), finished=copy)
 
     def bind(self, slot: DeviceSlot[Unit]) -> None:
-        self._bind(slot)
+        self._units.bind(slot)
 
     def unbind(self, slot: DeviceSlot[Unit]) -> None:
-        self._unbind(slot)
+        self._units.unbind(slot)
 
     def rest(self, slot: DeviceSlot[Unit]) -> bool:
         return False
@@ -199,26 +208,20 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
 
     Args:
         below: The window in host memory, whose order leaves out what `has` tells.
-        reader: Of that one.
         pool: The memory.
         order: Of their use; one of its own.
-        nbytes_of: How long a unit is.
-        bind: Lays parameters over a slot's memory.
-        unbind: Lets them show nothing again.
+        units: How they are laid there.
     """
 
     def __init__(
         self,
         below: Window[Unit, LentSlot[Unit]],
-        reader: Reader,
         pool: DevicePool,
         order: Order[Unit],
-        nbytes_of: Callable[[Unit], int],
-        bind: Callable[[DeviceSlot[Unit]], None],
-        unbind: Callable[[DeviceSlot[Unit]], None],
+        units: DeviceUnits[Unit],
     ) -> None:
-        keeper = _OnDevice(pool, below, nbytes_of, bind, unbind)
-        super().__init__(reader, keeper, Limited(order, self._arrived_below), _AHEAD)
+        keeper = _DeviceKeeper(pool, below, units)
+        super().__init__(below.reader, keeper, Limited(order, self._arrived_below), _AHEAD)
         self._below = below
         self._pool = pool
 

@@ -95,6 +95,7 @@ class Window(Generic[Unit, SomeSlot]):
         ahead_bytes: See there.
 
     Attributes:
+        reader: What brings the bytes.
         units_read: How many were begun.
         bytes_read: Of these.
         mispredicted: Needed and not on their way, the very first aside.
@@ -110,7 +111,7 @@ class Window(Generic[Unit, SomeSlot]):
         ahead_units: int | None = None,
         ahead_bytes: int = 0,
     ) -> None:
-        self._reader = reader
+        self.reader = reader
         self._keeper = keeper
         self._order = order
         self._most = None if ahead_units is None else (ahead_units, ahead_bytes)
@@ -239,7 +240,7 @@ class Window(Generic[Unit, SomeSlot]):
         self._slots[unit] = slot
         try:
             slot.fill = self._keeper.fill(slot)
-            self._reader.submit(slot.fill)
+            self.reader.submit(slot.fill)
         except BaseException:
             self.drop(unit)
             raise
@@ -301,7 +302,7 @@ class Window(Generic[Unit, SomeSlot]):
         if unit in self._ahead:
             self._ahead.remove(unit)
         if slot.fill is not None:
-            self._reader.cancel(slot.fill)
+            self.reader.cancel(slot.fill)
         if slot.bound:
             slot.bound = False
             self._keeper.unbind(slot)

@@ -244,7 +244,15 @@ class LoadingRanks:
         assert exchange is not None
         with exchange.agreeing():
             get_handle()
-        return read_together(get_handle(), file, spans, device, exchange, call, self._sources)
+        return read_together(
+            spans,
+            device,
+            exchange,
+            handle=get_handle(),
+            file=file,
+            call=call,
+            sources=self._sources,
+        )
 
     def part(self) -> None:
         """All ranks have all bytes: from here on nobody needs another one."""

@@ -28,7 +28,7 @@ from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
-from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceWindow
+from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceUnits, DeviceWindow
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.saved import in_backward
@@ -148,15 +148,10 @@ class ParamStore(Keeper[Unit, Slot]):
     def _go_on_device(self) -> None:
         self._window.drop_all()
         self._device_pool = DevicePool(self.device, self.device_bytes)
-        self._on_device = DeviceWindow(
-            self._window,
-            self._reader,
-            self._device_pool,
-            _new_order(),
-            lambda unit: unit.nbytes,
-            self._lay_over,
-            self._lay_over_nothing,
+        units = DeviceUnits[Unit](
+            nbytes_of=lambda unit: unit.nbytes, bind=self._lay_over, unbind=self._lay_over_nothing
         )
+        self._on_device = DeviceWindow(self._window, self._device_pool, _new_order(), units)
 
     def _not_on_device(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
         there = self._on_device
