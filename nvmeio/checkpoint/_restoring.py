@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
+from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._drives import parsed, parts_in
 from nvmeio.checkpoint._loading import HowToLoad, load_file
-from nvmeio.checkpoint._loading_ranks import LoadingRanks, Ranks
+from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks, Ranks
 from nvmeio.checkpoint._retention import Generation
 from nvmeio.errors import IntegrityError, TransferError
 
@@ -40,49 +41,64 @@ class Wanted(Generic[Ranks]):
     new_ranks: Callable[[], Ranks]
 
 
+def until_there(call: LongCall, load: Callable[[], Any], is_gone: Callable[[OSError], bool]) -> Any:
+    """Look and load; look once more, a few times, where what was found is gone by then."""
+    for _ in range(_ATTEMPTS - 1):
+        call.again()
+        try:
+            return load()
+        except OSError as failed:
+            if not is_gone(failed):
+                raise
+    call.again()
+    return load()
+
+
 def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Any:
     """The state, or a list of states."""
-    for attempt in range(_ATTEMPTS):
-        how.call.again()
-        ranks, path = wanted.new_ranks(), ""
-        ranks.listen(how.call)
-        try:
-            with ranks.telling():
-                generation = ranks.choose(partial(_find, wanted), wanted.directory)
-                path = generation.path
-                load = _Loading(wanted, how, ranks)
-                if generation.of_ranks:
-                    return _load_directory(wanted, path, load)
-                return load(path)
-        except OSError as failed:
-            # Recycled between the look into the directory and the opening, or replaced. Several
-            # ranks look once more if all know of it.
-            gone = failed.errno == errno.ESTALE and (ranks.is_alone or not os.path.isdir(path))
-            if ranks.is_alone and path and failed.errno == errno.ENOENT:
-                gone = not os.path.exists(path)
-            if not gone or attempt + 1 == _ATTEMPTS:
-                raise
-    raise AssertionError("unreachable")
+    load = _Loading(wanted, how)
+    return until_there(how.call, load.found, load.is_gone)
 
 
-@dataclass(frozen=True)
 class _Loading:
-    """Each file of a checkpoint, as for `load_file`."""
+    """A checkpoint, which is looked for, and its files, as for `load_file`."""
 
-    wanted: Wanted[LoadingRanks]
-    how: HowToLoad
-    ranks: LoadingRanks
+    def __init__(self, wanted: Wanted[LoadingRanks], how: HowToLoad) -> None:
+        self.wanted = wanted
+        self._how = how
+        self._ranks: LoadingRanks = ALONE
+        self._path = ""  # what was found
 
-    def __call__(self, path: str) -> Any:
+    def found(self) -> Any:
+        """Look for it, and load it."""
+        ranks = self._ranks = self.wanted.new_ranks()
+        self._path = ""
+        ranks.listen(self._how.call)
+        with ranks.telling():
+            generation = ranks.choose(partial(_find, self.wanted), self.wanted.directory)
+            self._path = path = generation.path
+            return _load_directory(path, self) if generation.of_ranks else self.load(path)
+
+    def is_gone(self, failed: OSError) -> bool:
+        """Whether it was recycled between the look and the opening, or replaced.
+
+        Several ranks look once more if all know of it.
+        """
+        ranks, path = self._ranks, self._path
+        if ranks.is_alone and path and failed.errno == errno.ENOENT:
+            return not os.path.exists(path)
+        return failed.errno == errno.ESTALE and (ranks.is_alone or not os.path.isdir(path))
+
+    def load(self, path: str) -> Any:
         """Load a file; with the other ranks, where they restore together."""
-        ranks = self.ranks
+        ranks = self._ranks
         if ranks.is_over and not ranks.is_alone:  # of a file before
             ranks = self.wanted.new_ranks()
-        return load_file(path, self.how, ranks)
+        return load_file(path, self._how, ranks)
 
-    def own(self, path: str) -> Any:
+    def load_own(self, path: str) -> Any:
         """Load a file that no other rank wants."""
-        return load_file(path, self.how)
+        return load_file(path, self._how)
 
 
 def _find(wanted: Wanted[LoadingRanks]) -> Generation:
@@ -122,7 +138,7 @@ def _parts_there(directory: str) -> str:
     )
 
 
-def _load_directory(wanted: Wanted[LoadingRanks], path: str, load: _Loading) -> Any:
+def _load_directory(path: str, loading: _Loading) -> Any:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as failed:
@@ -131,7 +147,7 @@ def _load_directory(wanted: Wanted[LoadingRanks], path: str, load: _Loading) -> 
         with reading(fd, path) as is_it:
             if is_it:
                 try:
-                    found = _load_ranks(wanted, path, load)
+                    found = _load_ranks(path, loading)
                 except (OSError, IntegrityError):
                     if leads_to(path, fd):
                         raise
@@ -149,18 +165,18 @@ def _load_directory(wanted: Wanted[LoadingRanks], path: str, load: _Loading) -> 
     )
 
 
-def _load_ranks(wanted: Wanted[LoadingRanks], path: str, load: _Loading) -> Any:
-    names = _files_of(path)
+def _load_ranks(path: str, loading: _Loading) -> Any:
+    wanted, names = loading.wanted, _files_of(path)
     rank = wanted.rank
     if rank is None and wanted.size == len(names):
-        return load.own(os.path.join(path, names[wanted.own]))
+        return loading.load_own(os.path.join(path, names[wanted.own]))
     if rank is None:
-        return [load(os.path.join(path, name)) for name in names]
+        return [loading.load(os.path.join(path, name)) for name in names]
     if rank >= len(names):
         raise ValueError(
             f"{path}: there is no rank {rank}: it was saved by {len(names)}, 0 to {len(names) - 1}"
         )
-    return load(os.path.join(path, names[rank]))
+    return loading.load(os.path.join(path, names[rank]))
 
 
 def _files_of(path: str) -> list[str]:

@@ -14,12 +14,10 @@ from nvmeio._io.long_call import LongCall
 from nvmeio.checkpoint._drives import OwnDrives, Save
 from nvmeio.checkpoint._loading import HowToLoad, _seam, load_archive, nothing_to_read
 from nvmeio.checkpoint._part_ranks import Image, PartRanks, of_one, open_part
-from nvmeio.checkpoint._restoring import Wanted
+from nvmeio.checkpoint._restoring import Wanted, until_there
 from nvmeio.errors import BackendUnavailableError, TransferError
 
 logger = logging.getLogger("nvmeio")
-
-_ATTEMPTS = 5
 
 
 def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) -> Any:
@@ -30,24 +28,19 @@ def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) 
             "has in another place than any that is known here",
             attempts=[("torch.serialization._load", "missing, or of other parameters")],
         )
-    load = _Loading(wanted, drives, how)
-    for attempt in range(_ATTEMPTS):
-        how.call.again()
-        try:
-            return load()
-        except OSError as failed:  # recycled between the look and the opening; all ranks know
-            if failed.errno != errno.ESTALE or attempt + 1 == _ATTEMPTS:
-                raise
-    raise AssertionError("unreachable")
+    load = _LoadingParts(wanted, drives, how)
+    # Recycled between the look and the opening, which all ranks know.
+    return until_there(how.call, load.found, lambda failed: failed.errno == errno.ESTALE)
 
 
 @dataclass(frozen=True)
-class _Loading:
+class _LoadingParts:
     wanted: Wanted[PartRanks]
     drives: OwnDrives
     how: HowToLoad
 
-    def __call__(self) -> Any:
+    def found(self) -> Any:
+        """Look what is whole, and load it."""
         wanted = self.wanted
         ranks = wanted.new_ranks()
         ranks.listen(self.how.call)
