@@ -260,6 +260,15 @@ def is_device(tensor: object) -> bool:
     return getattr(tensor, "is_cuda", False) is True
 
 
+def is_torchs(tensor: torch.Tensor) -> bool:
+    """Whether a device tensor's memory is of torch's allocator, whose streams it may wait for.
+
+    That of other processes and libraries is not, nor is any while a CUDA graph is captured.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    return tensor.untyped_storage().resizable() and not capturing
+
+
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Where a tensor's memory is."""
     return tensor.device

@@ -412,6 +412,7 @@ def accelerator(
     patch.setattr(_device, "on_stream", on_stream)
     patch.setattr(_checks, "device", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
     patch.setattr(_device, "is_device", cuda.has)
+    patch.setattr(_device, "is_torchs", cuda.has)
     patch.setattr(_device, "device_of", lambda t: DEVICE if cuda.has(t) else t.device)
     patch.setattr(_device, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
     patch.setattr(_device, "moved", moved)

@@ -144,6 +144,7 @@ class ActivationStore:
         self._said = False  # that there is no room
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-activations", _CLOSED)
+        self._above: list[Callable[[], None]] = []
 
     def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         """Make the files; returns what closes them. Interrupted: as `ParamStore.open`."""
@@ -176,7 +177,7 @@ class ActivationStore:
         Raises:
             TransferError: They do not fit into memory, and could not be written (ENOSPC, EIO).
         """
-        return self._owner.call(self._save, storage)
+        return self._owner.call(self.keep, storage)
 
     def bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
         """A storage with the same bytes, in memory.
@@ -186,21 +187,73 @@ class ActivationStore:
             IntegrityError: They are not what was written.
         """
         with profiled("wait", "saved activations"):
-            return self._owner.call(self._bytes_of, saved)
+            return self._owner.call(self.bring, saved)
+
+    # What a level above asks for, in the owner's thread
+
+    @property
+    def owner(self) -> OwnerThread:
+        """Whose all of this is."""
+        return self._owner
+
+    @property
+    def saving_bytes(self) -> int:
+        """The half of the budget that is for what forward has saved."""
+        return self._most
+
+    @property
+    def reading_bytes(self) -> int:
+        """The half that is for what is read."""
+        return self.resident_bytes - self._most
+
+    def above(self, close: Callable[[], None]) -> None:
+        """There is a level above, which is closed before this."""
+        self._above.append(close)
+
+    def next_number(self) -> int:
+        """Of what is saved now: the last saved has the highest."""
+        self._numbers += 1
+        return self._numbers
+
+    def arrived(self, saved: SavedStorage) -> bool:
+        """Whether `bring` would find its bytes in memory."""
+        if saved.storage is not None or saved.fill is None:
+            return saved.storage is not None
+        return saved.fill.done.is_set()
+
+    def write_until(self, fits: Callable[[], bool]) -> None:
+        """Have the oldest written until something fits, or nothing is left that can be.
+
+        Raises:
+            TransferError: It could not be.
+        """
+        self._round += 1
+        self._failed = None
+        while not fits():
+            full = self._begin_writes(0)
+            if not self._writing:
+                failed, self._failed = self._failed or full, None
+                if failed is not None:
+                    raise failed
+                return
+            self._wait_for_oldest()
 
     # Saving
 
-    def _save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Lease]:
+    def keep(
+        self, storage: torch.UntypedStorage, number: int | None = None
+    ) -> tuple[SavedStorage, Lease]:
+        """`save`, of what was saved when a number was the next one; None: now."""
         key = storage._cdata
         saved = self._in_memory.pop(key, None)
-        self._numbers += 1
+        number = self.next_number() if number is None else number
         if saved is None:
-            saved = SavedStorage(self._numbers, storage)
+            saved = SavedStorage(number, storage)
             self._memory_bytes += saved.nbytes
         elif saved.writing is not None:
             saved.wanted = True
         else:
-            saved.number = self._numbers
+            saved.number = number
         self._in_memory[key] = saved
         saved.holds += 1
         lease = self._owner.lease(self._let_go, saved)
@@ -217,7 +270,7 @@ class ActivationStore:
         self._round += 1
         self._failed = None
         while True:
-            full = self._begin_writes()
+            full = self._begin_writes(self._enough)
             if self._memory_bytes <= self._most:
                 return
             if not self._writing:
@@ -225,15 +278,18 @@ class ActivationStore:
                 if failed is not None:
                     raise failed
                 return
-            oldest = next(iter(self._writing))
-            for operation in oldest.writing or ():
-                _ended(operation)
-            self._written(oldest)
+            self._wait_for_oldest()
 
-    def _begin_writes(self) -> TransferError | None:
+    def _wait_for_oldest(self) -> None:
+        oldest = next(iter(self._writing))
+        for operation in oldest.writing or ():
+            _ended(operation)
+        self._written(oldest)
+
+    def _begin_writes(self, enough: int) -> TransferError | None:
         """What there was no room for on the drive, as an error."""
         for saved in self._in_memory.values():
-            if self._memory_bytes - self._writing_bytes <= self._enough:
+            if self._memory_bytes - self._writing_bytes <= enough:
                 return None
             if self._writing_bytes >= _WRITING_BYTES and len(self._writing) > 1:
                 return None
@@ -256,7 +312,7 @@ class ActivationStore:
                 f"room for {saved.nbytes} bytes more of saved activations beside "
                 f"{self._file.used_bytes} (or raise resident_bytes={self.resident_bytes})",
             ) from full
-        memory = _bytes_over(saved.storage)
+        memory = bytes_over(saved.storage)
         begun: list[Operation] = []
         try:
             for span in self._file.spans(place, saved.nbytes):
@@ -280,7 +336,7 @@ class ActivationStore:
         self._written(saved)
         if self._failed is None and not self.closed:
             with contextlib.suppress(Exception):  # the next forward meets it, if there is one
-                self._begin_writes()
+                self._begin_writes(self._enough)
 
     def _written(self, saved: SavedStorage) -> None:
         operations = saved.writing
@@ -333,18 +389,19 @@ class ActivationStore:
 
     # Reading
 
-    def _bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
+    def bring(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """`bytes_of`, in the owner's thread."""
         if saved.storage is not None:
             saved.wanted = True  # whoever gets it may change it while it is being written
-            self._look_ahead(saved.number)
+            self.look_ahead(saved.number)
             return saved.storage
         if saved.out is not None:
-            alive = _locked(saved.out)
+            alive = locked(saved.out)
             if alive is not None:
                 return alive
         if saved.ahead is None:
             self._begin_read(saved, needed=True)
-        self._look_ahead(saved.number)
+        self.look_ahead(saved.number)
         fill, memory = saved.fill, saved.ahead
         assert fill is not None and memory is not None
         fill.done.wait()
@@ -357,7 +414,7 @@ class ActivationStore:
             self._forget_ahead(saved)
         self.read_bytes += saved.nbytes
         storage = memory.untyped_storage()
-        saved.out = _Mark(storage)
+        saved.out = mark_of(storage)
         return storage
 
     def _check(self, saved: SavedStorage, found: int) -> None:
@@ -370,7 +427,7 @@ class ActivationStore:
                 found=f"{found:08x}",
             )
 
-    def _look_ahead(self, number: int) -> None:
+    def look_ahead(self, number: int) -> None:
         """Begin to read what was saved before this one, the last first."""
         numbers = self._numbers_on_drive
         for at in range(bisect.bisect_left(numbers, number) - 1, -1, -1):
@@ -409,9 +466,8 @@ class ActivationStore:
 
     def _room(self, saved: SavedStorage) -> torch.Tensor | None:
         """Memory of the budget, free with the last tensor over it; None where there is none."""
-        most = self.resident_bytes - self._most
         if self._pool is None:
-            self._pool = LentPool(most)
+            self._pool = LentPool(self.reading_bytes)
             self._resources.callback(self._pool.close)
         slot = self._pool.take(saved, saved.nbytes)
         return None if slot is None else slot.memory
@@ -436,6 +492,9 @@ class ActivationStore:
 
     def _close(self) -> None:
         self.closed = True
+        for close in self._above:
+            close()
+        self._above.clear()
         for saved in list(self._writing):
             _stop(saved.writing or [])
             saved.writing = None
@@ -482,16 +541,17 @@ def _stop(operations: list[Operation]) -> None:
         _ended(operation)
 
 
-def _bytes_over(storage: torch.UntypedStorage | None) -> torch.Tensor:
+def bytes_over(storage: torch.UntypedStorage | None) -> torch.Tensor:
+    """All of a storage."""
     assert storage is not None
-    memory = torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-_Mark: Any = StorageWeakRef  # has no types
+mark_of: Any = StorageWeakRef  # has no types
 
 
-def _locked(mark: Any) -> torch.UntypedStorage | None:
+def locked(mark: Any) -> torch.UntypedStorage | None:
     """The storage, if anybody still has it."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(mark.cdata)
     return found

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvmeio import _device
 from nvmeio._closing import Closing
 from nvmeio._io.owner import Lease
 from nvmeio._residency import calls
@@ -13,6 +14,7 @@ from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backw
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
 from nvmeio.offload._activation_store import ActivationStore, SavedStorage
+from nvmeio.offload._activations_on_device import DeviceActivations, DeviceStorage
 from nvmeio.offload._swap_dirs import Paths
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -35,9 +37,12 @@ class SwappedActivations(Closing):
 
     Written is only what nobody but autograd has any more. So parameters, buffers and their views,
     and whatever you hold yourself, are neither written nor held twice; nor are tensors of less than
-    `min_bytes`, subclasses (DTensor), sparse and quantised ones, memory that torch did not
-    allocate, and that of a device (`torch.autograd.graph.save_on_cpu` takes that): they stay where
-    they are, as without this.
+    `min_bytes`, subclasses (DTensor), sparse and quantised ones, and memory that torch did not
+    allocate: they stay where they are, as without this.
+
+    Tensors on a CUDA device go to page-locked host memory first, by copies beside the computation,
+    and from there as those of the CPU do; backward has them copied back ahead. Streams wait for
+    these copies, and the host where the device holds too much. No GPU has run that yet.
 
     With activation checkpointing (either kind) the regions' inputs are what is saved. Gradients
     may accumulate, graphs be kept (`retain_graph`, `create_graph`) or dropped, and several threads
@@ -48,6 +53,7 @@ class SwappedActivations(Closing):
             list of them, one on each drive. The files in it have no name: nothing is left there.
         resident_bytes: The window: half of it for what was saved last and is not written, half
             for what is read ahead.
+        device_bytes: The window on a device that tensors are saved on, likewise.
         min_bytes: Smaller storages stay in memory.
         checksum: Compare what is read with what was written (CRC-32).
         handle: Moves the bytes and stays open; None makes one for each drive.
@@ -70,6 +76,7 @@ class SwappedActivations(Closing):
         *,
         swap_dir: Paths,
         resident_bytes: int | str = "1G",
+        device_bytes: int | str = "1G",
         min_bytes: int | str = "1M",
         checksum: bool = True,
         handle: AioHandle | None = None,
@@ -77,12 +84,15 @@ class SwappedActivations(Closing):
         window = _arguments.size("resident_bytes", resident_bytes)
         least = _arguments.size("min_bytes", min_bytes)
         _arguments.integer("resident_bytes", window, 8192)
+        there = _arguments.size("device_bytes", device_bytes)
+        _arguments.integer("device_bytes", there, 8192)
         _arguments.integer("min_bytes", least, 1)
         _arguments.handle(handle)
         if not isinstance(checksum, bool):
             raise TypeError(f"checksum must be true or false, not {checksum!r:.80}")
         self._min_bytes = least
         self._store = ActivationStore(window, checksum)
+        self._on_device = DeviceActivations(self._store, there)
         self._ending = self._store.open(swap_dir, handle)
 
     def saving(self) -> _Saving:
@@ -136,6 +146,8 @@ class SwappedActivations(Closing):
         if isinstance(tensor._base, torch.nn.Parameter):
             return False
         storage = tensor.untyped_storage()
+        if _device.is_device(tensor):
+            return storage.nbytes() >= self._min_bytes and _device.is_torchs(tensor)
         # Memory that torch did not allocate may change, or be held, by others that nobody sees.
         return (
             storage.device.type == "cpu"
@@ -155,8 +167,13 @@ class SwappedActivations(Closing):
 
     @property
     def in_memory_bytes(self) -> int:
-        """Of what is saved now, in memory as forward has left it, including what others hold."""
+        """Of what is saved now, in host memory, including what others hold there."""
         return self._store.in_memory_bytes
+
+    @property
+    def on_device_bytes(self) -> int:
+        """Of what is saved now, on devices as forward has left it, including what others hold."""
+        return self._on_device.nbytes
 
     @property
     def on_drive_bytes(self) -> int:
@@ -226,13 +243,20 @@ class _Saved:
         # It has the tensor's version, which others may change, and none of its memory.
         self._witness = tensor.detach()
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._storage, self._lease = activations._store.save(tensor.untyped_storage())
+        if _device.is_device(tensor):
+            self._storage, self._lease = activations._on_device.save(tensor)
+        else:
+            self._storage, self._lease = activations._store.save(tensor.untyped_storage())
 
     def get(self) -> torch.Tensor:
         """The tensor, with the bytes that it had."""
         check_unchanged(self._witness, self._version, self._size)
         self._activations._store.check_open()
-        found = self._place.over(self._activations._store.bytes_of(self._storage))
+        activations, storage = self._activations, self._storage
+        if isinstance(storage, DeviceStorage):
+            found = self._place.over(activations._on_device.bytes_of(storage))
+        else:
+            found = self._place.over(activations._store.bytes_of(storage))
         shown = self._witness.detach()  # whose version a change of it is seen by, the next time
         shown.data = found
         return shown

@@ -817,6 +817,7 @@ def test_a_program_may_end_in_the_middle_and_a_child_is_refused(tmp_path: Path) 
     [
         ({"resident_bytes": 100}, "resident_bytes must be 8192 or more"),
         ({"resident_bytes": "much"}, "is not a size"),
+        ({"device_bytes": 100}, "device_bytes must be 8192 or more"),
         ({"min_bytes": 0}, "min_bytes must be 1 or more"),
         ({"checksum": 3}, "checksum must be true or false"),
         ({"handle": 3}, "handle must be an nvmeio.AioHandle"),
