@@ -177,22 +177,25 @@ class Calls:
         self._refused = 0  # since the last number was taken
         self._alone = ("", 0)  # a path, and the calls of it without a group, one after the other
 
-    def size(self, group: Any, otherwise: str) -> int:
-        """How many ranks there are; a group that is refused here is refused to `begin`.
+    @contextlib.contextmanager
+    def asked(self, group: Any) -> Iterator[None]:
+        """Around all that a call can be refused for, `begin` among it: then it is counted as that.
 
-        Raises:
-            TypeError, ValueError: As `begin`.
+        Args:
+            group: As for `begin`.
         """
+        before = self._refused
         try:
-            return 1 if group is None else checked_group(group, otherwise)[1]
+            yield
         except BaseException:
-            self._refused += 1
+            if group is not None:
+                self._refused = before + 1
             raise
 
     def begin(
         self, group: Any, otherwise: str, path: str, of: str = ""
     ) -> tuple[RankStore, int] | None:
-        """One more call of all ranks; everything that this one can be refused for comes before.
+        """One more call of all ranks; what this one can be refused for before is within `asked`.
 
         Args:
             group: As a caller gave it; None for a process alone.
@@ -214,7 +217,7 @@ class Calls:
             if several():
                 self._alone = path, alone + 1
             return None
-        try:
+        with self.asked(group):
             _, size, members = checked_group(group, otherwise)
             if size == 1:
                 return None
@@ -225,9 +228,6 @@ class Calls:
                 if not self._given_up(store, number):
                     break
                 number += 1
-        except BaseException:
-            self._refused += 1
-            raise
         self._counts[digest] = number
         self._refused = 0
         self._alone = "", 0

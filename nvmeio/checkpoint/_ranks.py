@@ -13,10 +13,11 @@ import errno
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._io.rank_store import MOST_PAUSE_S, Calls, RankStore, pauses
+from nvmeio._io.rank_store import MOST_PAUSE_S, Calls, RankStore, checked_group, pauses
 from nvmeio.errors import TransferError
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -32,9 +33,18 @@ _NO_MEMBER = "make no Checkpointer"
 _made = Calls("save", "1/failed", "restore/1/failed")
 
 
+def being_made(group: Any) -> AbstractContextManager[None]:
+    """Around the making of a Checkpointer, `store_of` at its end: one that is refused is counted.
+
+    Args:
+        group: As for `store_of`.
+    """
+    return _made.asked(group)
+
+
 def ranks_of(group: Any) -> int:
-    """How many ranks save together. Raises as `store_of`, and is then counted as that."""
-    return _made.size(group, _NO_MEMBER)
+    """How many ranks save together. Raises as `store_of`."""
+    return 1 if group is None else checked_group(group, _NO_MEMBER)[1]
 
 
 def store_of(group: Any, directory: str) -> RankStore:

@@ -23,7 +23,7 @@ from nvmeio.checkpoint._drives import OwnDrives, Save
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._loading import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._loading_ranks import ALONE, Attempts
-from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, ranks_of, store_of
+from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, being_made, ranks_of, store_of
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Wanted, restore
 from nvmeio.checkpoint._restoring_parts import restore_parts, whole_saves
@@ -129,20 +129,20 @@ class Checkpointer(ClosingWork):
         writers: str | int = "all",
         shared: bool = True,
     ) -> None:
-        paths = _checked_directories(directory, shared)
-        path = paths[0]
-        _checks.integer("keep", keep, 1)
-        memory_bytes = _checks.size("memory_bytes", memory_bytes)
-        if memory_bytes is not None:
-            _checks.integer("memory_bytes", memory_bytes, 1)
-        if layout not in JOBS:
-            raise ValueError(f"layout must be 'one' or 'per_rank', not {layout!r}")
-        _checks.timeout(timeout_s)
-        if handle is not None and not isinstance(handle, AioHandle):
-            raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
-        # A rank that is refused has not been counted, and may try again.
-        writers = _writers.checked(writers, layout, ranks_of(process_group))
-        self._store = store_of(process_group, path)
+        with being_made(process_group):
+            paths = _checked_directories(directory, shared)
+            path = paths[0]
+            _checks.integer("keep", keep, 1)
+            memory_bytes = _checks.size("memory_bytes", memory_bytes)
+            if memory_bytes is not None:
+                _checks.integer("memory_bytes", memory_bytes, 1)
+            if layout not in JOBS:
+                raise ValueError(f"layout must be 'one' or 'per_rank', not {layout!r}")
+            _checks.timeout(timeout_s)
+            if handle is not None and not isinstance(handle, AioHandle):
+                raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
+            writers = _writers.checked(writers, layout, ranks_of(process_group))
+            self._store = store_of(process_group, path)
         self._keep = keep
         self._closing: UnderWay[None] | None = None
         self._saver = Saver(

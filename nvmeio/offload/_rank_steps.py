@@ -8,8 +8,8 @@ has made N durable (`DurableSteps`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-import itertools
 import json
 import time
 from typing import Any
@@ -21,8 +21,19 @@ from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
 
-# Optimizers that were made with several ranks: all ranks make them in the same order.
-_made = itertools.count()
+
+@dataclasses.dataclass
+class Made:
+    """How many optimizers of several ranks were made; all ranks make them in the same order.
+
+    One that is refused while it is made has no number: the others may have made theirs, and it is
+    with them when it is made again.
+    """
+
+    count: int = 0
+
+
+_made = Made()
 
 
 class DurableSteps:
@@ -33,30 +44,56 @@ class DurableSteps:
     are those that closed theirs.
 
     Args:
-        store: What the ranks share.
+        store: What the ranks share, of all such optimizers.
         timeout_s: How long to wait for the others, in seconds.
+        made: Those of this rank.
     """
 
-    def __init__(self, store: RankStore, timeout_s: float) -> None:
-        self._store = store
+    def __init__(self, store: RankStore, timeout_s: float, made: Made) -> None:
+        self._all = store
         self._timeout_s = timeout_s
-        self._joined = False
+        self._made = made
+        self._enter(made.count)
+        self._joined = self._is_made = False
+        self._first = -1  # the generation that the first change went out from
         self._told = -1  # the last generation that this rank has made durable
+
+    def _enter(self, number: int) -> None:
+        self._number = number
+        self._store = self._all.within(str(number), self._all.path, self._all.operation)
 
     @classmethod
     def of_default_group(cls, directory: str) -> DurableSteps | None:
         """Those of the default process group; None for a process alone."""
         if not several():
             return None
-        name = f"steps/{next(_made)}"
-        store = RankStore.of_group(dist.group.WORLD, name, directory, "step")
-        return cls(store, store.timeout_s)
+        store = RankStore.of_group(dist.group.WORLD, "steps", directory, "step")
+        return cls(store, store.timeout_s, _made)
 
     def join(self) -> None:
         """Count this rank among those that are waited for."""
         if not self._joined:
             self._store.add("joined", 1)
             self._joined = True
+            if self._told >= 0:
+                self._store.add(f"durable/{self._told}", 1)
+
+    def _withdraw(self) -> None:
+        """As if this rank had not joined: of what it has told, nothing will be."""
+        if self._joined:
+            self._joined = False
+            if self._told >= 0:
+                self._store.add(f"durable/{self._told}", -1)
+            self._store.add("joined", -1)
+
+    def stay(self) -> None:
+        """The optimizer is made: what is made next is another one."""
+        self._is_made, self._made.count = True, self._number + 1
+
+    def undo_stay(self) -> None:
+        """It is not, after all: it is made again, or nothing."""
+        if self._is_made and self._made.count == self._number + 1:
+            self._is_made, self._made.count = False, self._number
 
     def tell(self, generation: int) -> None:
         """This rank has made a generation durable."""
@@ -71,11 +108,13 @@ class DurableSteps:
             self._store.set("lost", json.dumps(told).encode())
 
     def leave(self) -> None:
-        """This rank takes no further steps; never raises."""
-        if not self._joined:
-            return
-        self._joined = False
+        """This rank takes no further steps, or was refused the optimizer; never raises."""
         with contextlib.suppress(TransferError):
+            if not self._is_made:
+                self._withdraw()
+            if not self._joined:
+                return
+            self._joined = False
             self._store.set(f"left/{self._store.rank}", str(self._told).encode())
             self._store.add("left", 1)
 
@@ -85,6 +124,10 @@ class DurableSteps:
         Raises:
             TransferError: A rank could not (EIO), or has not in time (ETIMEDOUT).
         """
+        if self._first < 0:
+            self._first = generation
+        if generation <= self._first + 1:  # a state dict is loaded before the first step
+            self._follow(generation)
         if generation <= 0:
             return
         until = time.monotonic() + self._timeout_s
@@ -110,6 +153,24 @@ class DurableSteps:
         if self._store.rank == 0 and generation > 2:
             self._store.set("past", str(generation - 2).encode())
             self._store.delete(f"durable/{generation - 2}")
+
+    def _follow(self, generation: int) -> None:
+        """Before the first step: go where the others are, where they have closed what is here.
+
+        A rank that was refused made its optimizer again, and the others did the same, who had
+        closed one that this rank had not. It may have come before they closed it.
+        """
+        while self._joined:
+            joined = self._store.add("joined", 0)
+            if joined < 2 or self._left_before(generation + 1) < joined - 1:
+                return  # somebody is here, or has made a step
+            following = self._all.within(str(self._number + 1), self._all.path, "step")
+            if not following.add("joined", 0):
+                return
+            self._withdraw()
+            self._enter(self._number + 1)
+            self.join()
+            self.stay()
 
     def _past(self) -> int:
         """The last generation that nobody counts any more: all that had joined by then had it."""

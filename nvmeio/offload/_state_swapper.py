@@ -439,7 +439,9 @@ def open_state(
             directory.release(remove)
         raise
     ending = Ending(transactions.owner, functools.partial(swapper.close, remove))
-    transaction.on_rollback(ending.close)
+    store = swapper.store
+    transaction.on_rollback(lambda: do_all((store.undo_stay, ending.close)))
+    store.stay()
     return OpenedState(swapper, ending, None if manifest is None else manifest.groups)
 
 

@@ -146,6 +146,16 @@ class StateStore:
         if self._ranks is not None:
             self._ranks.join()
 
+    def stay(self) -> None:
+        """The optimizer is made; until then other ranks count on nothing that is here."""
+        if self._ranks is not None:
+            self._ranks.stay()
+
+    def undo_stay(self) -> None:
+        """It is not, after all; to be closed next."""
+        if self._ranks is not None:
+            self._ranks.undo_stay()
+
     def _start_syncing(self, manifest: Manifest) -> None:
         """Make a generation durable, beside what comes next."""
         if self._durable:

@@ -182,6 +182,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
                 self._step_supports_amp_scaling = True
         except BaseException:
             ending.leave(self._transactions.owner)
+            if self._swapper is not None:
+                self._swapper.store.undo_stay()
             self.close()
             raise
 

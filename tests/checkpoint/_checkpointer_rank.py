@@ -569,12 +569,12 @@ def refused(me: Rank) -> None:
 
     What was counted was each rank's own: no save of theirs came about again.
     """
-    wrong: Any
-    for wrong in ("world", 3):
+    refusals: list[dict[str, Any]] = [{"process_group": "world"}, {"keep": 0}]
+    for wrong in refusals:
         if me.rank == 0:
-            with me.raises(TypeError, "process_group must be"):
-                nvmeio.Checkpointer(me.folder, process_group=wrong)
-        elif wrong == "world":  # the others find that out by a save, or by a restore
+            with me.raises((TypeError, ValueError), f"{next(iter(wrong))} must be"):
+                nvmeio.Checkpointer(me.folder, **{"process_group": dist.group.WORLD, **wrong})
+        elif "keep" not in wrong:  # the others find that out by a save, or by a restore
             with (
                 me.new(timeout_s=LIMIT_S) as checkpointer,
                 me.raises(TimeoutError, "rank 0 of", "without this process_group"),
@@ -590,12 +590,11 @@ def refused(me: Rank) -> None:
         with me.new() as checkpointer:
             me.saved(checkpointer, 2)
             me.meet_others()
-    # Or it comes again while they wait; what writers are refused is nobody else's business
+    # Or it comes again while they wait; then nothing is left out
     if me.rank == 0:
-        with me.raises(TypeError, "process_group must be"):
-            nvmeio.Checkpointer(me.folder, process_group=wrong)
-        with me.raises(ValueError, "writers must be"):
-            me.new(writers=9)
+        for wrong in (*refusals, {"writers": 9}):
+            with me.raises((TypeError, ValueError), f"{next(iter(wrong))} must be"):
+                nvmeio.Checkpointer(me.folder, **{"process_group": dist.group.WORLD, **wrong})
     with me.new() as checkpointer:
         me.saved(checkpointer, 3)
         me.meet_others()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -19,10 +20,10 @@ from nvmeio import AioHandle, TransferError
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
-from nvmeio.offload import _manifest, _rank_steps
+from nvmeio.offload import SwappedOptimizer, _manifest, _rank_steps
 from nvmeio.offload._generation_sync import GenerationSync
-from nvmeio.offload._rank_steps import DurableSteps
-from nvmeio.offload._state_files import NAMES
+from nvmeio.offload._rank_steps import DurableSteps, Made
+from nvmeio.offload._state_files import NAMES, StateFiles
 from nvmeio.offload._store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_dirs import SwapDirs
@@ -92,10 +93,14 @@ class Rank:
 
 
 def steps_of(store: Any, world: int, timeout_s: float = 60) -> list[DurableSteps]:
-    return [
-        DurableSteps(RankStore(store, rank, world, "swap", "step"), timeout_s)
-        for rank in range(world)
-    ]
+    steps = [new_steps(store, rank, world, Made(), timeout_s) for rank in range(world)]
+    for each in steps:
+        each.stay()
+    return steps
+
+
+def new_steps(store: Any, rank: int, world: int, made: Made, timeout_s: float = 60) -> DurableSteps:
+    return DurableSteps(RankStore(store, rank, world, "swap", "step"), timeout_s, made)
 
 
 def on_all(ranks: list[Any], work: Callable[[Any], object]) -> None:
@@ -306,3 +311,81 @@ def test_store_timeout_is_that_of_the_process_group() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=77))
     assert RankStore(store, 0, 1, "", "").timeout_s == 77
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["before it joined", "after it joined"])
+@pytest.mark.parametrize("late", [False, True], ids=["alone", "when others had closed theirs"])
+def test_a_rank_that_was_refused_is_with_the_others_when_it_tries_again(
+    joined: bool, late: bool
+) -> None:
+    """It took another number: nobody waited for it any more, nor it for anybody."""
+    store, mine, theirs = dist.HashStore(), Made(), Made()
+    other = new_steps(store, 0, 2, theirs)
+    other.join()
+    other.stay()
+    other.tell(1)
+    refused = new_steps(store, 1, 2, mine)
+    if joined:
+        refused.join()
+        refused.tell(1)
+    refused.leave()
+    again = new_steps(store, 1, 2, mine, timeout_s=0.05)
+    again.join()
+    again.tell(1)
+    again.stay()
+    if late:
+        again.wait(1)  # a state dict is loaded; the others close theirs after that
+        other.leave()
+        other = new_steps(store, 0, 2, theirs)
+        other.join()
+        other.stay()
+        other.tell(1)
+    again.wait(1)
+    again.tell(2)
+    with pytest.raises(TransferError, match="1 of 2 ranks have not made generation 2"):
+        again.wait(2)
+    other.wait(1)
+    other.tell(2)
+    again.wait(2)
+    other.wait(2)
+    for each in (again, other):
+        each.leave()
+    third = [new_steps(store, rank, 2, made, 0.05) for rank, made in ((1, mine), (0, theirs))]
+    for each in third:
+        each.join()
+    third[0].tell(1)
+    with pytest.raises(TransferError, match="1 of 2 ranks"):
+        third[0].wait(1)
+
+
+def test_an_optimizer_that_is_refused_takes_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+
+    def of_group(group: object, name: str, path: str, operation: str) -> RankStore:
+        return RankStore(dist.PrefixStore(name, store), 0, 2, path, operation)
+
+    monkeypatch.setattr(_rank_steps, "several", lambda: True)
+    monkeypatch.setattr(_rank_steps, "_made", Made())
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(RankStore, "of_group", of_group)
+
+    def make() -> SwappedOptimizer:
+        weights = [torch.nn.Parameter(torch.ones(10))]
+        return SwappedOptimizer(torch.optim.AdamW, weights, swap_dir=tmp_path)
+
+    def refuse(files: StateFiles) -> None:
+        raise TransferError(errno.ENOSPC, operation="fallocate", path=str(tmp_path))
+
+    with monkeypatch.context() as full:
+        full.setattr(StateFiles, "open", refuse)
+        with pytest.raises(TransferError, match="ENOSPC"):
+            make()
+    for number in (0, 1):
+        assert store.add(f"steps/{number}/joined", 0) == 0
+        with make():
+            assert store.add(f"steps/{number}/joined", 0) == 1
+        assert store.add(f"steps/{number}/left", 0) == 1
+    assert not store.check(["steps/2/joined"])
