@@ -37,8 +37,10 @@ class PickledCall:
         self.function = function
         self.args = args
         self.state: object = None
-        self.items: list[tuple[Any, Any]] = []
-        self.elements: list[Any] = []
+        # No lists before there is something: of thousands that are made, next to none have any,
+        # and each container is one more that Python's collector goes through.
+        self.items: list[tuple[Any, Any]] | tuple[()] = ()
+        self.elements: list[Any] | tuple[()] = ()
 
     def __repr__(self) -> str:
         # Not its arguments, which may be calls of calls, and double at every level.

@@ -189,8 +189,9 @@ def spans_of(checkpoint: TorchFile, file: File, scan: torch_pickle.Scan) -> dict
                 expected=name,
                 found=None,
             )
-        itemsize = 1 if ref.dtype is None else ref.dtype.itemsize
-        nbytes = entry.nbytes if ref.dtype is None else ref.numel * itemsize
+        dtype = ref.dtype
+        itemsize = 1 if dtype is None else dtype.itemsize
+        nbytes = entry.nbytes if dtype is None else ref.numel * itemsize
         # A storage need not be a whole number of elements; what is left over is not loaded.
         if not 0 <= entry.nbytes - nbytes < itemsize:
             raise size_error(checkpoint, name, nbytes)

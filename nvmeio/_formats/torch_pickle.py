@@ -107,7 +107,7 @@ class _Machine:
         Those of tensors are done here, without a call each: they are nearly all there are. What
         ends too early is told by the next opcode, which lies behind the end.
         """
-        data, stack, memo = self.data, self.stack, self.memo
+        data, stack, memo, calls = self.data, self.stack, self.memo, self.calls
         push, pop = stack.append, stack.pop
         storage, rebuild, number = StorageRef, REBUILD, int.from_bytes
         most = len(data)
@@ -170,7 +170,12 @@ class _Machine:
             elif opcode == _BINPERSID:
                 self.persistent(pop())
             elif opcode == _REDUCE_OPCODE:
-                _reduce(self, None)
+                args = pop()
+                if args:
+                    call = stack[-1] = PickledCall(stack[-1], args)
+                    calls.append(call)
+                else:
+                    _reduce(self, args)
             elif opcode == _STOP:
                 return pop()
             else:
@@ -240,12 +245,13 @@ class _Machine:
         return made
 
     def set_items(self, target: Any, flat: list[Any]) -> None:
-        pairs = list(zip(flat[::2], flat[1::2], strict=True))
-        check_keys(flat[::2])
+        keys, values = flat[::2], flat[1::2]
+        check_keys(keys)
         if isinstance(target, dict):
-            target.update(pairs)
+            target.update(zip(keys, values, strict=True))
         elif isinstance(target, PickledCall):
-            target.items += pairs
+            target.items = target.items or []
+            target.items += zip(keys, values, strict=True)
         else:
             raise PickleError(f"items for a {type(target).__name__}")
 
@@ -256,6 +262,7 @@ class _Machine:
             check_keys(elements)
             target.update(elements)
         elif isinstance(target, PickledCall):
+            target.elements = target.elements or []
             target.elements += elements
         else:
             raise PickleError(f"elements for a {type(target).__name__}")
@@ -310,8 +317,11 @@ def _tuple(count: int) -> Step:
     return step
 
 
-def _reduce(m: _Machine, _: Any) -> None:
-    args = m.stack.pop()
+def _pop_and_reduce(m: _Machine, _: Any) -> None:
+    _reduce(m, m.stack.pop())
+
+
+def _reduce(m: _Machine, args: Any) -> None:
     # A dict by another name: what follows are its items.
     if not args and args == () and m.stack[-1] == ORDERED_DICT:
         m.stack[-1] = {}
@@ -449,8 +459,8 @@ _STEPS: dict[str, Step] = {
     # What would run
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
-    "REDUCE": _reduce,
-    "NEWOBJ": _reduce,
+    "REDUCE": _pop_and_reduce,
+    "NEWOBJ": _pop_and_reduce,
     "NEWOBJ_EX": _newobj_ex,
     "INST": _inst,
     "OBJ": _obj,

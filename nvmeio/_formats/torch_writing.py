@@ -35,6 +35,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio._storage import crc32
+from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -115,6 +116,7 @@ def write_part(
 
     Raises:
         TransferError: A write failed.
+        IntegrityError: Somebody gave a storage's memory back meanwhile.
         Cancelled: `flight.cancel` was called.
 
     After an error or cancellation: nothing is in flight, and the part's contents are unknown.
@@ -351,8 +353,16 @@ class _Writer:
         if not data.is_cpu:
             data = data.cpu()
         # `resize_` gives memory back: refused, while it takes long enough for somebody to do so.
-        held = _holds.hold(data.untyped_storage()) if high - low >= BODY_BYTES else None
+        storage = data.untyped_storage()
+        held = _holds.hold(storage) if high - low >= BODY_BYTES else None
         try:
+            if data.storage_offset() * data.itemsize + data.nbytes > storage.nbytes():
+                raise IntegrityError(  # the copy would read what is not there
+                    f"the memory of record {record.name!r} was given back while it was saved "
+                    "(resize_): keep it until the save has returned",
+                    expected=data.nbytes,
+                    found=storage.nbytes(),
+                )
             self._sum(index, record, low, data, to)
         finally:
             _holds.end(held)

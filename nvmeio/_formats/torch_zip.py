@@ -177,6 +177,10 @@ def as_text(name: bytes) -> str:
         return name.decode("cp437")
 
 
+def _shown(name: bytes | str) -> str:
+    return name if isinstance(name, str) else as_text(name)
+
+
 class _Parser:
     def __init__(self, read_many: ReadMany, nbytes: int, path: str) -> None:
         self._read_many = read_many
@@ -190,7 +194,9 @@ class _Parser:
             self._check_stored(centrals)
         entries = self._local_headers(centrals, offset)
         entries.sort(key=lambda entry: entry.header_offset)
-        self._check_overlap([(e.header_offset, e.end, e.name.encode()) for e in entries])
+        self._check_overlap(
+            [e.header_offset for e in entries], [e.end for e in entries], [e.name for e in entries]
+        )
         return Archive(self._path, self._size, offset, entries)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -308,10 +314,9 @@ class _Parser:
         if at != size:
             raise self._wrong("bytes behind the central directory's last entry", at, size)
         self._check_overlap(
-            [
-                (c.header_offset, c.header_offset + _LOCAL.size + len(c.name) + c.nbytes, c.name)
-                for c in found
-            ]
+            [c.header_offset for c in found],
+            [c.header_offset + _LOCAL.size + len(c.name) + c.nbytes for c in found],
+            [c.name for c in found],
         )
         return found
 
@@ -324,16 +329,20 @@ class _Parser:
                     f"method {central.method}",
                 )
 
-    def _check_overlap(self, spans: list[tuple[int, int, bytes]]) -> None:
-        position, before = 0, b""
-        for start, end, name in sorted(spans):
-            if start < position:
+    def _check_overlap(
+        self, starts: list[int], ends: list[int], names: Sequence[bytes | str]
+    ) -> None:
+        position, before = 0, 0
+        # By numbers: a tuple for each would be one more that Python's collector goes through.
+        for number in sorted(range(len(starts)), key=starts.__getitem__):
+            if starts[number] < position:
+                here, there = (_shown(names[each]) for each in (number, before))
                 raise self._wrong(
-                    f"record {as_text(name)!r} overlaps {as_text(before)!r}",
+                    f"record {here!r} overlaps {there!r}",
                     f"a start at byte {position} or later",
-                    start,
+                    starts[number],
                 )
-            position, before = end, name
+            position, before = ends[number], number
 
     def _central(self, name: bytes, entry: tuple[int, ...], extra: bytes, crc_at: int) -> _Central:
         flags, method, crc, packed, nbytes = entry[3], entry[4], entry[7], entry[8], entry[9]

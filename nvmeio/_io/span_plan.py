@@ -80,10 +80,12 @@ def plan(spans: Sequence[Span], keys: Sequence[int], sizes: Sequence[int]) -> li
     Raises:
         ValueError: Two spans of one file overlap.
     """
+    offsets = [span.offset for span in spans]
     order = sorted(
-        (index for index, span in enumerate(spans) if span.nbytes),
-        key=lambda index: (keys[index], spans[index].offset),
+        (index for index, span in enumerate(spans) if span.nbytes), key=offsets.__getitem__
     )
+    if len(sizes) > 1:
+        order.sort(key=keys.__getitem__)  # stable
     regions: list[Region] = []
     arena = _Arena()
     before: int | None = None
@@ -123,19 +125,22 @@ class _Arena:
 
     def add(self, index: int, span: Span, key: int, size: int) -> bool:
         """Take in a span that lies behind all others of its file; False if it is too much."""
-        start, end = round_down(span.offset, PAGE_BYTES), span.offset + span.nbytes
+        start = round_down(span.offset, PAGE_BYTES)
+        end = round_up(span.offset + span.nbytes, PAGE_BYTES)
         last = self.runs[-1] if self.runs else None
         joins = last is not None and last.file == key and start - last.end <= HOLE_BYTES
-        run = Run(key, start, start, self._nbytes)
-        if joins and last is not None:
-            run = last
-        grown = run.at + round_up(end, PAGE_BYTES) - run.start
-        if self.runs and grown > ARENA_BYTES:
+        if last is not None and joins:
+            _, first, reached, at = last
+        else:
+            first, reached, at = start, start, self._nbytes
+        grown = at + end - first
+        if last is not None and grown > ARENA_BYTES:
             return False
-        if joins:
-            self.runs.pop()
-        self.runs.append(run._replace(end=max(run.end, read_to(end, size))))
-        self.places.append((index, run.at + span.offset - run.start))
+        if not joins:
+            self.runs.append(Run(key, first, max(reached, min(end, size)), at))
+        elif reached < end and reached < size:
+            self.runs[-1] = Run(key, first, min(end, size), at)
+        self.places.append((index, at + span.offset - first))
         self._nbytes = max(self._nbytes, grown)
         return True
 

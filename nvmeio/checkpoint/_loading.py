@@ -316,6 +316,7 @@ def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingR
     reader = _Reader(checkpoint, found)
     if scan.plain and _is_usual(options) and not _is_swapped(checkpoint):
         options = replace(options, plain=True)
+    del scan, spans  # containers by the thousand, that the collector would go through once more
     try:
         return in_caller(_unpickle, reader, options)
     except pickle.UnpicklingError:

@@ -743,6 +743,8 @@ def killed(me: Rank, victim: int, moment: str, writers: str | int = "all") -> bo
             elif moment == "committing":
                 me.kill_at = -1
                 kill_in_commit(me)
+            elif moment != "before":
+                kill_after_telling(moment)
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
         with me.raises(nvmeio.TransferError) as told:
@@ -763,6 +765,18 @@ def kill_in_commit(me: Rank) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.fdatasync = kill  # type: ignore[assignment]
+
+
+def kill_after_telling(last: str) -> None:
+    """Between two messages: once the others can hear the first one."""
+    put = _ranks.Messages.put
+
+    def tell(self: _ranks.Messages, name: str, value: bytes) -> None:
+        put(self, name, value)
+        if name == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _ranks.Messages.put = tell  # type: ignore[method-assign]
 
 
 def killed_sometime(me: Rank, victim: int, after_s: float) -> bool:

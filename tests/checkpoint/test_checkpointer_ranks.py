@@ -235,6 +235,8 @@ def test_the_group_is_destroyed(ranks: Any, tmp_path: Path) -> None:
         (2, 1, "writing", "one", "tcp"),
         (2, 0, "committing", "one", "rank 0"),
         (2, 1, "before", "one", "rank 0"),
+        (2, 1, "plan", "one", "tcp"),
+        (2, 0, "place", "one", "tcp"),
         (4, 2, "committing", "one", "tcp"),
         (4, 0, "writing", "one", "tcp"),
         (2, 1, "writing", "per_rank", "tcp"),

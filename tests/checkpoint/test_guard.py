@@ -8,6 +8,7 @@ import copy
 import errno
 import gc
 import os
+import signal
 import threading
 import warnings
 import weakref
@@ -356,6 +357,23 @@ def test_a_scaler_that_skips_a_step_moves_nothing(
     check(held, 1, wanted)
 
 
+def test_gradients_that_accumulate_move_nothing(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    held.guard(training.optimizer)
+    training.backward()
+    wanted = copy.deepcopy(training.state())
+    held.save_sync(training.state(), 1)
+    live = live_of(held)
+    for _ in range(2):  # what forward changes beside it, the norm's averages, was copied
+        training.backward()
+    assert not live._moving.locked()
+    with stepping(held, training.optimizer.step):
+        engine_held.gate.set()
+    held.wait_sync()
+    check(held, 1, wanted)
+
+
 def test_averages_of_weights_are_copied_first(
     held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
 ) -> None:
@@ -585,6 +603,27 @@ def test_closing_while_it_is_written(
     training.optimizer.step()
     with pytest.raises(nvmeio.ClosedError):
         held.guard(training.optimizer)
+
+
+def test_a_step_that_is_interrupted_while_it_waits_is_not_made(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    held.guard(training.optimizer)
+    wanted = copy.deepcopy(training.state())
+    held.save_sync(training.state(), 1)
+    live = begun(held)
+
+    def interrupt() -> None:
+        spin_until(lambda: live._asked_at and live._moved <= live._claimed)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with thread(interrupt), pytest.raises(KeyboardInterrupt):
+        training.optimizer.step()
+    assert_same(training.state(), wanted)
+    with stepping(held, training.optimizer.step):  # the next one waits as well
+        engine_held.gate.set()
+    held.wait_sync()
+    check(held, 1, wanted)
 
 
 def test_one_that_is_dropped_while_it_is_written(

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
+from nvmeio import _holds
 from nvmeio._formats import torch_layout, torch_writing
 from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
@@ -219,3 +220,22 @@ def test_a_cancelled_part_leaves_nothing_in_flight(path: Path, new_handle: Any) 
     with nvmeio.open(path, "rw") as file, pytest.raises(Cancelled):
         write_part(handle, file, torch_layout.plan_layout(SAFE["tied"]()), flight=flight)
     assert handle.stats.in_flight == 0
+
+
+def test_memory_that_is_given_back_is_not_copied(
+    handle: nvmeio.AioHandle, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It killed the process."""
+    tensor = torch.ones(2 << 20, dtype=torch.uint8)
+    hold = _holds.hold
+
+    def give_back(storage: torch.UntypedStorage) -> Any:
+        tensor.untyped_storage().resize_(0)  # as another thread may, at that moment
+        return hold(storage)
+
+    monkeypatch.setattr(_holds, "hold", give_back)
+    with (
+        nvmeio.open(path, "w") as file,
+        pytest.raises(nvmeio.IntegrityError, match=r"record '.*/data/0' was given back"),
+    ):
+        write_part(handle, file, torch_layout.plan_layout({"weight": tensor}))
