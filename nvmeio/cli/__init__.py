@@ -79,7 +79,7 @@ def show_report(
     if as_json:
         typer.echo(report.to_json(result))
     else:
-        console = Console()
+        console = Console(emoji=False)
         if not console.is_terminal:
             console.width = 1000  # in a pipe each fact keeps to one line, for grep
         report.render(result, console)

@@ -24,7 +24,7 @@ def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
         yield lambda what: None
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(compact=True),
@@ -54,7 +54,7 @@ def budget(console: Console, seconds: float) -> Iterator[Callable[[float, str], 
         yield lambda passed, what: None
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[left]}"),
         console=console,

@@ -316,7 +316,7 @@ def command(
         ops.append("read")
     if write or not read:
         ops.append("write")
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         devices = tuple(place.device for place in places)
         asked = "--gds" if gds else "--gpu" if gpu else "--use-accelerator-pin-memory"
@@ -344,7 +344,7 @@ def _tell(result: report.BenchResult, errors: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_json(result), indent=2))
     else:
-        report.render(result, Console())
+        report.render(result, Console(emoji=False))
     for line in result.not_measured():
         complain(errors, line, "yellow" if line.startswith("not") else "red")
 

@@ -87,7 +87,7 @@ def command(
     Exit status: 0 generated, 1 a file is damaged or the disk failed, 2 what was asked for makes no
     sense, 3 transformers is not installed.
     """
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     wanted = dtype_of(dtype)
     if (prompt is None) == (ids is None):
         raise typer.BadParameter("give either --prompt or --ids")
@@ -197,9 +197,9 @@ class _Run:
             yield
             return
         with Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[rate]}", markup=False),
             console=self._errors,
             transient=True,
             refresh_per_second=4,

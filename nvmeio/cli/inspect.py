@@ -35,7 +35,7 @@ def command(
     Exit status: 0 shown, 1 one is damaged or cannot be read, 2 a PATH is missing or no checkpoint,
     130 interrupted.
     """
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         found, status = _describe_all(paths, errors)
     if as_json:
@@ -45,7 +45,7 @@ def command(
         elif told:
             typer.echo(json.dumps(told[0], indent=2))
         raise typer.Exit(status)
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = 1000  # in a pipe each line keeps to itself, for grep
     for number, description in enumerate(found):

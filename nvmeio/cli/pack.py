@@ -78,7 +78,7 @@ def command(
     Exit status: 0 written, 1 a file is damaged or the disk failed, 2 what was asked for makes no
     sense, 3 transformers is not installed.
     """
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     wanted = dtype_of(dtype)
     with exit_statuses(errors):
         from nvmeio.inference.packing import pack
@@ -109,4 +109,4 @@ def command(
             f"; {report.quantised} weights quantised, no element is further than "
             f"{report.largest_error:.3g} from what it was"
         )
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)

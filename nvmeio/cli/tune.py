@@ -132,7 +132,7 @@ def command(
         grid = load_grid(sweep_config) if sweep_config else default_grid()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--sweep-config") from error
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         extra.require()
         _accelerator.require(gpu or gds, gds, tuple(range(len(chosen))))

@@ -35,7 +35,7 @@ def command(
     Exit status: 0 all are whole, 1 one is damaged or cannot be read, 2 a PATH is missing or no
     checkpoint, 130 interrupted.
     """
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         found, status = _verify_all(paths, errors)
     if as_json:

@@ -397,16 +397,18 @@ def test_a_pickle_as_deep_as_it_is_long(path: Path) -> None:
 
 
 def test_names_do_nothing_to_the_terminal(path: Path) -> None:
-    """Brackets are no markup, escapes no colours: they are the name."""
-    names = ["layer[0][/red]", "[bold]x", "\x1b[31mred", "a\nb", "ü"]
+    """Brackets are no markup, escapes no colours, colons no pictures: they are the name."""
+    names = ["layer[0][/red]", "[bold]x", "\x1b[31mred", "a\nb", "ü", "root:x:0"]
     nvmeio.save({name: noise(2) for name in names}, path)
     done = run("inspect", path)
     assert done.exit_code == 0 and "\x1b" not in done.stdout
-    for shown in ("layer[0][/red]", "[bold]x", r"\x1b[31mred", r"a\nb", "ü"):
+    for shown in ("layer[0][/red]", "[bold]x", r"\x1b[31mred", r"a\nb", "ü", "root:x:0"):
         assert f"\n{shown} " in done.stdout.replace("\n ", "\n"), shown
     nvmeio.save_safetensors({name: noise(2) for name in names}, path.with_suffix(".safetensors"))
     done = run("inspect", path.with_suffix(".safetensors"))
     assert done.exit_code == 0 and "layer[0][/red]" in done.stdout
+    path.write_text("root:x:0:0:root:/root:/bin/bash")
+    assert "begins with b'root:x:0'" in run("verify", path).stderr
 
 
 def test_alignments() -> None:

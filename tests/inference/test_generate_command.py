@@ -51,15 +51,19 @@ def test_flags_have_underscores_as_well(tmp_path: Path) -> None:
     assert 1 <= len(out.split()) <= 2
 
 
-def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_text_goes_in_and_comes_out(terminal: bool, tmp_path: Path) -> None:
+    """In a terminal the progress line took brackets in the text for markup: it ended there."""
     tokenizers = pytest.importorskip("tokenizers")
     saved(llama, tmp_path)
-    words = {f"w{n}": n for n in range(128)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words = {f"[/w{n}]": n for n in range(128)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[/w0]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     done = CliRunner().invoke(
-        app, ["generate", str(tmp_path), "--prompt", "w5 w9 w30", "--max-new-tokens", "4"]
+        app,
+        ["generate", str(tmp_path), "--prompt", "[/w5] [/w9] [/w30]", "--max-new-tokens", "4"],
+        env={"FORCE_COLOR": "1"} if terminal else {},
     )
     assert done.exit_code == 0, done.output
     assert all(word in words for word in done.stdout.split())
