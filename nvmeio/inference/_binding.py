@@ -117,10 +117,11 @@ def freeze(unit: Unit, device: torch.device) -> None:
             target.empty.requires_grad_(False)
 
 
-def check_frozen(targets: Sequence[Target]) -> None:
-    """Raise where somebody wants gradients of weights that are on disk."""
-    for target in targets:
-        if target.empty.requires_grad:
+def check_frozen(targets: Sequence[Target], shown: Sequence[torch.Tensor] | None = None) -> None:
+    """Raise where somebody wants gradients of weights: of what stands for them, or is shown."""
+    tensors = [target.empty for target in targets] if shown is None else shown
+    for target, tensor in zip(targets, tensors, strict=True):
+        if tensor.requires_grad:
             raise RuntimeError(
                 f"{target.attribute!r} of a {type(target.module).__name__} requires gradients, and "
                 "is read from its checkpoint each time: nobody would have them. Train adapters, or "

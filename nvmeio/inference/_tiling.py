@@ -20,6 +20,7 @@ def linear(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.
     """
     rows = unit.weights[0].shape[0]
     output: torch.Tensor | None = None
+    spans: list[tuple[int, int]] = []
     recorded: list[torch.Tensor] = []
     given = input
     if torch.is_grad_enabled() and input.requires_grad and input.dtype in _NARROW:
@@ -27,18 +28,53 @@ def linear(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.
     for tile in unit.tiles:
         module: Any = tile.modules[0]
         part = module(given.to(input.dtype), bias)
-        if part.requires_grad:
-            recorded.append(part)
-            continue
         if output is None:
             output = part.new_empty(*part.shape[:-1], rows)
-        output[..., module.first : module.last] = part
-        del part  # the next one is computed without it
+        place = output[..., module.first : module.last]
+        if part.requires_grad:
+            spans.append((module.first, module.last))
+            recorded.append(_Put.apply(part, place))  # type: ignore[no-untyped-call]
+        else:
+            place.copy_(part)
+        del part, place  # the next one is computed without it
     _check_sums(unit)
-    if recorded:
-        return torch.cat(recorded, dim=-1)
     assert output is not None
+    if recorded:
+        joined: torch.Tensor = _Joined.apply(output, spans, *recorded)  # type: ignore[no-untyped-call]
+        return joined
     return output
+
+
+class _Put(torch.autograd.Function):
+    """Copies a tile's part of the output to its place there, and stands for it: it may go then.
+
+    `torch.cat` of the parts would have all of them in memory beside the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        place.copy_(part)
+        return part.new_empty(()).expand(part.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _Joined(torch.autograd.Function):
+    """An output that has what was put there; its gradient goes to the parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, spans: list[tuple[int, int]], *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.spans = spans
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, *(grad[..., first:last] for first, last in ctx.spans)
 
 
 def _check_sums(unit: Unit) -> None:

@@ -26,7 +26,7 @@ from nvmeio._io.threads import SLICE_S
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
-from nvmeio.inference._binding import check, install, names_in, shows, uninstall
+from nvmeio.inference._binding import check, check_frozen, install, names_in, shows, uninstall
 from nvmeio.inference._keeper import Weights
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources
@@ -507,6 +507,15 @@ class Uses:
         """Whether the weights that are always there are in their places. From any thread."""
         slot = self._fixed_slot
         return slot is None or shows(self._fixed.targets, slot.shown)
+
+    def check_fixed_frozen(self) -> None:
+        """Raise where somebody wants gradients of a weight that is always there.
+
+        It would be trained in memory alone, and is in no state dict. From any thread.
+        """
+        slot = self._fixed_slot
+        if slot is not None:
+            check_frozen(self._fixed.targets, slot.shown)
 
     def counts(self) -> dict[str, Any]:
         """Since it was opened."""

@@ -259,12 +259,14 @@ class WeightStream(Closing):
 
         Raises:
             RuntimeError: The cache is one that a pass left behind which failed; or another tensor
-                was put in the place of a weight.
+                was put in the place of a weight, or one is to have gradients.
         """
         owner, uses = self._check()
         self._own_pass.begin(cache)
         if not uses.shows_fixed():
             owner.call(uses.check_fixed)
+        if self._trainable:
+            uses.check_fixed_frozen()
         self._own_pass.ready(cache)
 
     def pass_mark(self) -> object:

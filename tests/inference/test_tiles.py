@@ -147,9 +147,9 @@ def test_a_hook_of_the_layer_sees_its_whole_output_once(tmp_path: Path, stream: 
     assert seen[0].equal(whole(whole_numbers(3, NARROW)))
 
 
-@torch.no_grad()
+@pytest.mark.parametrize("trainable", [False, True])
 def test_one_tile_adds_to_the_output_at_a_time(
-    tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
+    trainable: bool, tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_net(tmp_path / "net.safetensors")
     computed: list[weakref.ref[torch.Tensor]] = []
@@ -162,9 +162,12 @@ def test_one_tile_adds_to_the_output_at_a_time(
         return found
 
     monkeypatch.setattr(Tile, "forward", noting)
-    net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=BUDGET)
-    net(whole_numbers(3, NARROW))
+    options = {"resident_bytes": BUDGET, "trainable": trainable}
+    net = stream(empty_net(), tmp_path / "net.safetensors", **options)
+    found = net(whole_numbers(3, NARROW).requires_grad_(trainable))
     assert len(computed) == len(tiles_of(net, "head")) > 1
+    assert found.requires_grad == trainable
+    found.mul_(2)  # it is no view
 
 
 # What is cut
@@ -482,15 +485,17 @@ def test_gradients_go_through_tiles(tmp_path: Path, stream: Make) -> None:
         assert gradients[0][1].equal(gradients[1][1])
 
 
-def test_gradients_of_a_tiled_weight_are_refused(tmp_path: Path, stream: Make) -> None:
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_gradients_of_a_tiled_layer_are_refused(name: str, tmp_path: Path, stream: Make) -> None:
+    """The bias, which is always there, was trained, and was in no state dict."""
     saved_net(tmp_path / "net.safetensors")
     net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=BUDGET, trainable=True)
     assert tiles_of(net, "head")
-    net.head.weight.requires_grad_(True)
+    getattr(net.head, name).requires_grad_(True)
     x = whole_numbers(3, NARROW).requires_grad_()
-    with pytest.raises(RuntimeError, match="'weight' of a Linear requires gradients"):
+    with pytest.raises(RuntimeError, match=f"'{name}' of a Linear requires gradients"):
         net(x)
-    net.head.weight.requires_grad_(False)
+    getattr(net.head, name).requires_grad_(False)
     net(x).sum().backward()
     assert x.grad is not None
 
