@@ -98,9 +98,8 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         self._born = generation()
         self._opened: dict[int, Opened] = {}  # by generation: see `_here`
         with files.open(self._path, mode) as file:
-            size = file.size()
+            size, self._identity = file.size(), _identity(file)
         self._count = record_count(self._path, layout, size, count)
-        self._identity = _identity(self._path)
 
     @classmethod
     def create(
@@ -319,7 +318,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
             raise
 
     def _check_unchanged(self, file: File) -> None:
-        identity = _identity(self._path)
+        identity = _identity(file)
         # Where it was opened on another machine, other numbers may be the same file's.
         if identity.machine == self._identity.machine and identity != self._identity:
             raise IntegrityError(
@@ -409,9 +408,13 @@ class _Identity(NamedTuple):
     inode: tuple[int, int]
 
 
-def _identity(path: str) -> _Identity:
-    facts = os.stat(path)
-    return _Identity(os.uname().nodename, (facts.st_dev, facts.st_ino))
+def _identity(file: File) -> _Identity:
+    """Of the file that is open: its path may be another one's by now."""
+    opened = file.acquire(False)
+    try:
+        return _Identity(os.uname().nodename, opened.inode)
+    finally:
+        opened.release()
 
 
 def _is_number(index: object) -> bool:

@@ -348,6 +348,25 @@ def test_a_file_that_is_another_one_at_first_use_is_refused(file: Path) -> None:
             cut[0]
 
 
+def test_a_file_that_is_replaced_as_it_is_looked_at_is_not_taken_for_the_new_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size was the old file's, and which file it is the new one's."""
+    stock = nvmeio.open
+
+    def opened(*arguments: Any) -> nvmeio.File:
+        found = stock(*arguments)
+        file.with_name("new").write_bytes(raw(ROWS) * 2)
+        os.replace(file.with_name("new"), file)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nvmeio.files.open", opened)
+        records = Records(file, torch.int32, 7)
+    with records, pytest.raises(nvmeio.IntegrityError, match="another file than the one"):
+        records[0]
+
+
 def test_a_file_that_is_replaced_while_open_stays_what_it_was(records: Records, file: Path) -> None:
     assert torch.equal(records[0], ROWS[0])
     file.with_name("new").write_bytes(bytes(28 * 300))
