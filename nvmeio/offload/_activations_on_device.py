@@ -8,7 +8,7 @@ made. Backward gets it in new memory of its own stream's, the next ones are brou
 The host waits for copies only where there is too much on the device. Streams wait for each other:
 copies down for what made the bytes, copies up for whoever had the memory, backward for these.
 
-A device has `device_bytes` for this, half for each direction.
+There are `device_bytes` for this, of all devices together, half for each direction.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class SwappedActivations(Closing):
             list of them, one on each drive. The files in it have no name: nothing is left there.
         resident_bytes: The window: half of it for what was saved last and is not written, half
             for what is read ahead.
-        device_bytes: The window on a device that tensors are saved on, likewise.
+        device_bytes: The window on devices that tensors are saved on, of all together, likewise.
         min_bytes: Smaller storages stay in memory.
         checksum: Compare what is read with what was written (CRC-32).
         handle: Moves the bytes and stays open; None makes one for each drive.
@@ -164,6 +164,11 @@ class SwappedActivations(Closing):
     def resident_bytes(self) -> int:
         """The window."""
         return self._store.resident_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The window on devices, of all together."""
+        return self._on_device.device_bytes
 
     @property
     def in_memory_bytes(self) -> int:

@@ -135,6 +135,7 @@ def test_the_device_holds_a_window_of_what_is_saved(
             before = cuda.in_use_bytes
             loss_of(swapped, module, x).backward()
             most.append(cuda.most_bytes - before)
+            assert swapped.device_bytes == device_bytes
             assert (swapped.bytes_written > 0) == (device_bytes == 32768)
             nbytes = x.nbytes
     assert most[1] < most[0] - 6 * nbytes
