@@ -110,9 +110,9 @@ class EventfdQueue:
 
     def close(self) -> None:
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1  # at once: an interrupt may follow the call
+            if fd >= 0:
+                os.close(fd)
 
     def __del__(self) -> None:
         # A loop that ends in this moment forgets that it was to close the completion queue.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from interrupting import everywhere
 
+from nvmeio.engines._queued import EventfdQueue
 from nvmeio.engines.base import CompletionQueue, Opcode, Options, Transfer
 from nvmeio.engines.threads import ThreadsEngine
 
@@ -94,3 +97,17 @@ def test_an_acknowledgement_that_is_interrupted_anywhere_can_be_made_again(
         queues[0].acknowledge([7])
         assert queues[0].peek() == [], where
         done()
+
+
+def test_an_interrupted_close_closes_nothing_of_others() -> None:
+    """The number of a closed descriptor was kept, and closed again when another file had it."""
+    queues = [EventfdQueue(threading.Lock())]
+    tried = 0
+    for where in everywhere(lambda: queues[0].close()):
+        others = [os.eventfd(0) for _ in range(2)]  # one has its number, if that is free
+        queues[:] = [EventfdQueue(threading.Lock())]
+        for other in others:
+            assert os.readlink(f"/proc/self/fd/{other}").endswith("[eventfd]"), where
+            os.close(other)
+        tried += 1
+    assert tried >= 2
