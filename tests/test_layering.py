@@ -9,9 +9,10 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+module_here = sys.modules[__name__]
 MODULES = modules()
 INSIDE = [name for name in MODULES if name != "nvmeio"]
 
@@ -126,9 +128,14 @@ def walk(node: ast.AST, for_types: bool, at_top: bool) -> Iterator[tuple[ast.AST
 
 
 @functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports_of(module: str) -> tuple[tuple[str, bool, bool], ...]:
     """Imported modules: full name, for type checkers only, at import time."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    tree = tree_of(module)
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     found = []
     for node, typed, top in walk(tree, False, True):
@@ -170,22 +177,29 @@ def test_every_layer_has_its_modules() -> None:
     assert {name for name in LAYERS if f"nvmeio.{name}" not in MODULES} <= later
 
 
-@pytest.mark.parametrize("module", INSIDE)
-def test_imports_point_downward(module: str) -> None:
+def importing(wrong: Callable[[str, str], bool]) -> list[tuple[str, str]]:
+    """Each module of ours and what it imports of them, where that is wrong."""
+    return [
+        (module, name)
+        for module in INSIDE
+        for name in sorted(inner_imports(module))
+        if wrong(module, name)
+    ]
+
+
+def test_imports_point_downward() -> None:
     """Types count too: what a module is about, it must know from below."""
-    upward = {
-        name
-        for name in inner_imports(module)
-        if name not in ("nvmeio", "nvmeio._native") and layer_of(name) > layer_of(module)
-    }
-    assert not upward
+
+    def is_upward(module: str, name: str) -> bool:
+        inner = name not in ("nvmeio", "nvmeio._native")
+        return inner and layer_of(name) > layer_of(module)
+
+    assert importing(is_upward) == []
 
 
-@pytest.mark.parametrize("module", INSIDE)
-def test_only_the_outermost_layers_import_the_whole_package(module: str) -> None:
+def test_only_the_outermost_layers_import_the_whole_package() -> None:
     """`import nvmeio` runs everything below: from within, that is a circle."""
-    if layer_of(module) < 5:
-        assert "nvmeio" not in inner_imports(module)
+    assert importing(lambda module, name: name == "nvmeio" and layer_of(module) < 5) == []
 
 
 def test_only_the_shims_module_imports_the_shim() -> None:
@@ -247,30 +261,31 @@ def is_private_to_another(importer: str, name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("module", INSIDE)
-def test_no_package_reaches_into_the_private_modules_of_another(module: str) -> None:
-    assert {n for n in inner_imports(module) if is_private_to_another(module, n)} == set()
+def test_no_package_reaches_into_the_private_modules_of_another() -> None:
+    assert importing(is_private_to_another) == []
 
 
-@pytest.mark.parametrize("module", INSIDE)
-def test_no_package_takes_private_names_out_of_another(module: str) -> None:
+def test_no_package_takes_private_names_out_of_another() -> None:
     """`from nvmeio.x import _y`, where `_y` is no module."""
-    taken = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nvmeio."):
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                if alias.name.startswith("_") and whole not in MODULES:
-                    taken.add(whole)
-    near = module.split(".")[:2]
-    assert {name for name in taken if name.split(".")[:2] != near} == set()
+    taken = [
+        (module, f"{node.module}.{alias.name}")
+        for module in INSIDE
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nvmeio.")
+        for alias in node.names
+        if alias.name.startswith("_") and f"{node.module}.{alias.name}" not in MODULES
+    ]
+    assert [each for each in taken if each[0].split(".")[:2] != each[1].split(".")[:2]] == []
 
 
-@pytest.mark.parametrize("module", [name for name in INSIDE if name.split(".")[1] in STANDS_ON])
-def test_the_outermost_layers_stand_on_declared_ones(module: str) -> None:
-    mine = module.split(".")[1]
-    used = {name.split(".")[1] for name in inner_imports(module) if name != "nvmeio"}
-    assert used <= STANDS_ON[mine] | {mine}
+def test_the_outermost_layers_stand_on_declared_ones() -> None:
+    def is_undeclared(module: str, name: str) -> bool:
+        mine = module.split(".")[1]
+        if mine not in STANDS_ON or name == "nvmeio":
+            return False
+        return name.split(".")[1] not in STANDS_ON[mine] | {mine}
+
+    assert importing(is_undeclared) == []
 
 
 BENCHMARKS = sorted((ROOT.parent / "benchmarks").rglob("*.py"))
@@ -300,6 +315,29 @@ def test_no_two_test_modules_have_one_name() -> None:
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert len(names) > 100
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_the_rules_see_what_breaks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them names the module and what it imports."""
+
+    def imports(**what: set[str]) -> None:
+        found = {f"nvmeio.{module}": names for module, names in what.items()}
+        monkeypatch.setattr(module_here, "inner_imports", lambda name: found.get(name, set()))
+
+    imports(files={"nvmeio.offload", "nvmeio", "nvmeio.errors"})
+    for rule, name in (
+        (test_imports_point_downward, "nvmeio.offload"),
+        (test_only_the_outermost_layers_import_the_whole_package, "nvmeio"),
+    ):
+        with pytest.raises(AssertionError, match=rf"\('nvmeio.files', '{name}'\)"):
+            rule()
+    imports(cli={"nvmeio.checkpoint._saver", "nvmeio.pool"})
+    for rule, name in (
+        (test_no_package_reaches_into_the_private_modules_of_another, "nvmeio.checkpoint._saver"),
+        (test_the_outermost_layers_stand_on_declared_ones, "nvmeio.pool"),
+    ):
+        with pytest.raises(AssertionError, match=rf"\('nvmeio.cli', '{name}'\)"):
+            rule()
 
 
 def test_private_modules_are_seen() -> None:
@@ -361,8 +399,8 @@ def test_everything_is_logged_by_the_one_logger() -> None:
     """Whoever wants to hear of it, or nothing, names that one."""
     named = {
         ast.unparse(node)
-        for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for module in MODULES
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")
     }
     assert named == {"logging.getLogger('nvmeio')"}
@@ -444,7 +482,7 @@ def test_public_names_are_those_of_all() -> None:
 
 def test_all_is_exported_explicitly() -> None:
     """`X as X`, which type checkers take for a re-export (PEP 484)."""
-    tree = ast.parse(MODULES["nvmeio"].read_text())
+    tree = tree_of("nvmeio")
     exported = {
         alias.asname
         for node in ast.walk(tree)
@@ -474,19 +512,20 @@ THINGS = {
 }
 
 
-@pytest.mark.parametrize("name", THINGS)
-def test_public_things_are_documented(name: str) -> None:
-    thing: Any = THINGS[name]
+def documentation_of(thing: Any) -> str:
     if isinstance(thing, (classmethod, staticmethod)):
         thing = thing.__func__
     own = thing.fget.__doc__ if isinstance(thing, property) and thing.fget else thing.__doc__
-    assert own
-    assert own.strip()
+    return (own or "").strip()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_modules_are_documented(module: str) -> None:
-    assert ast.get_docstring(ast.parse(MODULES[module].read_text())) is not None
+def test_public_things_are_documented() -> None:
+    assert len(THINGS) > 100
+    assert [name for name, thing in THINGS.items() if not documentation_of(thing)] == []
+
+
+def test_modules_are_documented() -> None:
+    assert [name for name in MODULES if ast.get_docstring(tree_of(name)) is None] == []
 
 
 def test_public_classes_live_where_they_say() -> None:

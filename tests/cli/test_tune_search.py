@@ -83,7 +83,7 @@ def test_it_comes_within_5_percent_of_the_best_of_the_whole_grid(
     best: tuple[int, int, int],
 ) -> None:
     """The default is 13 to 24 % slower there; one search in ten may be unlucky."""
-    drives = [Drive(seed, best=best) for seed in range(6)]
+    drives = [Drive(seed, best=best) for seed in range(4)]
     assert drives[0].merit(DEFAULT) < 0.88
     merits = sorted(drive.merit(drive.search().winner) for drive in drives)
     assert merits[1] >= 0.95
@@ -92,10 +92,10 @@ def test_it_comes_within_5_percent_of_the_best_of_the_whole_grid(
 
 def test_the_default_stays_where_nothing_stands_out() -> None:
     """On a plateau luck alone decides who is measured fastest."""
-    drives = [Drive(seed) for seed in range(8)]
+    drives = [Drive(seed) for seed in range(5)]
     outcomes = [drive.search(30.0) for drive in drives]
     kept = [outcome for outcome in outcomes if outcome.winner == DEFAULT]
-    assert len(kept) >= 6
+    assert len(kept) >= 4
     assert all("does not stand out" in outcome.verdict for outcome in kept)
     assert all(d.merit(o.winner) > 0.999 for d, o in zip(drives, outcomes, strict=True))
 

@@ -32,10 +32,10 @@ from nvmeio._live import LiveRecords
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
-# Every third place of libaio's; all of all where NVMEIO_INTERRUPT_PLACES=all, as `make stress` has
+# Every fourth place of libaio's; all of all where NVMEIO_INTERRUPT_PLACES=all, as `make stress` has
 # it. syscalls has the same Python, fake is for tests, and stands on threads,
 # the portable one: every few places will do there.
-STEPS = {"libaio": 3, "syscalls": 11, "fake": 11, "threads": 5}
+STEPS = {"libaio": 4, "syscalls": 13, "fake": 13, "threads": 9}
 Everywhere = Callable[[Callable[[], object]], Iterator[str]]
 
 SIZE = 5000

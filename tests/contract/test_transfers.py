@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
@@ -83,47 +84,45 @@ def test_several_mib_come_back(make_handle: Make, options: dict[str, Any], path:
     assert raw(tensor) == data
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, 4096, 70_000])
-@pytest.mark.parametrize("file_offset", [0, 1, 511, 512, 4095, 4096, 4097, 65535, EDGES])
-def test_a_write_changes_its_span_and_nothing_else(
-    handle: nvmeio.AioHandle, path: Path, file_offset: int, nbytes: int
-) -> None:
-    before = random_bytes(file_offset + nbytes + EDGES, seed=1)
-    path.write_bytes(before)
-    data = random_bytes(nbytes, seed=2)
-    assert handle.sync_pwrite(bytes_tensor(data), path, file_offset) == nbytes
-    expected = before[:file_offset] + data + before[file_offset + nbytes :]
-    assert path.read_bytes() == expected
+SPAN_OFFSETS = (0, 1, 511, 512, 4095, 4096, 4097, 65535, EDGES)
+SPANS = tuple(itertools.product(SPAN_OFFSETS, (1, 100, 4096, 70_000)))
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, 4096, 70_000])
-@pytest.mark.parametrize("file_offset", [0, 1, 511, 512, 4095, 4096, 4097, 65535])
-def test_a_read_takes_its_span_and_nothing_else(
-    handle: nvmeio.AioHandle, path: Path, file_offset: int, nbytes: int
-) -> None:
-    content = random_bytes(file_offset + nbytes + 5000)
-    path.write_bytes(content)
-    tensor, room = misaligned(nbytes, 1000)
-    assert handle.sync_pread(tensor, path, file_offset) == nbytes
-    assert raw(tensor) == content[file_offset : file_offset + nbytes]
-    assert (room[:1000] == 0xA5).all()
-    assert (room[1000 + nbytes :] == 0xA5).all()
+def test_a_write_changes_its_span_and_nothing_else(handle: nvmeio.AioHandle, path: Path) -> None:
+    for file_offset, nbytes in SPANS:
+        before = random_bytes(file_offset + nbytes + EDGES, seed=1)
+        path.write_bytes(before)
+        data = random_bytes(nbytes, seed=2)
+        assert handle.sync_pwrite(bytes_tensor(data), path, file_offset) == nbytes
+        expected = before[:file_offset] + data + before[file_offset + nbytes :]
+        assert path.read_bytes() == expected, (file_offset, nbytes)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 64, 511, 512, 513, 4095])
-def test_any_address_does(handle: nvmeio.AioHandle, path: Path, shift: int) -> None:
-    data = random_bytes(50_000)
-    source, source_room = misaligned(len(data), shift)
-    source.copy_(bytes_tensor(data))
-    room_before = source_room.clone()
-    assert handle.sync_pwrite(source, path) == len(data)
-    assert path.read_bytes() == data
-    assert torch.equal(source_room, room_before)
-    tensor, room = misaligned(len(data), shift)
-    assert handle.sync_pread(tensor, path) == len(data)
-    assert raw(tensor) == data
-    assert (room[:shift] == 0xA5).all()
-    assert (room[shift + len(data) :] == 0xA5).all()
+def test_a_read_takes_its_span_and_nothing_else(handle: nvmeio.AioHandle, path: Path) -> None:
+    for file_offset, nbytes in SPANS:
+        content = random_bytes(file_offset + nbytes + 5000)
+        path.write_bytes(content)
+        tensor, room = misaligned(nbytes, 1000)
+        assert handle.sync_pread(tensor, path, file_offset) == nbytes
+        assert raw(tensor) == content[file_offset : file_offset + nbytes], (file_offset, nbytes)
+        assert (room[:1000] == 0xA5).all(), (file_offset, nbytes)
+        assert (room[1000 + nbytes :] == 0xA5).all(), (file_offset, nbytes)
+
+
+def test_any_address_does(handle: nvmeio.AioHandle, path: Path) -> None:
+    for shift in (0, 1, 64, 511, 512, 513, 4095):
+        data = random_bytes(50_000, seed=shift)
+        source, source_room = misaligned(len(data), shift)
+        source.copy_(bytes_tensor(data))
+        room_before = source_room.clone()
+        assert handle.sync_pwrite(source, path) == len(data)
+        assert path.read_bytes() == data, shift
+        assert torch.equal(source_room, room_before), shift
+        tensor, room = misaligned(len(data), shift)
+        assert handle.sync_pread(tensor, path) == len(data)
+        assert raw(tensor) == data, shift
+        assert (room[:shift] == 0xA5).all(), shift
+        assert (room[shift + len(data) :] == 0xA5).all(), shift
 
 
 @pytest.mark.parametrize("file_offset", [(1 << 31) - 100, (1 << 32) + 7, 5 << 30])
@@ -214,18 +213,19 @@ def test_one_file_for_many_transfers(handle: nvmeio.AioHandle, path: Path) -> No
 # dtypes
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
-def test_every_dtype(handle: nvmeio.AioHandle, path: Path, dtype: torch.dtype) -> None:
-    data = random_bytes(16 * 1111)
-    if dtype is torch.bool:
-        data = bytes(byte & 1 for byte in data)
-    tensor = make_tensor(dtype, data)
-    assert tensor.dtype == dtype
-    assert handle.sync_pwrite(tensor, path) == len(data)
-    assert path.read_bytes() == data
-    got = make_tensor(dtype, bytes(len(data)))
-    assert handle.sync_pread(got, path) == len(data)
-    assert raw(got) == data
+def test_every_dtype(handle: nvmeio.AioHandle, path: Path) -> None:
+    for dtype in ALL_DTYPES:
+        data = random_bytes(16 * 1111, seed=dtype.itemsize)
+        if dtype is torch.bool:
+            data = bytes(byte & 1 for byte in data)
+        path.write_bytes(b"")
+        tensor = make_tensor(dtype, data)
+        assert tensor.dtype == dtype
+        assert handle.sync_pwrite(tensor, path) == len(data)
+        assert path.read_bytes() == data, dtype
+        got = make_tensor(dtype, bytes(len(data)))
+        assert handle.sync_pread(got, path) == len(data)
+        assert raw(got) == data, dtype
 
 
 def test_the_dtypes_are_all_there() -> None:
@@ -237,20 +237,20 @@ def test_the_dtypes_are_all_there() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [d for d in PLAIN_DTYPES if d not in SUB_BYTE], ids=dtype_id)
-def test_every_dtype_not_contiguous(
-    handle: nvmeio.AioHandle, path: Path, dtype: torch.dtype
-) -> None:
-    check_transposed(handle, path, dtype)
+def test_every_dtype_not_contiguous(handle: nvmeio.AioHandle, path: Path) -> None:
+    for dtype in (d for d in PLAIN_DTYPES if d not in SUB_BYTE):
+        check_transposed(handle, path, dtype)
 
 
-@pytest.mark.parametrize("dtype", SUB_BYTE, ids=dtype_id)
-def test_sub_byte_dtypes_not_contiguous(new_handle: Make, path: Path, dtype: torch.dtype) -> None:
+def test_sub_byte_dtypes_not_contiguous(new_handle: Make, path: Path) -> None:
     """torch has no copy for int1 to uint7; their elements are bytes like any other."""
-    check_transposed(new_handle("threads"), path, dtype)
+    handle = new_handle("threads")
+    for dtype in SUB_BYTE:
+        check_transposed(handle, path, dtype)
 
 
 def check_transposed(handle: nvmeio.AioHandle, path: Path, dtype: torch.dtype) -> None:
+    path.write_bytes(b"")
     item = dtype.itemsize
     data = random_bytes(30 * item) if dtype is not torch.bool else bytes([0, 1, 1] * 10)
     tensor = make_tensor(dtype, data).view(5, 6).t()
@@ -322,31 +322,32 @@ def views() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("view", views().values(), ids=list(views()))
 def test_views_are_written_in_the_order_of_their_elements(
-    handle: nvmeio.AioHandle, path: Path, view: Callable[[torch.Tensor], torch.Tensor]
+    handle: nvmeio.AioHandle, path: Path
 ) -> None:
-    tensor = view(torch.randn(6, 8, 10))
-    before = tensor.clone()
-    assert handle.sync_pwrite(tensor, path, 5) == tensor.nbytes
-    assert path.read_bytes()[5:] == tensor.numpy().tobytes()
-    assert torch.equal(tensor, before)
+    for name, view in views().items():
+        tensor = view(torch.randn(6, 8, 10))
+        before = tensor.clone()
+        path.write_bytes(b"")
+        assert handle.sync_pwrite(tensor, path, 5) == tensor.nbytes
+        assert path.read_bytes()[5:] == tensor.numpy().tobytes(), name
+        assert torch.equal(tensor, before), name
 
 
-@pytest.mark.parametrize("view", views().values(), ids=list(views()))
 def test_views_are_read_into_and_their_neighbours_are_not(
-    handle: nvmeio.AioHandle, path: Path, view: Callable[[torch.Tensor], torch.Tensor]
+    handle: nvmeio.AioHandle, path: Path
 ) -> None:
-    base = torch.randn(6, 8, 10)
-    expected = base.clone()
-    target = view(base)
-    values = np.random.default_rng(0).random(target.numel(), dtype=np.float32)
-    path.write_bytes(b"skip." + values.tobytes())
-    assert handle.sync_pread(target, path, 5) == target.nbytes
-    assert torch.equal(target, torch.from_numpy(values).view(target.shape))
-    if target.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
-        view(expected).copy_(torch.from_numpy(values).view(target.shape))
-        assert torch.equal(base, expected)
+    for name, view in views().items():
+        base = torch.randn(6, 8, 10)
+        expected = base.clone()
+        target = view(base)
+        values = np.random.default_rng(0).random(target.numel(), dtype=np.float32)
+        path.write_bytes(b"skip." + values.tobytes())
+        assert handle.sync_pread(target, path, 5) == target.nbytes
+        assert torch.equal(target, torch.from_numpy(values).view(target.shape)), name
+        if target.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
+            view(expected).copy_(torch.from_numpy(values).view(target.shape))
+            assert torch.equal(base, expected), name
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 5), (1,), (1, 1, 1)], ids=str)

@@ -46,6 +46,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 1e-3}),
 }
+# One that differs by a bit differs in all that follow.
+STEPS = [40, pytest.param(200, marks=pytest.mark.stress)]
 # Small subgroups, so that parameters are split and there are several of each.
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
 
@@ -54,13 +56,14 @@ def swapped(made: Any, folder: Path, cls: Any = torch.optim.Adam, **options: Any
     return SwappedOptimizer(cls, made.parameters(), swap_dir=folder, **{**SMALL, **options})
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_hundred_steps_equal_those_in_memory(name: str, tmp_path: Path) -> None:
+def test_steps_equal_those_in_memory(name: str, steps: int, tmp_path: Path) -> None:
     cls, arguments = OPTIMIZERS[name]
     ours, theirs = model(), model()
     reference = cls(theirs.parameters(), **arguments)
     with swapped(ours, tmp_path, cls, **arguments) as optimizer:
-        assert train(ours, optimizer, 200) == train(theirs, reference, 200)
+        assert train(ours, optimizer, steps) == train(theirs, reference, steps)
         assert_same_weights(ours, theirs)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
@@ -74,17 +77,18 @@ def test_a_state_that_the_buffers_hold_is_told(
         assert ("no more memory without swapping" in caplog.text) is told
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", ["adam", "adamw-fused", "sgd-momentum", "adagrad", "sgd-plain"])
 @pytest.mark.parametrize("gradients", ["memory", "disk"])
 def test_bf16_with_fp32_masters_equals_masters_in_memory(
-    name: str, gradients: str, tmp_path: Path
+    name: str, gradients: str, steps: int, tmp_path: Path
 ) -> None:
     cls, arguments = OPTIMIZERS[name]
     ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
     reference = WithMasters(theirs.parameters(), cls, **arguments)
     options = {**arguments, "master_dtype": torch.float32, "gradients": gradients}
     with swapped(ours, tmp_path, cls, **options) as optimizer:
-        assert train(ours, optimizer, 200) == train(theirs, reference, 200)
+        assert train(ours, optimizer, steps) == train(theirs, reference, steps)
         assert_same_weights(ours, theirs)
         masters = [optimizer.state[p].get("master") for p in ours.parameters()]
         for found, wanted in zip(masters, reference.masters, strict=True):
