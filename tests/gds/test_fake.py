@@ -28,7 +28,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio.engines.cufile import driver, engine, locate, preflight
+from nvmeio.engines.cufile import driver, engine, locate, preflight, registry
 
 PAGE = 4096
 TASK = 16384
@@ -1006,3 +1006,40 @@ def test_engine_serves_one_handle(gds: nvmeio.GdsHandle) -> None:
     with pytest.raises(RuntimeError, match="one engine serves one handle"):
         gds._gds.start(gds._options)
     assert isinstance(gds._gds, engine.CuFileEngine)
+
+
+def test_a_file_that_the_collector_lets_go_while_another_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for a lock that its own thread had, and every transfer after it waited, too."""
+    gone: list[int] = []
+
+    class Library:
+        def register_file(self, fd: int) -> int:
+            return fd
+
+        def unregister_file(self, handle: int) -> None:
+            gone.append(handle)
+
+    library: Any = Library()
+    for name in ("dropped", "kept"):
+        (tmp_path / name).write_bytes(bytes(PAGE))
+    dropped, kept = (nvmeio.open(tmp_path / name) for name in ("dropped", "kept"))
+    files, new = registry.Files(), registry._File
+    number = dropped._descriptors.any_fd()
+    files.handle(library, dropped._descriptors, number)
+
+    def collecting() -> registry._File:
+        dropped.close()
+        return new()
+
+    monkeypatch.setattr(registry, "_File", collecting)
+    descriptors = kept._descriptors
+    registering = threading.Thread(
+        target=files.handle, args=(library, descriptors, descriptors.any_fd()), daemon=True
+    )
+    registering.start()
+    spin_until(lambda: not registering.is_alive())
+    assert gone == [number]
+    kept.close()
+    assert len(gone) == 2

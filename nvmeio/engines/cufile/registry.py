@@ -162,7 +162,9 @@ class Files:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # never held in a call of cuFile's, which may hang
+        # Never held in a call of cuFile's, which may hang. Taken again within itself where the
+        # collector runs meanwhile, and lets go of a file.
+        self._lock = threading.RLock()
         self._files: dict[int, _File] = {}
         self._pid = os.getpid()
 
