@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
+from support import PATIENCE_S, spin_until
 from test_module_on_device import EVERY_PACE, WIDTH, model, swapped
 
+import nvmeio
 from nvmeio import _device
+from nvmeio.checkpoint._device_live import DeviceLive
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._device_turns import DeviceTurns
 from nvmeio.offload._subgroups import SlotRun
@@ -367,6 +370,39 @@ def test_a_killed_training_goes_on(
                     assert_weights(cuda, made, wanted)
             if home == "drive":
                 made.close()
+
+
+@pytest.mark.parametrize("pace", [(Pace.EAGER, Pace.LAZY), (Pace.LAZY, Pace.EAGER)])
+def test_a_step_waits_for_the_copies_of_a_guarded_save(
+    pace: tuple[Pace, Pace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a step in place changes on the device is saved as it was before."""
+    run = DeviceLive._run
+
+    def late(live: DeviceLive) -> None:
+        spin_until(lambda: live._asked_at > 0)  # by the step
+        run(live)
+
+    monkeypatch.setattr(DeviceLive, "_run", late)
+    with accelerator(monkeypatch, *pace) as cuda:
+        made = plain(cuda)
+        optimizer = swapped_optimizer("adamw", made, tmp_path)
+        with optimizer, nvmeio.Checkpointer(tmp_path / "saved") as checkpointer:
+            checkpointer.guard(optimizer)
+            for step in range(STEPS):
+                gradients_of(made, cuda.tensor, step)
+                state = {"model": made.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpointer.save_sync(state, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                report = checkpointer.wait_sync(PATIENCE_S)
+                assert report is not None and report.guarded_bytes > 0
+            assert_weights(cuda, made, in_memory("adamw"))
+            for step in range(STEPS):
+                saved, before = checkpointer.restore(step), in_memory("adamw", step)
+                for name, tensor in before.state_dict().items():
+                    assert torch.equal(saved["model"][name], tensor), (step, name)
+                assert bool(saved["optimizer"]["state"]) == bool(step)
 
 
 @pytest.mark.parametrize("number", [1, 2, 6])
