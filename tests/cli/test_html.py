@@ -184,6 +184,19 @@ def test_what_was_not_measured_is_left_out(
     assert "NaN" not in document and "nan" not in re.sub(r"<script.*?</script>", "", document)
 
 
+def test_one_round_has_no_spread(whole: TuneResult) -> None:
+    """It was said to be 0.0 %, as if the one figure were certain."""
+    rounds = {f.setting: list(f.ratios) for f in whole.outcome.finalists}
+    try:
+        for finalist in whole.outcome.finalists:
+            del finalist.ratios[1:]
+        cells = re.findall(r"<td[^>]*>([^<]*)</td>", page.render(whole))
+    finally:
+        for finalist in whole.outcome.finalists:
+            finalist.ratios[:] = rounds[finalist.setting]
+    assert "-" in cells and "0.0%" not in cells
+
+
 def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "grid.json").write_text('{"queue_depth": [4, 8, 128], "block_size": ["1M", "64K"]}')

@@ -47,6 +47,11 @@ class Finalist:
         return statistics.median(self.ratios) - 1 if self.ratios else 0.0
 
     @property
+    def spread_told(self) -> str:
+        """`spread` for people: one round has none."""
+        return f"{self.spread:.1%}" if len(self.ratios) > 1 else "-"
+
+    @property
     def spread(self) -> float:
         """How far below `ahead` the truth may lie, with 97 % certainty from six rounds on.
 

@@ -176,7 +176,10 @@ def _final(result: TuneResult) -> str:
         )
         for f in others
     ]
-    rows = [((s.label, f"{s.middle:+.1%}", f"{s.spread:.1%}"), s.chosen) for s in strips]
+    rows = [
+        ((strip.label, f"{strip.middle:+.1%}", finalist.spread_told), strip.chosen)
+        for strip, finalist in zip(strips, others, strict=True)
+    ]
     return _section(
         "The final",
         f"Each dot is one of {counted(rounds, 'round')}, relative to the default in the same one. "

@@ -146,7 +146,7 @@ def render(result: TuneResult, console: Console) -> None:
         cells = {f"{op} GB/s": _gb(result.rate(finalist, op)) for op in result.ops}
         told = finalist.setting != DEFAULT and rounds
         cells["ahead"] = f"{finalist.ahead:+.1%}" if told else ""
-        cells["spread"] = f"{finalist.spread:.1%}" if told else ""
+        cells["spread"] = finalist.spread_told if told else ""
         chosen = finalist.setting == result.outcome.winner
         name = in_words(finalist.setting)
         name += " (default)" if finalist.setting == DEFAULT else ""
