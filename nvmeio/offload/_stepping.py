@@ -94,12 +94,14 @@ class Stepper:
         if begun:
             self._engine.param_groups = _groups_of(begun, groups)
             self._engine.state = defaultdict(dict)
-            for work in begun:
-                self._engine.state[work.weights] = _state(work, small[work.piece.number])
-            self._engine.step()
-            _collect(begun, self._engine.state, found)
-            self._engine.state = defaultdict(dict)
-            self._engine.param_groups = []
+            try:
+                for work in begun:
+                    self._engine.state[work.weights] = _state(work, small[work.piece.number])
+                self._engine.step()
+                _collect(begun, self._engine.state, found)
+            finally:  # it keeps no memory of a step, nor of one that failed
+                self._engine.state = defaultdict(dict)
+                self._engine.param_groups = []
         fresh = [work for work in works if not work.piece.begun]
         if fresh:
             # Some classes make the state when they are constructed, others in the first step.

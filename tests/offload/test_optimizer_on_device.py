@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
-from support import PATIENCE_S, spin_until
+from support import PATIENCE_S, collect, spin_until
 from test_module_on_device import EVERY_PACE, WIDTH, model, swapped
 
 import nvmeio
@@ -436,6 +436,31 @@ def test_a_step_whose_copy_fails_has_not_happened(
                 optimizer.step()
                 optimizer.zero_grad()
             assert_weights(cuda, made, wanted)
+
+
+def test_a_step_that_failed_keeps_no_memory_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The class had views of the buffers until its next step, if there was one."""
+
+    def fail(self: Any) -> None:
+        raise KeyError
+
+    with accelerator(monkeypatch) as cuda:
+        made = plain(cuda)
+        before = cuda.in_use_bytes
+        optimizer = swapped_optimizer("adamw", made, tmp_path)
+        stepped(made, optimizer, cuda.tensor)
+        gradients_of(made, cuda.tensor, STEPS)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", fail)
+            with pytest.raises(KeyError):
+                optimizer.step()
+        optimizer.zero_grad()
+        optimizer.close()
+        collect()
+        cuda._take_back()
+        assert cuda.in_use_bytes == before
 
 
 def test_a_device_that_fails_while_results_are_awaited_is_told(
