@@ -18,7 +18,7 @@ from nvmeio._batch import Batch
 from nvmeio._batch_record import BatchRecord, Planner
 from nvmeio._descriptors import Descriptors
 from nvmeio._io.threads import run_interruptible
-from nvmeio._live import LiveRecords
+from nvmeio._live_records import LiveRecords
 from nvmeio._loops import in_a_thread
 from nvmeio._record import Record
 from nvmeio._row_places import RowPlaces

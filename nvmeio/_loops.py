@@ -51,7 +51,7 @@ async def in_a_thread(step: Callable[[], None]) -> None:
     await done
 
 
-class Beside:
+class QueueThread:
     """A thread that works off what others hand it, one after the other; begun with the first.
 
     Args:

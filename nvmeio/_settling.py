@@ -15,8 +15,8 @@ import asyncio
 import logging
 import threading
 
-from nvmeio._live import LiveRecords
-from nvmeio._loops import Beside, wake
+from nvmeio._live_records import LiveRecords
+from nvmeio._loops import QueueThread, wake
 from nvmeio._record import Record, let_go_plain
 from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Request
@@ -39,7 +39,7 @@ class Settler:
     def __init__(self, engine: Engine, live: LiveRecords) -> None:
         self._engine = engine
         self._live = live
-        self._finisher = Beside("nvmeio-finish", self._finish_again)
+        self._finisher = QueueThread("nvmeio-finish", self._finish_again)
 
     def reap(self, cq: CompletionQueue, may_block: bool) -> None:
         """Conclude what has arrived at a queue; without `may_block`, long work is handed on."""

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 
 from nvmeio._completions import CompletionQueues
-from nvmeio._live import LiveRecords
+from nvmeio._live_records import LiveRecords
 from nvmeio._loops import wake
 from nvmeio._record import Record
 from nvmeio._settling import Settler

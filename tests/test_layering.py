@@ -58,7 +58,7 @@ LAYERS = {
     "_validate": 4,
     "operation": 4,
     "_core": 4,
-    "_live": 4,
+    "_live_records": 4,
     "_settling": 4,
     "_watching": 4,
     "_unreleased": 4,

@@ -35,7 +35,7 @@ from nvmeio._blocks.catalog import Catalog
 from nvmeio._blocks.in_place import InPlace
 from nvmeio._blocks.slots import BlockPlace
 from nvmeio._blocks.table import DIGEST_BYTES
-from nvmeio._blocks.transfers import Piece, Transfers
+from nvmeio._blocks.transfers import SlotPiece, Transfers
 from nvmeio._blocks.worker import Worker, may_be_interrupted
 from nvmeio._closing import Closing
 from nvmeio._io.ending import Ending, leave
@@ -239,14 +239,14 @@ class BlockStore(Closing):
         catalog = self._catalog
         slots = catalog.locked(catalog.reserve, digests)
         taken = [
-            Piece(number, block, slot)
+            SlotPiece(number, block, slot)
             for number, (slot, block) in enumerate(zip(slots, blocks, strict=True))
             if slot is not None
         ]
         places: dict[int, BlockPlace] = {}
         failed: dict[int, BaseException] = {}
 
-        def note(piece: Piece) -> None:
+        def note(piece: SlotPiece) -> None:
             crc = crc32.of_tensor(piece.block)
             places[piece.number] = BlockPlace(piece.slot, piece.block.nbytes, crc)
 
@@ -304,7 +304,7 @@ class BlockStore(Closing):
         damaged: list[int] = []
         found = [False] * len(digests)
 
-        def check(piece: Piece) -> None:
+        def check(piece: SlotPiece) -> None:
             place = places[piece.number]
             assert place is not None
             found[piece.number] = crc32.of_tensor(piece.block) == place.crc
@@ -313,7 +313,7 @@ class BlockStore(Closing):
 
         try:
             there = [
-                Piece(number, block, place.slot)
+                SlotPiece(number, block, place.slot)
                 for number, (place, block) in enumerate(zip(places, blocks, strict=True))
                 if place is not None and place.nbytes == block.nbytes
             ]

@@ -26,7 +26,7 @@ GROUP_BYTES = 8 << 20
 _GROUP_RUNS = 1024
 
 
-class Piece(NamedTuple):
+class SlotPiece(NamedTuple):
     """A block of a batch.
 
     Attributes:
@@ -59,7 +59,7 @@ class Transfers:
         self._in_place = in_place
 
     def write(
-        self, pieces: Sequence[Piece], beside: Callable[[Piece], object]
+        self, pieces: Sequence[SlotPiece], beside: Callable[[SlotPiece], object]
     ) -> dict[int, BaseException]:
         """Write blocks; `beside` is called with each while they are being written.
 
@@ -69,7 +69,7 @@ class Transfers:
         return self._move(pieces, True, beside, _nothing)
 
     def read(
-        self, pieces: Sequence[Piece], arrived: Callable[[Piece], object]
+        self, pieces: Sequence[SlotPiece], arrived: Callable[[SlotPiece], object]
     ) -> dict[int, BaseException]:
         """Read blocks; `arrived` is called with each that did, while others are being read.
 
@@ -80,10 +80,10 @@ class Transfers:
 
     def _move(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SlotPiece],
         writing: bool,
-        beside: Callable[[Piece], object],
-        arrived: Callable[[Piece], object],
+        beside: Callable[[SlotPiece], object],
+        arrived: Callable[[SlotPiece], object],
     ) -> dict[int, BaseException]:
         if self._moved_in_place(pieces, writing):
             for piece in pieces:
@@ -98,7 +98,7 @@ class Transfers:
             del failed[piece.number]
         return failed | self._move_runs([[piece] for piece in again], writing, _nothing, arrived)
 
-    def _moved_in_place(self, pieces: Sequence[Piece], writing: bool) -> bool:
+    def _moved_in_place(self, pieces: Sequence[SlotPiece], writing: bool) -> bool:
         first = pieces[0].slot
         if self._in_place is None or any(piece.slot != first + n for n, piece in enumerate(pieces)):
             return False
@@ -106,14 +106,14 @@ class Transfers:
 
     def _move_runs(
         self,
-        runs: Iterable[list[Piece]],
+        runs: Iterable[list[SlotPiece]],
         writing: bool,
-        beside: Callable[[Piece], object],
-        arrived: Callable[[Piece], object],
+        beside: Callable[[SlotPiece], object],
+        arrived: Callable[[SlotPiece], object],
     ) -> dict[int, BaseException]:
         begin = self._handle.async_pwrite_batch if writing else self._handle.async_pread_batch
         failed: dict[int, BaseException] = {}
-        flying: deque[tuple[Operation, list[list[Piece]]]] = deque()
+        flying: deque[tuple[Operation, list[list[SlotPiece]]]] = deque()
         nbytes = 0
 
         def finish_first() -> int:
@@ -149,9 +149,9 @@ class Transfers:
         return failed
 
 
-def _runs(pieces: Iterable[Piece], slot_bytes: int) -> Iterator[list[Piece]]:
+def _runs(pieces: Iterable[SlotPiece], slot_bytes: int) -> Iterator[list[SlotPiece]]:
     """Pieces that are one: each begins where the one before ends, in the file and in memory."""
-    run: list[Piece] = []
+    run: list[SlotPiece] = []
     for piece in pieces:
         if run and not _follows(run[-1], piece, slot_bytes, len(run)):
             yield run
@@ -161,7 +161,7 @@ def _runs(pieces: Iterable[Piece], slot_bytes: int) -> Iterator[list[Piece]]:
         yield run
 
 
-def _follows(one: Piece, other: Piece, slot_bytes: int, pieces: int) -> bool:
+def _follows(one: SlotPiece, other: SlotPiece, slot_bytes: int, pieces: int) -> bool:
     return (
         other.slot == one.slot + 1
         and one.block.nbytes == slot_bytes
@@ -172,7 +172,7 @@ def _follows(one: Piece, other: Piece, slot_bytes: int, pieces: int) -> bool:
     )
 
 
-def _memory_of(run: list[Piece]) -> torch.Tensor:
+def _memory_of(run: list[SlotPiece]) -> torch.Tensor:
     """The memory of a run's blocks as one tensor, of the same storage."""
     first = run[0].block
     if len(run) == 1:
@@ -183,8 +183,8 @@ def _memory_of(run: list[Piece]) -> torch.Tensor:
     return whole.set_(storage, first.data_ptr() - storage.data_ptr(), (nbytes,), (1,))
 
 
-def _groups(runs: Iterable[list[Piece]]) -> Iterator[list[list[Piece]]]:
-    group: list[list[Piece]] = []
+def _groups(runs: Iterable[list[SlotPiece]]) -> Iterator[list[list[SlotPiece]]]:
+    group: list[list[SlotPiece]] = []
     nbytes = 0
     for run in runs:
         wanted = sum(piece.block.nbytes for piece in run)
@@ -208,5 +208,5 @@ def _errors(operation: Operation, items: int) -> dict[int, BaseException]:
     return {} if error is None else dict.fromkeys(range(items), error)
 
 
-def _nothing(_: Piece) -> None:
+def _nothing(_: SlotPiece) -> None:
     pass

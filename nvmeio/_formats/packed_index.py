@@ -30,7 +30,7 @@ PART_NAME = "model.safetensors.part"  # which nobody takes for the whole
 _BEFORE_SEAL = f'"{SEAL}":"'.encode()
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """What the file of one rank holds.
 
     Attributes:
@@ -125,7 +125,7 @@ def describe_part(
     )
 
 
-def read_part(text: str) -> Part:
+def read_part(text: str) -> PackedPart:
     """The same, read.
 
     Raises:
@@ -145,7 +145,7 @@ def read_part(text: str) -> Part:
     sums = tuple(int(value, 16) for value in told["crc32"])
     if len(sums) != len(spans):
         raise ValueError(f"{len(spans)} records have {len(sums)} checksums")
-    return Part(rank, ranks, tuple(spans), sums)
+    return PackedPart(rank, ranks, tuple(spans), sums)
 
 
 def shares_of(

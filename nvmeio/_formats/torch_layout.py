@@ -18,7 +18,7 @@ import torch
 
 from nvmeio._formats.torch_pickling import PickleModule, Seen, Switch
 from nvmeio._formats.torch_skeleton import (
-    Kept,
+    KeptSkeleton,
     Records,
     Sink,
     Skeleton,
@@ -97,7 +97,7 @@ def plan_layout(
     pickle_module: Any = pickle,
     pickle_protocol: int = DEFAULT_PROTOCOL,
     in_caller: InCaller = at_once,
-    kept: Kept | None = None,
+    kept: KeptSkeleton | None = None,
 ) -> FileLayout:
     """The layout of what `torch.save` would write.
 
@@ -132,7 +132,7 @@ def plan_layout(
                 torch.serialization._save(  # type: ignore[no-untyped-call]
                     obj, told, watching, pickle_protocol, False
                 )
-                return layout_of((kept or Kept()).skeleton(told), dict(seen))
+                return layout_of((kept or KeptSkeleton()).skeleton(told), dict(seen))
             sink = Sink()
             torch.save(obj, sink, watching, pickle_protocol)  # type: ignore[arg-type]
         return layout_of(skeleton_of(sink), dict(seen))

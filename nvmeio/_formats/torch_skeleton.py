@@ -2,7 +2,7 @@
 
 torch's own writer of zip files makes every byte here, once (`written`). Of a second object whose
 records have the same names and sizes nothing but some contents differ: those are put in
-(`Kept`). Both are of records that torch told (`Records`) when it was asked to save.
+(`KeptSkeleton`). Both are of records that torch told (`Records`) when it was asked to save.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Records:
         return skeleton_of(sink)
 
 
-class Kept:
+class KeptSkeleton:
     """The skeleton of the last save, for the next one.
 
     An object is pickled anew each time. Where its records have the names and sizes that they had,

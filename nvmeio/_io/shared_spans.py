@@ -42,7 +42,7 @@ _READ_CHUNKS = 3
 _SENT_CHUNKS = 3
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """What one rank reads: bytes [start, end) of a region's memory, in whole pages."""
 
     rank: int
@@ -103,7 +103,7 @@ def _index_of(sources: Sequence[Source], at: int) -> int:
     return bisect_right(sources, at, key=attrgetter("start")) - 1
 
 
-def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
+def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[SharedPart]]:
     """Cut regions into rounds of even parts.
 
     Args:
@@ -119,14 +119,14 @@ def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
     while at < total:
         nbytes = min(total - at, ranks * most)
         cuts = [at + nbytes // PAGE_BYTES * rank // ranks * PAGE_BYTES for rank in range(ranks)]
-        parts: list[Part] = []
+        parts: list[SharedPart] = []
         for rank, (low, high) in enumerate(zip(cuts, [*cuts[1:], at + nbytes], strict=True)):
             while low < high:
                 while begin + sizes[region] <= low:
                     begin += sizes[region]
                     region += 1
                 end = min(high, begin + sizes[region])
-                parts.append(Part(rank, region, low - begin, end - begin))
+                parts.append(SharedPart(rank, region, low - begin, end - begin))
                 low = end
         yield parts
         at += nbytes
@@ -134,7 +134,7 @@ def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[Part]]:
 
 def rounds_by_source(
     regions: Sequence[Region], sources: Sequence[Source], ranks: int, most: int
-) -> Iterator[list[Part]]:
+) -> Iterator[list[SharedPart]]:
     """The same, where each rank can read only what it has.
 
     Args:
@@ -147,7 +147,7 @@ def rounds_by_source(
         The parts of a round, one at most of each rank: each of them has something to do for as long
         as it has bytes that are not read yet.
     """
-    queues: list[list[Part]] = [[] for _ in range(ranks)]
+    queues: list[list[SharedPart]] = [[] for _ in range(ranks)]
     before = -1  # the source of the part that was last
     for number, region in enumerate(regions):
         for run in region.runs:
@@ -161,7 +161,7 @@ def rounds_by_source(
                 if last and before == index and (last.region, last.end) == (number, at):
                     at = queue.pop().start
                 for start in range(at, stop, most):
-                    queue.append(Part(source.rank, number, start, min(start + most, stop)))
+                    queue.append(SharedPart(source.rank, number, start, min(start + most, stop)))
                 before = index
     for parts in zip_longest(*queues):
         yield [part for part in parts if part is not None]
@@ -230,7 +230,7 @@ class _ReadAhead:
     def __init__(
         self,
         shared: _Shared,
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[SharedPart]],
         files: _LocalFiles,
         flight: InFlight,
     ) -> None:
@@ -251,7 +251,7 @@ class _ReadAhead:
                 return
             self._flight.finish_first()
 
-    def _begin(self, part: Part, memory: torch.Tensor) -> None:
+    def _begin(self, part: SharedPart, memory: torch.Tensor) -> None:
         region = self._shared.regions[part.region]
         reads = list(_reads(part, region))
         if not reads:  # behind the end of the file
@@ -281,7 +281,7 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _reads(part: Part, region: Region) -> Iterator[Run]:
+def _reads(part: SharedPart, region: Region) -> Iterator[Run]:
     """What of the region's runs lies in a part of it."""
     for run in region.runs:
         low, high = max(run.at, part.start), min(run.at + run.end - run.start, part.end)
@@ -310,11 +310,11 @@ class _InHost:
     def __exit__(self, *raised: Any) -> None:
         self._prefault.__exit__(*raised)
 
-    def to_read(self, part: Part) -> torch.Tensor | None:
+    def to_read(self, part: SharedPart) -> torch.Tensor | None:
         """The memory to read a part to."""
         return self._memory(part)
 
-    def send(self, part: Part) -> None:
+    def send(self, part: SharedPart) -> None:
         """Begin to send it, or to receive it."""
         while len(self._works) >= self._exchange.size + 1:
             self._exchange.wait(self._works.popleft())
@@ -335,7 +335,7 @@ class _InHost:
         nothing = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in self._spans]
         return [found.get(index, nothing[index]) for index in range(len(self._spans))]
 
-    def _memory(self, part: Part) -> torch.Tensor:
+    def _memory(self, part: SharedPart) -> torch.Tensor:
         mapping = self._mappings[part.region]
         return mapping.tensor(part.start, (part.end - part.start,), torch.uint8)
 
@@ -353,8 +353,8 @@ class _OnDevice:
         self._reading = Stagings(most, max(_READ_CHUNKS, at_once), staged)
         self._receiving = Stagings(most, _SENT_CHUNKS, staged)
         self._copies = Copies(device)
-        self._read: dict[Part, torch.Tensor] = {}
-        self._sent: deque[tuple[Any, Part, torch.Tensor]] = deque()
+        self._read: dict[SharedPart, torch.Tensor] = {}
+        self._sent: deque[tuple[Any, SharedPart, torch.Tensor]] = deque()
 
     def __enter__(self) -> _OnDevice:
         return self
@@ -362,7 +362,7 @@ class _OnDevice:
     def __exit__(self, *_: Any) -> None:
         self._copies.finish()
 
-    def to_read(self, part: Part) -> torch.Tensor | None:
+    def to_read(self, part: SharedPart) -> torch.Tensor | None:
         """The memory to read a part to; None if another one has to be sent before."""
         if not self._reading.has_free:
             return None
@@ -370,7 +370,7 @@ class _OnDevice:
         self._read[part] = chunk
         return chunk[: part.end - part.start]
 
-    def send(self, part: Part) -> None:
+    def send(self, part: SharedPart) -> None:
         """Begin to send it, or to receive it, as soon as there is a chunk for it."""
         while len(self._sent) >= _SENT_CHUNKS:
             self._pass_on()

@@ -127,7 +127,7 @@ class OwnDrives:
                     os.unlink(path)
 
 
-class Mark:
+class DriveMark:
     """A file of no bytes by which other ranks see whether a directory is theirs, too.
 
     Args:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, plan_layout
-from nvmeio._formats.torch_skeleton import Kept
+from nvmeio._formats.torch_skeleton import KeptSkeleton
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.caller import InCaller
 from nvmeio._io.inflight import Cancelled, InFlight
@@ -95,7 +95,7 @@ class Setup(NamedTuple):
     claim: Callable[[], None]
     writers: str | int = "all"
     drives: OwnDrives | None = None
-    kept: Kept | None = None
+    kept: KeptSkeleton | None = None
 
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
@@ -473,7 +473,7 @@ class SaveJob(ABC):
         self._ended.then(call)
 
 
-def _planned(state: object, in_caller: InCaller, kept: Kept | None) -> FileLayout:
+def _planned(state: object, in_caller: InCaller, kept: KeptSkeleton | None) -> FileLayout:
     try:
         return plan_layout(state, in_caller=in_caller, kept=kept)
     except BackendUnavailableError as unknown:

@@ -39,7 +39,7 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint import _writers
-from nvmeio.checkpoint._drives import Decision, Mark, OwnDrives, Save, Survey, decide
+from nvmeio.checkpoint._drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
 from nvmeio.checkpoint._job import Disagreement, SaveJob
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.errors import TransferError
@@ -60,7 +60,7 @@ class PartOfEachRank(SaveJob):
     def __init__(self, *arguments: Any) -> None:
         self._decision: Decision | None = None
         self._number: int | None = None  # of this rank's part
-        self._mark: Mark | None = None
+        self._mark: DriveMark | None = None
         super().__init__(*arguments)
 
     @property
@@ -107,7 +107,7 @@ class PartOfEachRank(SaveJob):
     def claim(self) -> None:
         """Let the others see whether this rank's directory is theirs."""
         if self.messages.size > 1 and not self._drives.apart:
-            self._mark = Mark(self._drives.directories[0])
+            self._mark = DriveMark(self._drives.directories[0])
 
     def _unmark(self) -> None:
         mark, self._mark = self._mark, None

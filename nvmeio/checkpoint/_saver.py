@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 
-from nvmeio._formats.torch_skeleton import Kept
+from nvmeio._formats.torch_skeleton import KeptSkeleton
 from nvmeio._io import ending, long_call, threads
 from nvmeio._io.caller import InCaller, at_once
 from nvmeio._io.handles import new_handle
@@ -79,7 +79,7 @@ class Saver:
             claim=self._claim,
             writers=writers,
             drives=drives,
-            kept=Kept(),
+            kept=KeptSkeleton(),
         )
         self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
         self._handle = handle

@@ -37,7 +37,7 @@ _OFFSET_BYTES = 8
 
 
 @dataclass(eq=False)
-class Part:
+class RingPart:
     """A part of a transfer in a chunk."""
 
     active: ActiveTransfer
@@ -84,12 +84,12 @@ class ActiveTransfer:
         """Whether it may begin, or end, as far as the host has to look at it before."""
         return True
 
-    def cut(self, chunk: torch.Tensor) -> Part:
+    def cut(self, chunk: torch.Tensor) -> RingPart:
         """The next part. In chunks, bytes lie as they lie in the file's pages: no bounce."""
         file_offset = self.transfer.file_offset + self.next
         return self._piece(chunk, file_offset, self.transfer.nbytes - self.next)
 
-    def landed(self, part: Part, outcome: Outcome) -> None:
+    def landed(self, part: RingPart, outcome: Outcome) -> None:
         """Note how the host engine's part of it ended; the part's bytes are those to go on."""
         if outcome.error:
             if outcome.error != errno.ECANCELED:
@@ -100,10 +100,10 @@ class ActiveTransfer:
             self.next = self.transfer.nbytes
             part.nbytes = outcome.transferred
 
-    def _piece(self, chunk: torch.Tensor, file_offset: int, most: int) -> Part:
+    def _piece(self, chunk: torch.Tensor, file_offset: int, most: int) -> RingPart:
         shift = file_offset % PAGE_BYTES
         nbytes = min(chunk.numel() - shift, most)
-        part = Part(self, self.next, nbytes, chunk, shift, file_offset)
+        part = RingPart(self, self.next, nbytes, chunk, shift, file_offset)
         self.next += nbytes
         return part
 
@@ -208,7 +208,7 @@ class ActiveRows(ActiveTransfer):
         self.request.sorting = None
         return True
 
-    def cut(self, chunk: torch.Tensor) -> Part:
+    def cut(self, chunk: torch.Tensor) -> RingPart:
         rows = self.request.rows
         row, within = divmod(self.next, rows.row_bytes)
         if rows.row_bytes > chunk.numel():
@@ -216,7 +216,7 @@ class ActiveRows(ActiveTransfer):
         number = min(chunk.numel() // rows.row_bytes, rows.number - row)
         some = Rows(number, rows.row_bytes, rows.offsets + _OFFSET_BYTES * row)
         nbytes = number * rows.row_bytes
-        part = Part(self, self.next, nbytes, chunk, 0, self.transfer.file_offset, some)
+        part = RingPart(self, self.next, nbytes, chunk, 0, self.transfer.file_offset, some)
         self.next += nbytes
         return part
 
@@ -226,7 +226,7 @@ class ActiveRows(ActiveTransfer):
             raise ValueError("file_offsets were changed while the operation read them")
         return offset
 
-    def landed(self, part: Part, outcome: Outcome) -> None:
+    def landed(self, part: RingPart, outcome: Outcome) -> None:
         first = part.start // self.request.rows.row_bytes
         if part.rows is None:
             self._piece_landed(part, outcome, first)
@@ -242,7 +242,7 @@ class ActiveRows(ActiveTransfer):
                 self.request.fail(outcome.error, outcome.cause)
             part.nbytes = 0
 
-    def _piece_landed(self, part: Part, outcome: Outcome, row: int) -> None:
+    def _piece_landed(self, part: RingPart, outcome: Outcome, row: int) -> None:
         if not outcome.error and outcome.transferred == part.nbytes:
             self.request.piece_moved(row, part.nbytes)
             return

@@ -38,7 +38,7 @@ from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._tensor import Memory
 from nvmeio.engines import base
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
-from nvmeio.engines._ring_parts import ActiveTransfer, DeviceRowsRequest, Part, taken_up
+from nvmeio.engines._ring_parts import ActiveTransfer, DeviceRowsRequest, RingPart, taken_up
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
@@ -190,8 +190,8 @@ class _Pump:
     made: bool = False
     unready: list[ActiveTransfer] = field(default_factory=list)
     ready: deque[ActiveTransfer] = field(default_factory=deque)
-    at_drive: list[Part] = field(default_factory=list)
-    at_device: list[Part] = field(default_factory=list)
+    at_drive: list[RingPart] = field(default_factory=list)
+    at_device: list[RingPart] = field(default_factory=list)
 
     def run(self) -> None:
         """Until the engine is stopped and nothing is in flight."""
@@ -314,7 +314,7 @@ class _Pump:
             self.made = True
         return bool(self.free)
 
-    def _cut(self, active: ActiveTransfer) -> Part | None:
+    def _cut(self, active: ActiveTransfer) -> RingPart | None:
         """The next part; None where there can be none, and the transfer is over with it."""
         try:
             part = active.cut(self.free[-1])
@@ -326,14 +326,14 @@ class _Pump:
         active.request.parts_out += 1
         return part
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: RingPart) -> None:
         if part.active.transfer.opcode == Opcode.READ:
             self._to_drive(part)
         else:
             part.mark = self.copier.download(part.bytes, part.on_device)
             self.at_device.append(part)
 
-    def _to_drive(self, part: Part, buffered: bool = False) -> None:
+    def _to_drive(self, part: RingPart, buffered: bool = False) -> None:
         transfer = part.active.transfer
         held = part.bytes
         memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
@@ -350,12 +350,12 @@ class _Pump:
             return
         self._submit(part, planned)
 
-    def _submit(self, part: Part, planned: Transfer) -> None:
+    def _submit(self, part: RingPart, planned: Transfer) -> None:
         part.host = base.prepare(self.host, self.cq, 0, planned, part.rows)
         part.host.start()
         self.at_drive.append(part)
 
-    def _after_drive(self, part: Part) -> None:
+    def _after_drive(self, part: RingPart) -> None:
         assert part.host is not None and part.plan is not None
         request, outcome = part.active.request, part.host.outcome()
         self.engine.count_inside(part.active.transfer.opcode, part.nbytes, outcome)
@@ -378,14 +378,14 @@ class _Pump:
         part.mark = self.copier.upload(part.on_device, part.bytes)
         self.at_device.append(part)
 
-    def _after_device(self, part: Part) -> None:
+    def _after_device(self, part: RingPart) -> None:
         request = part.active.request
         if part.active.transfer.opcode == Opcode.READ or request.stop:
             self._drop(part)
         else:
             self._to_drive(part)
 
-    def _drop(self, part: Part) -> None:
+    def _drop(self, part: RingPart) -> None:
         """Its chunk is free, and it may have been its transfer's last."""
         self.free.append(part.chunk)
         part.active.request.parts_out -= 1
@@ -400,7 +400,7 @@ class _Pump:
 
     # --- the device's errors ------------------------------------------------------------------
 
-    def _guard(self, part: Part, step: Callable[[Part], None]) -> None:
+    def _guard(self, part: RingPart, step: Callable[[RingPart], None]) -> None:
         """A step whose failure (torch's, say) is its transfer's, not the pump's end."""
         try:
             step(part)

@@ -4,9 +4,9 @@ Reading order for newcomers: `_formats.safetensors_set` (open files), `_recipes`
 tensors come from theirs), `_units` (what is streamed as one), `_slot_layout` (where it lies),
 `_budget` (what stays), `_packed_checksums`, `_slots` (memory), `stream` (the heart), `_hooks` (the
 seam to a model), `streaming` (`stream_model`); of several ranks `_rank_parts` (who reads what),
-`_ranks` (how they meet), `_rank_reader` (how they go on). `packing` writes what is read best;
-`kv_cache` puts past keys and values away, `prefixes` keeps them for other processes; `_training` is
-the seam where adapters are trained, `losses` what they need of a large vocabulary.
+`_stream_ranks` (how they meet), `_rank_reader` (how they go on). `packing` writes what is read
+best; `kv_cache` puts past keys and values away, `prefixes` keeps them for other processes;
+`_training` is the seam where adapters are trained, `losses` what they need of a large vocabulary.
 docs/inference.md has the arithmetic.
 """
 

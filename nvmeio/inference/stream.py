@@ -42,9 +42,9 @@ from nvmeio.inference._embedding_rows import EmbeddingRows
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._own_pass import OwnPass
 from nvmeio.inference._rank_reader import Passes, RankReader
-from nvmeio.inference._ranks import Ranks, new_reader
 from nvmeio.inference._resources import Resources, StreamStats
 from nvmeio.inference._slots import SlotPools
+from nvmeio.inference._stream_ranks import Ranks, new_reader
 from nvmeio.inference._units import Partition, Unit
 from nvmeio.inference._uses import Doing, Use, Uses
 from nvmeio.progress import Progress

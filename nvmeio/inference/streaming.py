@@ -23,7 +23,7 @@ from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._fitting import SHARE, fit
 from nvmeio.inference._limits import memory_left
 from nvmeio.inference._matching import match
-from nvmeio.inference._ranks import (
+from nvmeio.inference._stream_ranks import (
     DEFAULT_TIMEOUT_S,
     Ranks,
     check_part,

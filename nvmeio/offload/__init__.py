@@ -1,6 +1,6 @@
 """Training with optimizer state, gradients and parameters on the drive.
 
-Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), `_store`
+Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), `_state_store`
 (generations), `_transactions` (one thread changes it all), `_state_swapper` and `_step`,
 `optimizer`, `gradients`, `module`, `activations`. docs/offload.md has the arithmetic.
 """

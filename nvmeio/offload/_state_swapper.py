@@ -25,10 +25,10 @@ from nvmeio.offload._pipeline import Times
 from nvmeio.offload._rank_steps import DurableSteps, directory_name
 from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._state_loading import StateLoad
+from nvmeio.offload._state_store import StateStore
 from nvmeio.offload._step import Step
 from nvmeio.offload._step_inputs import StepInputs, grads_of
 from nvmeio.offload._stepping import Stepper, placed
-from nvmeio.offload._store import StateStore
 from nvmeio.offload._stored_weights import StoredWeights
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._swap_dirs import Paths, SwapDirs

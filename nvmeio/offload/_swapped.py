@@ -15,7 +15,7 @@ from nvmeio.offload._param_store import ParamStore
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move, Pipeline, SlotTurn, Times, move_all
 from nvmeio.offload._state_files import StateFiles
-from nvmeio.offload._store import StateStore
+from nvmeio.offload._state_store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._weights import param_moves
 from nvmeio.offload.gradients import GradientSwapper

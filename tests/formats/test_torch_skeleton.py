@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nvmeio._formats import torch_skeleton
 from nvmeio._formats.torch_layout import FileLayout, plan_layout
-from nvmeio._formats.torch_skeleton import Kept, Records
+from nvmeio._formats.torch_skeleton import KeptSkeleton, Records
 from nvmeio.errors import BackendUnavailableError
 
 
@@ -31,7 +31,7 @@ def file_of(layout: FileLayout) -> bytes:
     return bytes(whole)
 
 
-def planned(state: object, kept: Kept | None = None) -> bytes:
+def planned(state: object, kept: KeptSkeleton | None = None) -> bytes:
     return file_of(plan_layout(state, kept=kept))
 
 
@@ -137,7 +137,7 @@ CHANGES = [name for name in vars(Training) if not name.startswith("_") and name 
 @given(seed=st.integers(0, 1 << 30), changes=st.lists(st.sampled_from(CHANGES), max_size=6))
 @settings(max_examples=15)
 def test_a_kept_plan_gives_the_bytes_of_a_fresh_one(seed: int, changes: list[str]) -> None:
-    training, kept = Training(seed), Kept()
+    training, kept = Training(seed), KeptSkeleton()
     for change in ["count", *changes, "train"]:
         change_it: Callable[[], None] = getattr(training, change)
         change_it()
@@ -150,7 +150,7 @@ def test_a_kept_plan_gives_the_bytes_of_a_fresh_one(seed: int, changes: list[str
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_is_seen(change: str) -> None:
     """Each alone, between two saves, the second of which would take everything as it was."""
-    training, kept = Training(0), Kept()
+    training, kept = Training(0), KeptSkeleton()
     for _ in range(2):
         planned(training.state(), kept)
     getattr(training, change)()
@@ -161,7 +161,7 @@ def test_each_change_is_seen(change: str) -> None:
 
 
 def test_the_second_plan_asks_torch_for_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, kept = Training(0), Kept()
+    training, kept = Training(0), KeptSkeleton()
     planned(training.state(), kept)
     written: list[Records] = []
     monkeypatch.setattr(Records, "written", lambda self: written.append(self))
@@ -173,7 +173,7 @@ def test_the_second_plan_asks_torch_for_no_file(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_forgotten_is_made_anew() -> None:
-    training, kept = Training(0), Kept()
+    training, kept = Training(0), KeptSkeleton()
     first = planned(training.state(), kept)
     kept.forget()
     assert planned(training.state(), kept) == first
@@ -181,7 +181,7 @@ def test_what_is_forgotten_is_made_anew() -> None:
 
 def test_torchs_own_options_are_seen() -> None:
     """Without CRCs torch makes other numbers of its archives."""
-    state, kept = Training(0).state(), Kept()
+    state, kept = Training(0).state(), KeptSkeleton()
     planned(state, kept)
     torch.serialization.set_crc32_options(False)
     try:
@@ -192,7 +192,7 @@ def test_torchs_own_options_are_seen() -> None:
 
 
 def test_a_pickling_that_fails_leaves_the_plan_good() -> None:
-    training, kept = Training(0), Kept()
+    training, kept = Training(0), KeptSkeleton()
     planned(training.state(), kept)
     with pytest.raises(ZeroDivisionError):
         plan_layout([training.state(), Fails()], kept=kept)
@@ -207,7 +207,7 @@ class Fails:
 
 def test_a_large_plan_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_skeleton, "_MOST_KEPT_BYTES", 100)
-    training, kept = Training(0), Kept()
+    training, kept = Training(0), KeptSkeleton()
     for _ in range(2):
         assert planned(training.state(), kept) == planned(training.state())
         assert kept._skeleton is None
@@ -221,7 +221,7 @@ def test_a_number_that_torch_makes_otherwise_is_not_kept(monkeypatch: pytest.Mon
         "_with_number",
         lambda made, contents: real(made, contents)._replace(nbytes=0),
     )
-    training, kept = Training(0), Kept()
+    training, kept = Training(0), KeptSkeleton()
     for _ in range(2):
         assert planned(training.state(), kept) == planned(training.state())
         assert kept._skeleton is None

@@ -24,7 +24,7 @@ from nvmeio.offload import SwappedOptimizer, _manifest, _rank_steps
 from nvmeio.offload._generation_sync import GenerationSync
 from nvmeio.offload._rank_steps import DurableSteps, Made
 from nvmeio.offload._state_files import NAMES, StateFiles
-from nvmeio.offload._store import StateStore
+from nvmeio.offload._state_store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_dirs import SwapDirs
 
@@ -271,7 +271,7 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
         joined.append(len(joined) + 1 == first._store.add("joined", 0))
         return None, []  # when all have come so far
 
-    monkeypatch.setattr("nvmeio.offload._store.agreed", agreed)
+    monkeypatch.setattr("nvmeio.offload._state_store.agreed", agreed)
     ranks = [Rank(number, tmp_path, steps) for number, steps in enumerate((first, second))]
     for rank in ranks:
         assert rank.store.resume() is None

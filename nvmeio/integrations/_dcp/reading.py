@@ -33,7 +33,7 @@ from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.parsing import Parser, StoredItem, extent
-from nvmeio.integrations._dcp.slices import CHUNK_BYTES, CHUNKS, Part, parts
+from nvmeio.integrations._dcp.slices import CHUNK_BYTES, CHUNKS, SlicePart, parts
 
 # Up to here an item is read as a whole: one read less than for its headers and its data.
 WHOLE_BYTES = 1 << 20
@@ -292,11 +292,11 @@ class _Reader:
                     self._read_staged(item, at, part, request)
             request.end()
 
-    def _read_direct(self, item: Item, at: int, part: Part, request: _Request) -> None:
+    def _read_direct(self, item: Item, at: int, part: SlicePart, request: _Request) -> None:
         start = at + int(part.source.storage_offset()) * part.source.element_size()
         self._start(item, part.target, start, request.end)
 
-    def _read_staged(self, item: Item, at: int, part: Part, request: _Request) -> None:
+    def _read_staged(self, item: Item, at: int, part: SlicePart, request: _Request) -> None:
         itemsize = part.source.element_size()
         start = at + int(part.source.storage_offset()) * itemsize
         end = start + extent(part.source) * itemsize

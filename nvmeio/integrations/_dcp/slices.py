@@ -17,7 +17,7 @@ CHUNKS = 4
 ROW_BYTES = 128 << 10
 
 
-class Part(NamedTuple):
+class SlicePart(NamedTuple):
     """One read.
 
     Attributes:
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     direct: bool
 
 
-def parts(source: torch.Tensor, target: torch.Tensor) -> Iterator[Part]:
+def parts(source: torch.Tensor, target: torch.Tensor) -> Iterator[SlicePart]:
     """Cut a wanted part into reads.
 
     Args:
@@ -45,19 +45,19 @@ def parts(source: torch.Tensor, target: torch.Tensor) -> Iterator[Part]:
     if not source.numel():
         return
     if source.is_contiguous() and _is_memory(target, source.dtype):
-        yield Part(source, target, True)
+        yield SlicePart(source, target, True)
         return
     span = extent(source) * source.element_size()
     sparse = 4 * source.nbytes < 3 * span
     dim = _widest(source)
     if dim is None or (span <= CHUNK_BYTES and not (sparse and _has_rows(source, dim))):
-        yield Part(source, target, False)
+        yield SlicePart(source, target, False)
         return
     step = 1
     if not (sparse and _has_rows(source, dim)):
         step = max(1, CHUNK_BYTES // (source.stride(dim) * source.element_size()) - 1)
     if step >= source.shape[dim]:  # strides that overlap: no cut makes it smaller
-        yield Part(source, target, False)
+        yield SlicePart(source, target, False)
         return
     for start in range(0, source.shape[dim], step):
         length = min(step, source.shape[dim] - start)
