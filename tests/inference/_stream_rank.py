@@ -189,11 +189,11 @@ def flip_in_part(part: Path) -> None:
         os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), at)
 
 
-def killed(me: Rank, victim: int) -> bool:
+def killed(me: Rank, victim: int, packed: str = "model") -> bool:
     """A rank dies in the middle of a pass."""
     together()
     handle = handle_of(me)
-    model = stream(me.notes / "model", handle=handle, timeout_s=60)
+    model = stream(me.notes / packed, handle=handle, timeout_s=60)
     ids = own_prompt(me)
     models.logits(model, ids)
     me.meet_others()

@@ -130,9 +130,11 @@ def test_a_rank_that_fails(ranks: Any, folder: Path) -> None:
     ranks(2, "fail", folder)
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 1), (4, 0)])
-def test_a_rank_is_killed(world: int, victim: int, ranks: Any, folder: Path) -> None:
-    ranks(world, "killed", folder, victim=victim)
+@pytest.mark.parametrize(("world", "victim", "packed"), [(2, 1, "parts"), (4, 0, "model")])
+def test_a_rank_is_killed(world: int, victim: int, packed: str, ranks: Any, folder: Path) -> None:
+    if packed == "parts":
+        pack(folder / "model", folder / "parts", ranks=world)
+    ranks(world, "killed", folder, victim=victim, packed=packed)
 
 
 def test_a_rank_that_hangs(ranks: Any, folder: Path) -> None:

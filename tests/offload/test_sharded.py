@@ -61,12 +61,15 @@ def losses(module: Any, optimizer: Any) -> list[float]:
     return found
 
 
-def test_one_rank_alone_equals_the_module_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drives", [1, 2])
+def test_one_rank_alone_equals_the_module_in_memory(drives: int, tmp_path: Path) -> None:
     theirs = plain()
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    with SwappedModule(sharded(), swap_dir=tmp_path, resident_bytes=WINDOW) as ours:
+    swap_dir = [tmp_path / f"drive-{number}" for number in range(drives)]
+    with SwappedModule(sharded(), swap_dir=swap_dir, resident_bytes=WINDOW) as ours:
         made = ours.parameters()
-        with SwappedOptimizer(torch.optim.AdamW, made, swap_dir=tmp_path, lr=1e-2) as optimizer:
+        with SwappedOptimizer(torch.optim.AdamW, made, swap_dir=swap_dir, lr=1e-2) as optimizer:
+            assert all(list(each.glob("parameters*/weights*")) for each in swap_dir)
             assert losses(ours, optimizer) == losses(theirs, reference)
     with pytest.raises(ClosedError):
         ours(torch.ones(2, 7))
