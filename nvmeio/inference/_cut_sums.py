@@ -13,12 +13,19 @@ class CutSums:
     Args:
         whole: CRC-32 of the tensor.
         sizes: Bytes of each tile, in the order of the tensor.
+
+    Attributes:
+        failures: How often a tile was found to be, or to have been, another than what was packed.
+            Whoever uses several tiles one after the other compares it: one that he had used may
+            have been read anew by somebody else, and be right by now.
     """
 
     def __init__(self, whole: int, sizes: Sequence[int]) -> None:
         self.whole = whole
         self._sizes = tuple(sizes)
+        self.failures = 0
         self._noted: dict[int, int] = {}
+        self._last: dict[int, int] = {}  # not noted anew with the others: it may be in memory yet
         self._right: dict[int, int] | None = None
 
     def agrees(self, tile: int, found: int) -> bool:
@@ -28,7 +35,9 @@ class CutSums:
         """
         if self._right is not None:
             return self._right[tile] == found
-        self._noted[tile] = found
+        if self._last.setdefault(tile, found) != found:
+            self.failures += 1
+        self._noted[tile] = self._last[tile] = found
         if len(self._noted) < len(self._sizes):
             return True
         total = 0
@@ -36,6 +45,7 @@ class CutSums:
             total = crc32.combine(total, self._noted[number], nbytes)
         noted, self._noted = self._noted, {}
         if total != self.whole:
+            self.failures += 1
             return False
         self._right = noted
         return True

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nvmeio.errors import IntegrityError
+from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._units import Unit
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -19,6 +20,7 @@ def linear(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.
         TransferError, IntegrityError: As for `WeightStream.use`.
     """
     rows = unit.weights[0].shape[0]
+    failures = _failures(unit)
     output: torch.Tensor | None = None
     spans: list[tuple[int, int]] = []
     recorded: list[torch.Tensor] = []
@@ -37,7 +39,7 @@ def linear(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.
         else:
             place.copy_(part)
         del part, place  # the next one is computed without it
-    _check_sums(unit)
+    _check_sums(unit, failures)
     assert output is not None
     if recorded:
         joined: torch.Tensor = _Joined.apply(output, spans, *recorded)  # type: ignore[no-untyped-call]
@@ -77,14 +79,31 @@ class _Joined(torch.autograd.Function):
         return None, None, *(grad[..., first:last] for first, last in ctx.spans)
 
 
-def _check_sums(unit: Unit) -> None:
-    """Raise where the tiles, of which the file has one checksum, were not right together."""
-    for tile in unit.tiles:
-        for part in tile.weights[0].parts:
-            if part.cut is not None and not part.cut[0].settled:
-                raise IntegrityError(
-                    f"the rows of {unit.weights[0].name!r} were not all what was packed, when they "
-                    "were read: model.weight_stream.close() and reopen() read them anew",
-                    expected=f"CRC-32 {part.cut[0].whole:08x} of the whole",
-                    found="another one",
-                )
+def _sums_of(unit: Unit) -> list[CutSums]:
+    """Of its parts of which the file has one checksum for all tiles; once for each tile."""
+    parts = (part for tile in unit.tiles for part in tile.weights[0].parts)
+    return [part.cut[0] for part in parts if part.cut is not None]
+
+
+def _failures(unit: Unit) -> int:
+    return sum(sums.failures for sums in _sums_of(unit))
+
+
+def _check_sums(unit: Unit, failures: int) -> None:
+    """Raise where the tiles that were used may not have been right together.
+
+    Args:
+        unit: Of the tiles.
+        failures: `_failures`, before the first of them was used.
+    """
+    found = _sums_of(unit)
+    wrong = next((sums for sums in found if not sums.settled), None)
+    if wrong is None and _failures(unit) != failures:
+        wrong = found[0]  # right by now, and maybe not when it was used
+    if wrong is not None:
+        raise IntegrityError(
+            f"the rows of {unit.weights[0].name!r} were not all what was packed, when they "
+            "were read: model.weight_stream.close() and reopen() read them anew",
+            expected=f"CRC-32 {wrong.whole:08x} of the whole",
+            found="another one",
+        )

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from torch import nn
 from torch.nn import functional
 
 import nvmeio
+from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.inference import _fitting, _units, pack
+from nvmeio.inference import _fitting, _tiling, _units, pack
+from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
 from nvmeio.inference._tiles import ROWS, Tile, rows_of
 from nvmeio.testing import FakeEngine
@@ -397,6 +400,40 @@ def test_a_packed_tile_with_other_bytes_is_found(tmp_path: Path, stream: Make) -
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("fails_between", [False, True], ids=["replaced", "failed"])
+def test_a_tile_that_was_wrong_when_it_was_used_is_told_of(fails_between: bool) -> None:
+    """Read anew for another thread it was right, and the first one's outputs passed with it."""
+    right, wrong = [1, 2], 7
+    sums = CutSums(crc32.combine(right[0], right[1], 4), [4, 4])
+
+    class Reading:
+        """A tile's module, before which it is read as often as there are values."""
+
+        def __init__(self, tile: int, found: list[tuple[int, int]]) -> None:
+            self.first, self.last, self.found = tile, tile + 1, found
+
+        def __call__(self, given: torch.Tensor, bias: None) -> torch.Tensor:
+            for tile, found in self.found:
+                sums.agrees(tile, found)
+            return given[..., :1]
+
+    def unit(*reads: list[tuple[int, int]]) -> Any:
+        part = SimpleNamespace(cut=(sums, 0))
+        weight = SimpleNamespace(name="head", shape=(2, 1), parts=[part])
+        tiles = [
+            SimpleNamespace(modules=[Reading(tile, found)], weights=[weight])
+            for tile, found in enumerate(reads)
+        ]
+        return SimpleNamespace(weights=[weight], tiles=tiles)
+
+    others = [(1, right[1])] if fails_between else []
+    others += [(0, right[0]), (1, right[1])]  # the wrong one went meanwhile
+    with pytest.raises(IntegrityError, match="were not all what was packed"):
+        _tiling.linear(unit([(0, wrong)], others), torch.ones(1, 1), None)
+    assert sums.settled
+    assert _tiling.linear(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
+
+
 def test_a_tile_that_cannot_be_read_is_named_and_the_model_goes_on(
     tmp_path: Path, stream: Make
 ) -> None:
