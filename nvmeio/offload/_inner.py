@@ -33,6 +33,7 @@ def watch(module: torch.nn.Module) -> None:
     for parameter in parameters:
         parameter.__deepcopy__ = types.MethodType(_copied, parameter)
         parameter.__reduce_ex__ = types.MethodType(_pickled, parameter)
+        parameter._typed_storage = types.MethodType(_sent, parameter)
 
 
 def _values_of(
@@ -90,6 +91,13 @@ def _pickled(self: torch.nn.Parameter, protocol: Any) -> Any:
     _check_copying(self)
     reduced: Any = type(self).__reduce_ex__
     return reduced(self, protocol)
+
+
+def _sent(self: torch.nn.Parameter) -> Any:
+    """What torch.multiprocessing puts into shared memory; it does not ask for `__reduce_ex__`."""
+    _check_copying(self)
+    storage: Any = type(self)._typed_storage
+    return storage(self)
 
 
 def _check_copying(parameter: torch.nn.Parameter) -> None:

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ def test_the_module_within_answers_from_the_drive(tmp_path: Path) -> None:
             lambda: copy.deepcopy(ours),
             lambda: copy.deepcopy(next(ours.parameters())),
             lambda: torch.save(ours, tmp_path / "whole.pt"),
+            lambda: ForkingPickler.dumps(list(ours.parameters())),  # of torch.multiprocessing
         ):
             with pytest.raises(TypeError, match="SwappedModule"):
                 refused()
@@ -273,6 +275,30 @@ def test_the_module_within_answers_from_the_drive(tmp_path: Path) -> None:
             refused()
     ours.to_empty(device="cpu").load_state_dict(twice)
     assert torch.equal(copy.deepcopy(ours).state_dict()["norm.weight"], twice["norm.weight"])
+
+
+def test_parameters_of_one_element_that_are_gone_are_known(tmp_path: Path) -> None:
+    """Strides do not tell them, so their NaN was saved and sent, and swapped again."""
+    ours = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.PReLU())
+    ours.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+    count = torch.nn.Parameter(torch.tensor([3]), requires_grad=False)
+    ours.register_parameter("count", count)
+    SwappedModule(ours, swap_dir=tmp_path, resident_bytes="1MiB").close()
+    for refused in (
+        ours[0].state_dict,
+        ours[1].state_dict,
+        lambda: pickle.dumps(ours[1]),
+        lambda: ForkingPickler.dumps(ours.scale),
+        lambda: copy.deepcopy(count),
+    ):
+        with pytest.raises(nvmeio.ClosedError, match="no values"):
+            refused()
+    with pytest.raises(ValueError, match="no values"):
+        SwappedModule(ours[1], swap_dir=tmp_path, resident_bytes="1MiB")
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.fill_(4)
+    assert all(bool((value == 4).all()) for value in ours.state_dict().values())
 
 
 @pytest.mark.parametrize("masters", [False, True])
