@@ -103,7 +103,7 @@ class _RichBar(Bar):
             transient=transient,
             refresh_per_second=4,  # each one takes the GIL for a millisecond or so
         )
-        weakref.finalize(self, self._bars.stop)
+        weakref.finalize(self, self._bars.live.stop)  # `stop` prints a line, begun or not
 
     def _begin(self, what: str, total_bytes: int) -> Any:
         self._bars.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 from collections.abc import Callable
@@ -61,6 +62,15 @@ def test_a_bar_is_over_at_the_end_of_its_with_statement(make: Make) -> None:
         bar("load", 0, 10)
         raise KeyError
     assert_over(bar)
+
+
+def test_a_bar_that_is_never_shown_prints_nothing() -> None:
+    """`nvmeio pack` ended with an empty line where it is no terminal that it tells."""
+    written = io.StringIO()
+    bar = nvmeio.progress.rich_bar(Console(file=written, force_terminal=False))
+    del bar
+    gc.collect()
+    assert not written.getvalue()
 
 
 def test_one_bar_after_another(make: Make) -> None:
