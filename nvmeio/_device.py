@@ -389,17 +389,22 @@ def current(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def as_here(work: Callable[[], Value]) -> Callable[[], Value]:
-    """The same work for a new thread, on the calling thread's current CUDA device and stream.
+    """The same work for a new thread, which computes as the calling one does.
 
-    "cuda" means that device, and what is asked of it comes after what this thread has asked.
+    With as many threads of torch's, so that results are the same to the last bit. On its current
+    CUDA device and stream: "cuda" means that device, and what is asked of it comes after what this
+    thread has asked.
     """
     cuda: Any = torch.cuda
-    if not cuda.is_initialized():
-        return work  # nobody has chosen a device yet
-    stream = cuda.current_stream()
+    count = torch.get_num_threads()
+    stream = cuda.current_stream() if cuda.is_initialized() else None  # else nobody chose a device
 
     def there() -> Value:
-        cuda.set_stream(stream)  # and its device
+        # A new thread's matrix products know nothing of `set_num_threads` before it was asked.
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        if stream is not None:
+            cuda.set_stream(stream)  # and its device
         return work()
 
     return there

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from nvmeio import _device
 from nvmeio._io import spans as span_reads
 from nvmeio._io.threads import in_thread
 from nvmeio.engines.cufile import driver
+from nvmeio.inference._lockstep import Lockstep
 
 GPU = torch.device("cuda:2")
 
@@ -200,3 +204,31 @@ def test_loads_work_on_their_own_device(
     assert copies == [2]
     assert ("cudaHostRegister", 2) in cuda.calls
     assert cuda.contexts == {2}
+
+
+def openmp_threads() -> int:
+    """With how many this thread's next matrix product is made, without torch being asked."""
+    maps = Path("/proc/self/maps").read_text().split()
+    (path,) = {each for each in maps if "omp" in Path(each).name and ".so" in each}
+    found: int = ctypes.CDLL(path).omp_get_max_threads()
+    return found
+
+
+@pytest.mark.parametrize("way", ["awaited", "lockstep"])
+def test_other_threads_compute_with_as_many_threads(way: str) -> None:
+    """A matrix product of theirs was made with all cores, whatever `set_num_threads` had said.
+
+    Its last bits depend on that.
+    """
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        wanted = pool.submit(openmp_threads).result() + 1
+    try:
+        torch.set_num_threads(wanted)
+        if way == "awaited":
+            found = [asyncio.run(in_thread(openmp_threads))]
+        else:
+            found = Lockstep([openmp_threads, openmp_threads]).run()
+        assert set(found) == {wanted}
+    finally:
+        torch.set_num_threads(before)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from nvmeio import _device
 from nvmeio._io.threads import Thread
 
 Value = TypeVar("Value")
@@ -35,7 +36,9 @@ class Lockstep(Generic[Value]):
         self._stopped = False
 
     def run(self) -> list[Value]:
-        """Run them all and return their values, in order; called in a thread of its own.
+        """Run them all, as the calling thread computes, and return their values, in order.
+
+        Called in a thread of its own.
 
         Raises: What the first of them raised that failed; the others are stopped at their next
             unit.
@@ -44,7 +47,8 @@ class Lockstep(Generic[Value]):
         threads: list[Thread] = []
         try:
             for number in range(len(self._works)):
-                thread = Thread(self._member, f"nvmeio-batch-{number}", (number, values))
+                work = _device.as_here(self._works[number])
+                thread = Thread(self._member, f"nvmeio-batch-{number}", (number, work, values))
                 thread.start()
                 threads.append(thread)
         except BaseException as failed:  # no more threads in this process
@@ -92,12 +96,12 @@ class Lockstep(Generic[Value]):
         later = [member for member in self._members if member > number]
         return later[0] if later else min(self._members, default=-1)
 
-    def _member(self, number: int, values: dict[int, Value]) -> None:
+    def _member(self, number: int, work: Callable[[], Value], values: dict[int, Value]) -> None:
         _here.lockstep, _here.number = self, number
         try:
             with self._condition:
                 self._wait(number)
-            values[number] = self._works[number]()
+            values[number] = work()
         except Abandoned:
             pass
         except BaseException as failed:

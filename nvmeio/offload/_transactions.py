@@ -140,12 +140,9 @@ class Transactions:
 
 def _as_here(work: Callable[[Transaction], Value], transaction: Transaction) -> Callable[[], Value]:
     """The same for another thread, with what torch keeps for each thread as it is in this one."""
-    count = torch.get_num_threads()
     flushes = _TINY * 1.0 == 0.0
 
     def there() -> Value:
-        if torch.get_num_threads() != count:
-            torch.set_num_threads(count)
         if flushes != (_TINY * 1.0 == 0.0):
             torch.set_flush_denormal(flushes)
         with torch.no_grad():
