@@ -98,8 +98,10 @@ def run_model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("spell", [("-", "-"), ("_", "-"), ("-", "_")])
 def test_flags_of_run_model_are_taken_in_both_spellings(
-    run_model: Any, spell: tuple[str, str]
+    run_model: Any, spell: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "offload").mkdir()
     arguments = [
         f"--{flag[2:].replace(*spell)}" if flag.startswith("--") else flag for flag in RUN_MODEL
     ]
@@ -122,11 +124,27 @@ def test_flags_of_run_model_that_are_not_done_are_refused(
     assert "--local_rank: one process" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--batch_size", "0"), "--batch-size: at least 1, not 0"),
+        (("--gen-len=-2",), "--gen-len: at least 1, not -2"),
+        (("--quant_bits", "4", "--offload-dir", "missing"), "missing is no directory"),
+    ],
+)
+def test_values_of_run_model_that_make_no_sense_are_told_before_anything_is_written(
+    run_model: Any, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_model._parse(["--model", "tiny", *flags], None)
+    assert told in capsys.readouterr().err
+
+
 def test_the_log_of_run_model_has_a_name_and_the_figures(
     run_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = run_model._parse([*RUN_MODEL], None)
+    options = run_model._parse([*RUN_MODEL, "--quant_bits", "16"], None)
     run_model._write_log(options, {"where": "disk", "total, tokens/s": 1.5})
     (log,) = tmp_path.iterdir()
     assert log.name == "nvmeio-tiny-bs3-prompt7-gen5-disk.log"

@@ -105,6 +105,11 @@ def _parse(arguments: list[str], description: str | None) -> argparse.Namespace:
             parser.error(f"{flag.replace('-', '_').replace('__', '--', 1)}: {instead}")
     if options.local_rank > 0:
         parser.error("--local_rank: one process runs the model; start it without a launcher")
+    for name in ("loops", "batch_size", "micro_batches", "prompt_len", "gen_len"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: at least 1, not {getattr(options, name)}")
+    if (options.dummy or options.quant_bits != 16) and not options.dir.is_dir():
+        parser.error(f"--offload-dir: {options.dir} is no directory; make it, or name another one")
     if options.dummy and options.model not in DUMMIES:
         parser.error(f"with --dummy --model is one of {', '.join(DUMMIES)}")
     return options
