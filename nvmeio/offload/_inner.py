@@ -83,14 +83,22 @@ def _applied(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.M
 
 def _copied(self: torch.nn.Parameter, memo: Any) -> Any:
     _check_copying(self)
+    _let_be(self)
     copied: Any = type(self).__deepcopy__
     return copied(self, memo)
 
 
 def _pickled(self: torch.nn.Parameter, protocol: Any) -> Any:
     _check_copying(self)
+    _let_be(self)  # torch pickles what a parameter has of its own, which could not be loaded
     reduced: Any = type(self).__reduce_ex__
     return reduced(self, protocol)
+
+
+def _let_be(parameter: torch.nn.Parameter) -> None:
+    """It is swapped no more, and has values: an ordinary one."""
+    for name in ("__deepcopy__", "__reduce_ex__", "_typed_storage"):
+        parameter.__dict__.pop(name, None)
 
 
 def _sent(self: torch.nn.Parameter) -> Any:

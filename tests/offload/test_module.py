@@ -274,6 +274,9 @@ def test_the_module_within_answers_from_the_drive(tmp_path: Path) -> None:
         with pytest.raises(nvmeio.ClosedError, match="no values"):
             refused()
     ours.to_empty(device="cpu").load_state_dict(twice)
+    torch.save(dict(ours.named_parameters()), tmp_path / "parameters.pt")
+    loaded = torch.load(tmp_path / "parameters.pt")  # with nothing of nvmeio's in it
+    assert all(torch.equal(loaded[name], each) for name, each in ours.named_parameters())
     assert torch.equal(copy.deepcopy(ours).state_dict()["norm.weight"], twice["norm.weight"])
 
 
