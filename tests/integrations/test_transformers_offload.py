@@ -117,7 +117,10 @@ def test_gradients_on_the_drive(max_grad_norm: float, tmp_path: Path) -> None:
     ours = trained(NvmeOffloadTrainer, tmp_path / "ours", nvme_offload=offload, **clipped)
     ours.close_offload()
     theirs = trained(transformers.Trainer, tmp_path / "theirs", **clipped)
-    assert losses(ours) == losses(theirs)
+    if max_grad_norm:  # norms added in another order may clip to other last bits
+        assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
+    else:
+        assert losses(ours) == losses(theirs)
     norms = [
         [entry["grad_norm"] for entry in each.state.log_history if "grad_norm" in entry]
         for each in (ours, theirs)
