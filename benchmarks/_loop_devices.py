@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MB = 1_000_000
+
+
+def exit_on_sigterm() -> None:
+    """Have SIGTERM end the program as an exception does, so that everything is undone."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would cut the undoing short
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Signals that end the program come after the body, which makes something to be undone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(*command: str) -> str:
@@ -26,6 +47,7 @@ def run(*command: str) -> str:
 def need_root() -> None:
     if os.geteuid():
         sys.exit("loop devices and control groups need root")
+    exit_on_sigterm()
 
 
 @contextlib.contextmanager
@@ -35,14 +57,16 @@ def drive(directory: Path, number: int, nbytes: int) -> Iterator[tuple[Path, str
         image = directory / f"image{number}"
         undo.callback(image.unlink, missing_ok=True)
         run("fallocate", "-l", str(nbytes), str(image))
-        device = run("losetup", "--find", "--show", "--direct-io=on", str(image))
-        undo.callback(run, "losetup", "--detach", device)
+        with uninterrupted():
+            device = run("losetup", "--find", "--show", "--direct-io=on", str(image))
+            undo.callback(run, "losetup", "--detach", device)
         run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
         place = directory / f"drive{number}"
-        place.mkdir()
-        undo.callback(place.rmdir)
-        run("mount", device, str(place))
-        undo.callback(run, "umount", str(place))
+        with uninterrupted():
+            place.mkdir()
+            undo.callback(place.rmdir)
+            run("mount", device, str(place))
+            undo.callback(run, "umount", str(place))
         info = os.stat(device).st_rdev
         yield place, f"{os.major(info)}:{os.minor(info)}"
 
