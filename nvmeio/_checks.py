@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from nvmeio._plan import round_up
@@ -11,6 +13,9 @@ from nvmeio.errors import AlignmentError, BackendUnavailableError
 
 if TYPE_CHECKING:
     import torch
+
+# Directories of a user's: one, or one on each of several drives.
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", re.IGNORECASE)
@@ -200,3 +205,34 @@ def refuse_pickling(self: object, instead: str) -> NoReturn:
     raise TypeError(
         f"{article} {kind} belongs to the process that made it and is not pickled: {instead}"
     )
+
+
+def directory_path(what: str, value: str | os.PathLike[str]) -> str:
+    """A directory that a user names.
+
+    Raises:
+        TypeError: It is no path, or bytes.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{what} must be a path, not {type(value).__name__}: {value!r:.80}")
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError(f"{what} must be a str, not {path!r}; os.fsdecode turns bytes into one")
+    return path
+
+
+def directory_paths(what: str, value: Paths) -> list[str]:
+    """Directories that a user names: one, or several.
+
+    Raises:
+        TypeError: One is no path, or bytes.
+        ValueError: There are none, or one of them twice.
+    """
+    if not isinstance(value, (list, tuple)):
+        return [directory_path(what, value)]  # type: ignore[arg-type]
+    paths = [directory_path(f"{what}[{number}]", each) for number, each in enumerate(value)]
+    if not paths:
+        raise ValueError(f"{what} is empty: name a directory, or one on each drive")
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ValueError(f"{what} names a directory twice: {paths}")
+    return paths

@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nvmeio._formats import packed_drives
+from nvmeio._formats.packed_drives import DrivePart
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._storage import crc32
@@ -22,7 +24,8 @@ PADDING = "nvmeio.padding."
 SEAL = "nvmeio.pack.header"
 OPEN_SEAL = "00000000"
 
-# Of one of several ranks, whose file has the places of a whole one and holds a part of its bytes.
+# Of one of several ranks or drives, whose file has the places of a whole one and holds a part of
+# its bytes.
 PART = "nvmeio.pack.part"
 PART_NAME = "model.safetensors.part"  # which nobody takes for the whole
 
@@ -125,13 +128,16 @@ def describe_part(
     )
 
 
-def read_part(text: str) -> PackedPart:
-    """The same, read.
+def read_part(text: str) -> PackedPart | DrivePart:
+    """The same, or what `Dealing.describe` wrote, read.
 
     Raises:
         ValueError, KeyError, TypeError: It is none.
     """
     told = json.loads(text)
+    of_drive = packed_drives.read(told)
+    if of_drive is not None:
+        return of_drive
     rank, ranks = int(told["rank"]), int(told["ranks"])
     if not 0 <= rank < ranks:
         raise ValueError(f"there is no rank {rank} of {ranks}")
@@ -146,6 +152,29 @@ def read_part(text: str) -> PackedPart:
     if len(sums) != len(spans):
         raise ValueError(f"{len(spans)} records have {len(sums)} checksums")
     return PackedPart(rank, ranks, tuple(spans), sums)
+
+
+def in_words(part: PackedPart | DrivePart) -> str:
+    """Which part it is, for people."""
+    if isinstance(part, DrivePart):
+        return f"part {part.drive} of {part.drives} directories"
+    return f"the part of rank {part.rank} of {part.ranks}"
+
+
+def part_in_words(metadata: Mapping[str, str]) -> str:
+    """Which part of a packed model a file with this metadata holds; "" for none."""
+    try:
+        return in_words(read_part(metadata[PART]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+
+
+def spans_of(part: PackedPart | DrivePart) -> list[tuple[int, int, int]]:
+    """What the file of a part holds behind the header: [start, end), and the CRC-32."""
+    if isinstance(part, DrivePart):
+        pieces = zip(part.dealing.pieces, part.sums, strict=True)
+        return [(p.start, p.held_end, value) for p, value in pieces if p.drive == part.drive]
+    return [(*span, value) for span, value in zip(part.spans, part.sums, strict=True)]
 
 
 def shares_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,14 @@ class StoredTensor(NamedTuple):
     name: str
     file: int
     entry: TensorEntry
+
+
+class FileBytes(NamedTuple):
+    """Bytes from `start` to `end` of a file, by its index."""
+
+    file: int
+    start: int
+    end: int
 
 
 class SafetensorsSet:
@@ -48,6 +57,7 @@ class SafetensorsSet:
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         self._unchanged: list[Unchanged] = []
+        self._dealt: Callable[[int, int], list[FileBytes]] | None = None
         try:
             for shard, names in _parts(self.path):
                 self._open(shard, names, handle)
@@ -71,6 +81,27 @@ class SafetensorsSet:
                     found=sorted(header.tensors)[:20],
                 )
             self.tensors[name] = StoredTensor(name, index, header.tensors[name])
+
+    def take_parts(
+        self, others: Iterable[SafetensorsSet], dealt: Callable[[int, int], list[FileBytes]]
+    ) -> None:
+        """Take the files of others, which have the places of this one and hold a part each.
+
+        Args:
+            others: Not to be used, nor closed, any more.
+            dealt: In which files bytes from one place to another lie; see `spans`.
+        """
+        for other in others:
+            self.files += other.files
+            self._unchanged += other._unchanged
+            other.files, other._unchanged = [], []
+        self._dealt = dealt
+
+    def spans(self, file: int, start: int, end: int) -> list[FileBytes]:
+        """In which files bytes of a file really lie, in order; at the same places there."""
+        if self._dealt is None:
+            return [FileBytes(file, start, end)]
+        return self._dealt(start, end)
 
     def check(self, index: int, what: str) -> None:
         """Raise if a file was written to since it was opened.

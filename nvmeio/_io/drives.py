@@ -85,6 +85,11 @@ class DriveHandles:
                 raise
         self._first = self._own[0] if handle is None else handle
 
+    @property
+    def first(self) -> AioHandle:
+        """The handle of the first directory."""
+        return self._first
+
     def of(self, file: File) -> AioHandle:
         """The handle of the drive that a file lies on; the first one's for a file elsewhere."""
         if len(self._by_device) < 2:

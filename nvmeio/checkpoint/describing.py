@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._formats import pickle_calls, pickle_values
+from nvmeio._formats import packed_index, pickle_calls, pickle_values
 from nvmeio._formats.pickle_values import Global, PickledCall, StorageRef
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import (
@@ -87,6 +87,7 @@ class Description(NamedTuple):
         tensors: Its tensors, in the order of the object.
         forbidden: What its pickle would import or call that ``weights_only=True`` refuses.
         what: Of a rank's part on its own drive: which. It has no records and tensors of its own.
+            Of a packed model in parts: which; it has the tensors of the whole.
     """
 
     path: str
@@ -179,7 +180,9 @@ def _of_safetensors(path: str | os.PathLike[str]) -> Description:
         TensorFacts(name, entry.dtype, entry.shape, entry.nbytes, "", entry.start, "cpu")
         for name, entry in header.tensors.items()
     ]
-    return Description(os.fspath(path), "safetensors", os.stat(path).st_size, [], tensors, [])
+    what = packed_index.part_in_words(header.metadata)
+    nbytes = os.stat(path).st_size
+    return Description(os.fspath(path), "safetensors", nbytes, [], tensors, [], what)
 
 
 # The tensors of a scanned pickle

@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
         records: How many records (of safetensors: tensors) it has; 0 if nobody can tell.
         unchecked: How many of them have no checksum.
         problems: What is wrong; empty if nothing is.
-        what: Of a rank's part on its own drive: which.
+        what: Of a rank's part on its own drive, or of a packed model in parts: which.
     """
 
     path: str
@@ -178,7 +178,8 @@ def _verify_safetensors(
         _stream(file, handle.get(), progress, flight, walk.feed)
         problems += walk.problems
         unchecked = 0
-    return Verdict(file.path, "safetensors", nbytes, count, unchecked, problems)
+    what = "" if problems else packed_index.part_in_words(header.metadata)
+    return Verdict(file.path, "safetensors", nbytes, count, unchecked, problems, what)
 
 
 def _verify_part(
@@ -217,10 +218,9 @@ def _packed_shares(prefix: bytes, header: Header, path: str) -> list[Share] | No
     if not whole:
         raise IntegrityError(f"{path}: {told}", expected="what nvmeio pack writes", found=told)
     if part is not None:
-        what = f"the part of rank {part.rank} of {part.ranks}"
         return [
-            Share(what, len(prefix) + start, len(prefix) + end, value)
-            for (start, end), value in zip(part.spans, part.sums, strict=True)
+            Share(packed_index.in_words(part), len(prefix) + start, len(prefix) + end, value)
+            for start, end, value in packed_index.spans_of(part)
             if start < end
         ]
     return None if sums is None else packed_index.shares_of(header.tensors, sums)

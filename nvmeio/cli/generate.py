@@ -24,10 +24,11 @@ _TAIL = 48  # characters of the text that the progress line shows
 
 def command(
     model: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
-            metavar="MODEL",
-            help="A directory of save_pretrained or nvmeio pack, or a name on the hub.",
+            metavar="MODEL...",
+            help="A directory of save_pretrained or nvmeio pack, or a name on the hub; all "
+            "directories of a model that was packed into several.",
             show_default=False,
         ),
     ],
@@ -97,9 +98,9 @@ def command(
         from nvmeio.inference.hub import directory_of
 
         try:
-            model = Path(directory_of(str(model)))
+            found = [Path(directory_of(str(each))) for each in model]
             streamed = stream_model(
-                model,
+                found,
                 device=device,
                 window=window,
                 resident_bytes=resident_bytes,
@@ -113,7 +114,7 @@ def command(
         except (ValueError, TypeError) as wrong:
             raise Refused(str(wrong)) from wrong
         with streamed.weight_stream:
-            run = _Run(streamed, model, prompt, ids, device, errors, as_json)
+            run = _Run(streamed, found[0], prompt, ids, device, errors, as_json)
             run.generate(max_new_tokens, sample, seed)
 
 

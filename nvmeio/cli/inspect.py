@@ -139,6 +139,8 @@ def _summary(description: Description) -> str:
         f"{description.path}: {description.kind}, {binary_size(description.nbytes)}, "
         f"{counted(len(description.tensors), 'tensor')} in {counted(len(storages), 'storage')}"
     ]
+    if description.what:
+        lines.append(f"{description.what}; the rest of the file is holes")
     if storages:
         least = min(map(alignment_of, storages.values()))
         lines.append(f"every storage begins at a multiple of {binary_size(least)}")

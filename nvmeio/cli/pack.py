@@ -43,9 +43,12 @@ def command(
         ),
     ],
     out: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
-            metavar="OUT", help="The directory to make; must not exist.", show_default=False
+            metavar="OUT...",
+            help="The directory to make; must not exist. Several, one on each drive, get a part "
+            "of every layer each.",
+            show_default=False,
         ),
     ],
     dtype: Annotated[
@@ -71,7 +74,8 @@ def command(
     """Writes a model in the order in which it is streamed, each layer as one aligned record.
 
     `nvmeio.stream_model` and `nvmeio generate` read OUT with one large read a layer; in fewer bytes
-    a pass takes less time. OUT appears when it is complete.
+    a pass takes less time. OUT appears when it is complete. Of several OUT all are named when the
+    model is used; they are read at once.
 
     Example: [bold]nvmeio pack Llama-3-70B /mnt/nvme/llama-70b-4bit --quant-bits 4[/]
 
@@ -100,8 +104,9 @@ def command(
                 raise typer.Exit(USAGE) from wrong
             except (ValueError, TypeError) as wrong:
                 raise Refused(str(wrong)) from wrong
+    names = ", ".join(map(str, out))
     text = (
-        f"{out}: {binary_size(report.bytes_written)} in {report.records} records, of "
+        f"{names}: {binary_size(report.bytes_written)} in {report.records} records, of "
         f"{binary_size(report.bytes_read)} that were read"
     )
     if report.quantised:

@@ -93,7 +93,8 @@ def _show(verdict: Verdict) -> None:
         line = f"{verdict.path}: whole, {verdict.what}, {binary_size(verdict.nbytes)}"
         typer.echo(line + (" (written without a checksum)" if verdict.unchecked else ""))
         return
-    what = counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
+    what = f"{verdict.what}, " if verdict.what else ""
+    what += counted(verdict.records, "tensor" if verdict.kind == "safetensors" else "record")
     line = f"{verdict.path}: whole, {what}, {binary_size(verdict.nbytes)}"
     if verdict.kind == "safetensors" and verdict.unchecked:
         line += " (structure only: the format has no checksums)"

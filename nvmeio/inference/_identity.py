@@ -84,6 +84,7 @@ def _of_files(stream: Any, handle: AioHandle) -> Iterator[tuple[str, str, bytes]
             length = min(VALUES, shape[-1] if shape else 1) * dtype.itemsize
             values = b""
             if entry.end > entry.start:
-                file = checkpoint.files[stored.file]
-                values = bytes_at(handle, file, entry.start + first * dtype.itemsize, length)
+                at = entry.start + first * dtype.itemsize
+                for file, start, end in checkpoint.spans(stored.file, at, at + length):
+                    values += bytes_at(handle, checkpoint.files[file], start, end - start)
             yield name, f"{dtype}{list(shape)}", values

@@ -18,6 +18,7 @@ import torch
 
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats.packed_drives import DrivePart
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import IntegrityError
 from nvmeio.inference._quant import Quantised, can_quantise, check_setting
@@ -119,7 +120,7 @@ class RankPart(NamedTuple):
 
 
 def part_of_rank(checkpoint: SafetensorsSet) -> RankPart | None:
-    """Which part of a packed model this is; None of a whole one.
+    """Which rank's part of a packed model this is; None of any other.
 
     Raises:
         IntegrityError: It is damaged.
@@ -131,10 +132,17 @@ def part_of_rank(checkpoint: SafetensorsSet) -> RankPart | None:
         part = packed_index.read_part(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
         raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
-    base = min((stored.entry.start for stored in checkpoint.tensors.values()), default=0)
+    if isinstance(part, DrivePart):
+        return None
+    base = base_of(checkpoint)
     return RankPart(
         part.rank, part.ranks, tuple((base + low, base + high) for low, high in part.spans)
     )
+
+
+def base_of(checkpoint: SafetensorsSet) -> int:
+    """Where the first byte behind the header of a packed file lies."""
+    return min((stored.entry.start for stored in checkpoint.tensors.values()), default=0)
 
 
 def rank_directory(rank: int) -> str:

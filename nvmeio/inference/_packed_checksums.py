@@ -7,7 +7,7 @@ each chunk is summed by itself, and a tensor's sums are joined when the last one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class ExpectedBytes(NamedTuple):
 
     Attributes:
         name: The tensor's, in the file.
-        file: Index of the file.
+        files: Indexes of the files that they lie in.
         offset: Where they lie there.
         at: Where they lie in the slot.
         nbytes: How many.
@@ -35,7 +35,7 @@ class ExpectedBytes(NamedTuple):
     """
 
     name: str
-    file: int
+    files: tuple[int, ...]
     offset: int
     at: int
     nbytes: int
@@ -45,7 +45,11 @@ class ExpectedBytes(NamedTuple):
 
 
 def expected_of(
-    weights: Sequence[Weight], starts: Sequence[int], marks: Sequence[bool], experts: int
+    weights: Sequence[Weight],
+    starts: Sequence[int],
+    marks: Sequence[bool],
+    experts: int,
+    spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]],
 ) -> tuple[ExpectedBytes, ...]:
     """The checksums of a unit, in the order of its slot.
 
@@ -54,7 +58,12 @@ def expected_of(
         starts: For each part, the slot's byte at which it begins.
         marks: For each part, whether its first dimension counts experts.
         experts: How many there are.
+        spans: As `SafetensorsSet.spans`.
     """
+
+    def files(file: int, offset: int, nbytes: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(each for each, _, _ in spans(file, offset, offset + nbytes)))
+
     found: list[ExpectedBytes] = []
     named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
     for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
@@ -62,7 +71,8 @@ def expected_of(
             continue
         extent, count = part.extents[0], len(part.sums)
         if part.cut is not None:
-            place = (extent.file, extent.offset, start, part.nbytes)
+            among_files = files(extent.file, extent.offset, part.nbytes)
+            place = (among_files, extent.offset, start, part.nbytes)
             whole = part.cut[0].whole
             found.append(ExpectedBytes(sources[number], *place, whole, range(0), part.cut))
         for share, value in enumerate(part.sums):
@@ -73,7 +83,7 @@ def expected_of(
             found.append(
                 ExpectedBytes(
                     sources[number],
-                    extent.file,
+                    files(extent.file, extent.offset + at, nbytes),
                     extent.offset + at,
                     start + at,
                     nbytes,
@@ -134,8 +144,9 @@ def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequenc
 def _compare(each: ExpectedBytes, found: int, files: Sequence[File]) -> None:
     right = found == each.sum if each.cut is None else each.cut[0].agrees(each.cut[1], found)
     if not right:
+        where = " or ".join(files[file].path for file in each.files)
         raise IntegrityError(
-            f"{files[each.file].path}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
+            f"{where}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
             f"{each.name!r} are not what was packed there{_or_others(each)}: look at `dmesg` and "
             "`smartctl -a`, and pack the model again (checksum=False takes them as they are)",
             expected=f"CRC-32 {each.sum:08x}" + ("" if each.cut is None else " of the whole"),

@@ -32,13 +32,13 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.threads import SLICE_S, Thread
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
 from nvmeio.inference._rank_parts import choose
 from nvmeio.inference._slot_layout import Read
 
@@ -129,7 +129,7 @@ class RankReader(Reader):
 
     def __init__(
         self,
-        handle: AioHandle,
+        handle: DriveHandles,
         checkpoint: SafetensorsSet,
         exchange: Exchange,
         parts: Parts,

@@ -6,8 +6,8 @@ import contextlib
 from typing import NamedTuple
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._io.drives import DriveHandles
 from nvmeio._residency.reader import Reader
-from nvmeio.handle import AioHandle
 from nvmeio.inference._slots import SlotPools
 
 
@@ -50,8 +50,7 @@ class Resources(NamedTuple):
     its unit and the modules that show it): the model would never go.
     """
 
-    handle: AioHandle
-    own_handle: bool
+    handles: DriveHandles
     checkpoint: SafetensorsSet
     memory: SlotPools
     reader: Reader
@@ -59,8 +58,7 @@ class Resources(NamedTuple):
     def close(self) -> None:
         """Take it apart."""
         with contextlib.ExitStack() as steps:
-            if self.own_handle:
-                steps.callback(self.handle.close)
+            steps.callback(self.handles.close)
             steps.callback(self.checkpoint.close)
             steps.callback(self.memory.close)
             steps.callback(self.reader.stop)

@@ -10,7 +10,7 @@ allocator aligns, and its extents are bounced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nvmeio._io.span_plan import HOLE_BYTES, read_to
@@ -114,6 +114,30 @@ def lay_out(
         tuple(reads),
         tuple(map(tuple, by_expert)),
         tuple(together),
+    )
+
+
+def dealt(
+    layout: SlotLayout, spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]]
+) -> SlotLayout:
+    """The same with reads of the files in which the bytes really lie.
+
+    Args:
+        layout: Planned.
+        spans: As `SafetensorsSet.spans`.
+    """
+
+    def cut(reads: Sequence[Read]) -> tuple[Read, ...]:
+        return tuple(
+            Read(file, start, end, read.at + start - read.start)
+            for read in reads
+            for file, start, end in spans(read.file, read.start, read.end)
+        )
+
+    return layout._replace(
+        reads=cut(layout.reads),
+        experts=tuple(map(cut, layout.experts)),
+        all_experts=cut(layout.all_experts),
     )
 
 

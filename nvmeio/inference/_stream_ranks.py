@@ -19,11 +19,11 @@ from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.caller import Cancellation
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.handle import AioHandle
 from nvmeio.inference import _packed
 from nvmeio.inference._rank_parts import shares
 from nvmeio.inference._rank_reader import Passes, RankReader, room_bytes
@@ -234,19 +234,19 @@ def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | Non
 
 def new_reader(
     ranks: Ranks | None,
-    handle: AioHandle,
+    handles: DriveHandles,
     checkpoint: SafetensorsSet,
     units: Sequence[Unit],
     passes: Passes,
 ) -> Reader:
     """What brings a stream's units: a part of each from each rank, where there are several."""
     if ranks is None:
-        return Reader(handle)
+        return Reader(handles)
     exchange = ranks.connected()
     try:
         parts = [shares(unit.layout.reads, ranks.size) for unit in units]
         names = [unit.name for unit in units]
-        return RankReader(handle, checkpoint, exchange, parts, names, passes, ranks.timeout_s)
+        return RankReader(handles, checkpoint, exchange, parts, names, passes, ranks.timeout_s)
     except BaseException:
         exchange.end(False)
         raise

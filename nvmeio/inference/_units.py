@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._plan import TENSOR_ALIGNMENT, round_up
 from nvmeio.inference._packed_checksums import ExpectedBytes, expected_of
 from nvmeio.inference._recipes import Weight
-from nvmeio.inference._slot_layout import SlotLayout, lay_out
+from nvmeio.inference._slot_layout import SlotLayout, dealt, lay_out
 from nvmeio.inference._tiles import Tile, can_be_tiled, rows_of
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
@@ -96,8 +97,9 @@ class Unit:
         self.tiles: list[Unit] = []
         self.tiled: list[nn.Linear] = []
 
-    def plan(self, sizes: Sequence[int], own_alignment: bool) -> None:
+    def plan(self, checkpoint: SafetensorsSet, own_alignment: bool) -> None:
         """Lay out the slot."""
+        sizes = [file.size() for file in checkpoint.files]
         parts = [part for weight in self.weights for part in weight.parts]
         marks = [
             self.experts is not None and number in self.experts.weights
@@ -105,8 +107,9 @@ class Unit:
             for _ in weight.parts
         ]
         count = 0 if self.experts is None else self.experts.number
-        self.layout = lay_out(parts, sizes, marks, count, own_alignment)
-        self.sums = expected_of(self.weights, self.layout.starts, marks, count)
+        layout = lay_out(parts, sizes, marks, count, own_alignment)
+        self.layout = dealt(layout, checkpoint.spans)
+        self.sums = expected_of(self.weights, layout.starts, marks, count, checkpoint.spans)
 
     @property
     def converted_bytes(self) -> int:

@@ -26,12 +26,14 @@ from nvmeio._io.threads import SLICE_S
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
+from nvmeio.handle import AioHandle
 from nvmeio.inference._binding import check, check_frozen, install, names_in, shows, uninstall
 from nvmeio.inference._keeper import Weights
 from nvmeio.inference._lockstep import Lockstep
 from nvmeio.inference._resources import Resources
 from nvmeio.inference._slots import Slot
 from nvmeio.inference._units import Partition, Unit
+from nvmeio.operation import Operation
 
 # Where a token's routing named this share of the experts or more, the next layer's are read whole
 # and ahead; below it, those that are named are read when they are.
@@ -477,18 +479,28 @@ class Uses:
     def _read_beside(self, slot: Slot, reads: Sequence[Any]) -> None:
         """Read past the queue, for somebody who waits."""
         files = self.resources.checkpoint.files
-        failed = self.resources.handle.async_pread_batch(
-            [slot.host[read.at : read.at + read.end - read.start] for read in reads],
-            [files[read.file] for read in reads],
-            [read.start for read in reads],
-        ).exception()
-        if isinstance(failed, BatchError):
-            item, failed = failed.failures[0]
-            if isinstance(failed, TransferError):
-                names = names_in(slot.unit, reads[item].at, reads[item].end - reads[item].start)
-                failed = with_context(failed, f"weights {names} of {slot.unit.name}")
-        if failed is not None:
-            raise failed
+        by_handle: dict[AioHandle, list[Any]] = {}
+        for read in reads:
+            by_handle.setdefault(self.resources.handles.of(files[read.file]), []).append(read)
+        begun: list[tuple[list[Any], Operation]] = []
+        try:
+            for handle, own in by_handle.items():
+                batch = handle.async_pread_batch(
+                    [slot.host[read.at : read.at + read.end - read.start] for read in own],
+                    [files[read.file] for read in own],
+                    [read.start for read in own],
+                )
+                begun.append((own, batch))
+        finally:
+            ended = [(own, batch.exception()) for own, batch in begun]
+        for own, failed in ended:
+            if isinstance(failed, BatchError):
+                item, failed = failed.failures[0]
+                if isinstance(failed, TransferError):
+                    names = names_in(slot.unit, own[item].at, own[item].end - own[item].start)
+                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
+            if failed is not None:
+                raise failed
         for index in {read.file for read in reads}:
             self.resources.checkpoint.check(index, f"layer {slot.unit.name!r}")
         for read in reads:

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _checks, buffers, files
+from nvmeio._checks import Paths
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.packed_drives import Dealing
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._io.drives import weights_of
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
@@ -49,7 +52,7 @@ class PackReport(NamedTuple):
 
     Attributes:
         bytes_read: Bytes of weights that were read.
-        bytes_written: Size of the file that was written.
+        bytes_written: Bytes of the file, or files, that were written.
         records: Layers and other units, one contiguous record each.
         quantised: Weights that were quantised.
         largest_error: Of a quantised weight's element, the largest distance from what it was.
@@ -71,7 +74,7 @@ class _Record(NamedTuple):
 
 def pack(
     model_directory: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    out: Paths,
     *,
     dtype: torch.dtype | str | None = None,
     quant_bits: int | None = None,
@@ -89,7 +92,10 @@ def pack(
 
     Args:
         model_directory: As `save_pretrained` writes it, or a name on the hub (see `stream_model`).
-        out: A directory that does not exist yet.
+        out: A directory that does not exist yet; or a list of them, one on each of several drives,
+            over which every layer is dealt by the speed that ``nvmeio tune --save`` measured,
+            equally where it did not measure all. `stream_model` takes that list and reads from all
+            of them at once. As for `ranks` the files have holes.
         dtype: Of the weights in the file, or its name ("bfloat16"); by default the model's.
         quant_bits: 4 or 8 to quantise the matrices of layers and head, in groups of a row; they
             are converted back to the model's dtype when they are used. None quantises nothing.
@@ -107,25 +113,33 @@ def pack(
         What was done.
 
     Raises:
-        FileExistsError: `out` exists.
+        FileExistsError: `out` exists, or one of its directories.
         ValueError: There is no such quantisation, or a weight holds infinities or NaN; `ranks` of
-            a mixture of experts, which each rank reads for itself.
+            a mixture of experts, which each rank reads for itself; `ranks` with several
+            directories; one of them is named twice.
         IntegrityError, TransferError, FileNotFoundError: As for `stream_model`; the disk is full.
 
-    After an error: nothing is left of what was written.
+    After an error or Ctrl-C: nothing is left of what was written, in none of the directories. Only
+    a loss of power between two renames can leave some of them, which `stream_model` refuses.
 
     Cost: each byte is read and written once; memory for two of the largest records.
     """
     dtype = _checks.dtype("dtype", dtype)
-    target = Path(os.path.abspath(out))
+    targets = [Path(os.path.abspath(each)) for each in _checks.directory_paths("out", out)]
     if not isinstance(ranks, int) or not 1 <= ranks < 100_000:
         raise ValueError(f"ranks must be a number of processes, not {ranks!r}")
     setting = None if quant_bits is None else check_setting(quant_bits, quant_group_size)
-    if target.exists():
-        raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
+    if ranks > 1 and len(targets) > 1:
+        raise ValueError(
+            "ranks= is for a drive each, several directories for one process with several drives: "
+            "give one of them"
+        )
+    for target in targets:
+        if target.exists():
+            raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
     source = Path(hub.directory_of(model_directory))
     config = _transformers.config_of(source)
-    with LongCall("pack", target, progress) as call, contextlib.ExitStack() as stack:
+    with LongCall("pack", targets[0], progress) as call, contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))
         checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source, mover)))
         if _packed.parse(checkpoint) is not None:
@@ -140,22 +154,42 @@ def pack(
                 "the experts of a mixture are read by each rank for itself, as its tokens are "
                 "routed: pack it without ranks, and give each rank the whole or a copy of it"
             )
-        temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
-        stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there: Ctrl-C
-        directories = [temporary]
+        temporaries = []
+        for target in targets:
+            temporary = target.parent / f".{target.name}.packing-{secrets.token_hex(4)}"
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)  # before it is there
+            make_directory(temporary)
+            temporaries.append(temporary)
+        directories = temporaries
         if ranks > 1:
-            directories = [temporary / _packed.rank_directory(rank) for rank in range(ranks)]
-        make_directory(temporary)
-        for directory in directories if ranks > 1 else ():
-            directory.mkdir()
-        contents = _Contents(units, setting, ranks)
+            above = temporaries[0]
+            directories = [above / _packed.rank_directory(rank) for rank in range(ranks)]
+            for directory in directories:
+                directory.mkdir()
+        contents = _Contents(units, setting, ranks, weights_of(temporaries))
         report = _write(directories, contents, checkpoint, mover, call)
         for directory in directories:
             _copy_others(source, directory, next(iter(model.parameters())).dtype)
             sync_directory(directory)
-        sync_directory(temporary)
-        rename(temporary, target)
+        for temporary in temporaries:
+            sync_directory(temporary)
+        _publish(temporaries, targets)
     return report
+
+
+def _publish(temporaries: Sequence[Path], targets: Sequence[Path]) -> None:
+    """Give directories their names: all of them, or after an error none."""
+    with contextlib.ExitStack() as undo:
+        for temporary, target in zip(temporaries, targets, strict=True):
+            undo.callback(_take_back, target, temporary, temporary.stat().st_ino)
+            rename(temporary, target)
+        undo.pop_all()
+
+
+def _take_back(target: Path, temporary: Path, inode: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if target.stat().st_ino == inode:  # not what somebody else has put there
+            target.rename(temporary)
 
 
 class _Contents:
@@ -165,6 +199,7 @@ class _Contents:
         units: What is packed; of weights that several of them have, the first one's.
         setting: How the matrices of layers are quantised, if they are.
         ranks: How many read a part each.
+        weights: Of several drives, over which it is dealt.
 
     Attributes:
         records: In the order of the file.
@@ -176,8 +211,18 @@ class _Contents:
             length.
     """
 
-    def __init__(self, units: Sequence[Unit], setting: Quantised | None, ranks: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        setting: Quantised | None,
+        ranks: int,
+        weights: Sequence[int] = (1,),
+    ) -> None:
         self.ranks = ranks
+        self.weights = weights
+        self.files = ranks * len(weights)
+        self.dealing: Dealing | None = None  # over several drives; known with the first header
+        self.piece_sums: list[int] = []  # of its pieces
         self.places: list[tuple[int, int, bool]] = []
         self.quantised: dict[str, PackedWeight] = {}
         done: set[str] = set()
@@ -212,18 +257,26 @@ class _Contents:
                 tensors.append((weight.name + suffix, kind, shape, number))
         return _Record(unit, tensors)
 
-    def part(self, number: int, rank: int) -> tuple[int, int]:
-        """What a rank has of a record, behind the header."""
+    def parts(self, number: int) -> list[_Part]:
+        """What of a record lies in which file."""
         start, end, whole = self.places[number]
-        if whole:
-            return start, end
+        if self.dealing is not None:
+            return [
+                _Part(piece.drive, piece.start, piece.held_end, self.piece_sums, at)
+                for at, piece in enumerate(self.dealing.pieces)
+                if start <= piece.start < end
+            ]
+        found = []
         places = packed_index.cuts(end - start, self.ranks)
-        return start + places[rank], start + places[rank + 1]
+        for rank, sums in enumerate(self.part_sums):
+            low, high = (0, end - start) if whole else (places[rank], places[rank + 1])
+            found.append(_Part(rank, start + low, start + high, sums, number))
+        return [part for part in found if part.start < part.end]
 
     def header(
-        self, of_source: Mapping[str, str], rank: int = 0
+        self, of_source: Mapping[str, str], number: int = 0
     ) -> tuple[bytes, dict[str, TensorEntry], int]:
-        """A rank's header as of now, where it puts each tensor, and the size of the file."""
+        """A file's header as of now, where it puts each tensor, and the size of the file."""
         listed: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         position = 0
 
@@ -253,10 +306,34 @@ class _Contents:
         metadata[packed_index.KEY] = _packed.describe(self.quantised, self.sums)
         if self.ranks > 1:
             metadata[packed_index.PART] = packed_index.describe_part(
-                rank, self.ranks, self.places, self.part_sums[rank]
+                number, self.ranks, self.places, self.part_sums[number]
             )
+        if len(self.weights) > 1:
+            if self.dealing is None:
+                self.dealing = Dealing(self.weights, self._dealt())
+                self.piece_sums = [0] * len(self.dealing.pieces)
+            metadata[packed_index.PART] = self.dealing.describe(number, self.piece_sums)
         prefix, entries = headers.build(listed, metadata)
         return prefix, entries, len(prefix) + position
+
+    def _dealt(self) -> list[tuple[int, int, int]]:
+        """The records for `Dealing`: each row of what is looked up by rows lies on one drive."""
+        found = []
+        for (start, end, _), record in zip(self.places, self.records, strict=True):
+            rows = [_nbytes(dtype, shape[1:]) for _, dtype, shape, _ in record.tensors]
+            more = round_up(max(rows), PAGE_BYTES) if record.unit.row_modules else 0
+            found.append((start, end, more))
+        return found
+
+
+class _Part(NamedTuple):
+    """Bytes behind the header that lie in a file, and where their checksum is noted."""
+
+    file: int
+    start: int
+    end: int
+    sums: list[int]
+    at: int
 
 
 def _shares(unit: Unit, number: int) -> int:
@@ -317,20 +394,17 @@ def _write(
     handle: AioHandle,
     call: LongCall,
 ) -> PackReport:
-    """Write the packed file, or one for each rank, and make it durable."""
+    """Write the packed file, or one for each rank or drive, and make it durable."""
     source = _Source(checkpoint, handle, contents.quantised)
     prefix, entries, total = contents.header(checkpoint.metadata)
-    spans = [
-        contents.part(number, rank)
-        for number in range(len(contents.records))
-        for rank in range(contents.ranks)
-    ]
-    written = len(prefix) * contents.ranks + sum(high - low for low, high in spans)
+    in_parts = contents.files > 1
+    spans = [part for number in range(len(contents.records)) for part in contents.parts(number)]
+    written = len(prefix) * contents.files + sum(part.end - part.start for part in spans)
     call.expect(written)
-    name = shards.DEFAULT_NAME if contents.ranks == 1 else packed_index.PART_NAME
+    name = packed_index.PART_NAME if in_parts else shards.DEFAULT_NAME
     with contextlib.ExitStack() as opened:
         out = [opened.enter_context(files.open(each / name, "x")) for each in directories]
-        if contents.ranks > 1:
+        if in_parts:
             for directory in directories:
                 os.truncate(directory / name, total)  # what others have stays a hole
         # Two records at most: one is written while the next is made.
@@ -338,20 +412,17 @@ def _write(
             for number, record in enumerate(contents.records):
                 memory = _filled(record, entries, source, contents.sums)
                 start = contents.places[number][0]
-                for rank, file in enumerate(out):
-                    low, high = contents.part(number, rank)
-                    part = memory[low - start : high - start]
-                    if not part.nbytes:
-                        continue
-                    if contents.ranks > 1:
-                        sum_ = crc32.of_memory(part.data_ptr(), part.nbytes)
-                        contents.part_sums[rank][number] = sum_
-                    begin = partial(handle.async_pwrite, part, file, len(prefix) + low)
-                    wrote = partial(call.moved, part.nbytes, record.unit.name)
-                    flight.start(begin, part.nbytes, wrote)
-            for rank, file in enumerate(out):
+                for part in contents.parts(number):
+                    room = memory[part.start - start : part.end - start]
+                    if in_parts:
+                        part.sums[part.at] = crc32.of_memory(room.data_ptr(), room.nbytes)
+                    place = len(prefix) + part.start
+                    begin = partial(handle.async_pwrite, room, out[part.file], place)
+                    wrote = partial(call.moved, room.nbytes, record.unit.name)
+                    flight.start(begin, room.nbytes, wrote)
+            for number, file in enumerate(out):
                 # With the checksums of what was written, and its own.
-                text = packed_index.sealed(contents.header(checkpoint.metadata, rank)[0])
+                text = packed_index.sealed(contents.header(checkpoint.metadata, number)[0])
                 head = buffers.empty_aligned(len(text), dtype=torch.uint8)
                 head.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
                 wrote = partial(call.moved, head.nbytes, "header")

@@ -212,9 +212,8 @@ class Spiller:
                     None if record.order is None else _inverse(record.order),
                 )
             parts = partition(root, weights, self._modules)
-            sizes = [file.size() for file in checkpoint.files]
             for unit in (parts.fixed, *parts.units):
-                unit.plan(sizes, own_alignment=False)
+                unit.plan(checkpoint, own_alignment=False)
                 for number, target in enumerate(unit.targets):
                     empty = self._empty(unit.weights[target.weight].name, target.empty)
                     unit.targets[number] = target._replace(empty=empty)
@@ -225,7 +224,7 @@ class Spiller:
                 _checks.device("device", device),
                 lambda via: SafetensorsSet(index, via),
                 self._given,
-                index,
+                [index],
             )
             for module in self._modules:
                 self.release(module)

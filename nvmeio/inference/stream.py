@@ -28,8 +28,8 @@ import torch
 from nvmeio import _checks, _device
 from nvmeio._closing import Closing
 from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending
-from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
@@ -76,8 +76,10 @@ class WeightStream(Closing):
         shares: What memory is spent on.
         device: Where it computes.
         open_checkpoint: Opens the checkpoint through a handle, anew at each `reopen`.
-        handle: Moves the bytes and stays open; None makes one for as long as the stream is open.
-        path: Of the checkpoint, for a handle with the setting stored for its file system.
+        handle: Moves the bytes and stays open; None makes one for each drive, for as long as the
+            stream is open.
+        paths: Of the checkpoint, on each of its drives, for handles with the settings stored for
+            their file systems.
         beside: Closed with the stream.
         trainable: Backward needs the weights again.
         ranks: Who reads a part of each unit; None for a process alone.
@@ -90,12 +92,12 @@ class WeightStream(Closing):
         device: torch.device,
         open_checkpoint: Callable[[AioHandle], SafetensorsSet],
         handle: AioHandle | None,
-        path: str | os.PathLike[str],
+        paths: Sequence[str | os.PathLike[str]],
         beside: Callable[[], None] | None = None,
         trainable: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self._path = path
+        self._paths = [os.fspath(path) for path in paths]
         self._pid = os.getpid()
         self._partition = partition
         self._shares = shares
@@ -358,17 +360,18 @@ class WeightStream(Closing):
             with contextlib.ExitStack() as telling, contextlib.ExitStack() as undo:
                 if self._ranks is not None:
                     telling.enter_context(self._ranks.opening())
-                handle = self._handle
-                if handle is None:
-                    handle = undo.enter_context(new_handle(self._path))
-                checkpoint = undo.enter_context(contextlib.closing(self._open_checkpoint(handle)))
+                handles = undo.enter_context(
+                    contextlib.closing(DriveHandles(self._handle, self._paths))
+                )
+                opening = self._open_checkpoint(handles.first)
+                checkpoint = undo.enter_context(contextlib.closing(opening))
                 memory = undo.enter_context(
                     contextlib.closing(SlotPools(self._shares, self._device, self._trainable))
                 )
                 units = self._partition.units
-                reader = new_reader(self._ranks, handle, checkpoint, units, self._passes)
+                reader = new_reader(self._ranks, handles, checkpoint, units, self._passes)
                 undo.callback(reader.stop)
-                resources = Resources(handle, self._handle is None, checkpoint, memory, reader)
+                resources = Resources(handles, checkpoint, memory, reader)
                 uses = Uses(owner, resources, self._partition, self._trainable)
                 uses.open()
                 undo.pop_all()

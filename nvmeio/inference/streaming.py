@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from nvmeio import _checks, _device
+from nvmeio._checks import Paths
+from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.profiling import profiled
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _binding, _hooks, _packed, _transformers, hub, kv_cache
+from nvmeio.inference import _binding, _hooks, _packed, _packed_drives, _transformers, hub, kv_cache
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._fitting import SHARE, fit
 from nvmeio.inference._limits import memory_left
@@ -36,8 +38,8 @@ from nvmeio.progress import Progress
 
 
 def stream_model(
-    model_or_config_or_path: nn.Module | Any | str | os.PathLike[str],
-    checkpoint: str | os.PathLike[str] | None = None,
+    model_or_config_or_path: nn.Module | Any | Paths,
+    checkpoint: Paths | None = None,
     *,
     device: str | int | torch.device = "cpu",
     window: int | None = None,
@@ -65,9 +67,10 @@ def stream_model(
             of a repository on the Hugging Face hub, which is taken from the hub's cache and
             downloaded where it is not there (``HF_HUB_OFFLINE=1`` forbids that); a
             transformers configuration; or any `torch.nn.Module` with its parameters on the meta
-            device, which is changed in place and returned.
+            device, which is changed in place and returned. A list of directories is a model that
+            `nvmeio pack` wrote into several: all are read at once, in any order of the list.
         checkpoint: Where the weights are, as safetensors: a file, an index of shards, or a
-            directory that holds either. Not needed for a directory.
+            directory that holds either; or a list, as above. Not needed for a directory.
         device: Where it computes. A GPU gets the layers through page-locked memory, copied on a
             stream of its own, and holds `resident_bytes` and the window as well.
         window: Layers that the window holds, the one in use included; 3, or fewer where
@@ -77,8 +80,8 @@ def stream_model(
             fits, layers are cut into their modules, and linear layers into tiles whose outputs may
             differ in the last bits (docs/inference.md). By default half of the
             memory that is left (of the machine, the cgroup, or under RLIMIT_AS and RLIMIT_DATA).
-        handle: Moves the bytes and stays open; by default one with the setting stored for the file
-            system, for as long as the stream is open.
+        handle: Moves the bytes and stays open; by default one for each drive with the setting
+            stored for its file system, for as long as the stream is open.
         dtype: Of the weights, converted when they are used, or its name ("bfloat16"); by default
             that of the configuration.
             Files in this dtype already are faster: ``nvmeio pack --dtype``.
@@ -120,7 +123,8 @@ def stream_model(
             cache or, where downloads are allowed, on the hub.
         ValueError: `resident_bytes` does not hold what is needed at once; parameters lie on a real
             device; buffers that no checkpoint holds on the meta device; unknown `layers`; a
-            directory holds the part of another rank, or of another number of ranks.
+            directory holds the part of another rank, or of another number of ranks; directories
+            are not all those that were packed together.
         TransferError: Another rank failed, died or did not come, here or in a forward.
         BackendUnavailableError: transformers is needed and not installed.
         MemoryError: There is less memory than `resident_bytes`.
@@ -139,6 +143,8 @@ def stream_model(
     """
     began = time.perf_counter()
     named = model_or_config_or_path
+    if isinstance(named, (list, tuple)) and len(named) == 1:
+        named = model_or_config_or_path = named[0]
     ranks = Ranks.of_group(process_group, timeout_s, _named(checkpoint, named))
     rank = None if ranks is None else ranks.rank
     with contextlib.ExitStack() as stack:
@@ -151,15 +157,20 @@ def stream_model(
         if trainable:
             _check_trainable(where, kv_offload, ranks)
             where = _device.usable("device", where)
+        if isinstance(named, (list, tuple)):
+            checkpoint = named if checkpoint is None else checkpoint
+            named = _checks.directory_paths("the model", named)[0]
         if isinstance(named, (str, os.PathLike)):
             named = _packed.of_rank(hub.directory_of(named, revision), rank)
         elif revision is not None:
             raise ValueError("revision is of a repository on the hub: give its name with it")
-        source, given = _source(named, checkpoint, rank)
+        sources, given = _sources(named, checkpoint, rank)
         check_numbers(window, resident_bytes)
         stack.enter_context(profiled("stream_model", "plan"))
-        call = stack.enter_context(CallHandle(handle, source))
-        opened = stack.enter_context(contextlib.closing(SafetensorsSet(source, call.get())))
+        call = stack.enter_context(CallHandle(handle, sources[0]))
+        opened = stack.enter_context(
+            contextlib.closing(_packed_drives.open_model(sources, call.get()))
+        )
         is_transformers = not isinstance(given, nn.Module)
         model = _transformers.empty_model(given, dtype, opened) if is_transformers else given
         if dtype is not None and not is_transformers:
@@ -168,14 +179,13 @@ def stream_model(
             _transformers.compute_buffers(model, where)
         packed = _packed.parse(opened, checksum)
         matched = match(model, opened, strict, packed)
-        sizes = [file.size() for file in opened.files]
 
         def planned_parts(most: int | None = None) -> Partition:
             parts = partition(model, matched.by_tensor, layers, most)
             for unit in (parts.fixed, *parts.units):
                 if trainable:
                     unit.experts = None  # those of a token would have to be known to backward
-                unit.plan(sizes, own_alignment=not is_transformers)
+                unit.plan(opened, own_alignment=not is_transformers)
             return parts
 
         parts = planned_parts()
@@ -191,7 +201,7 @@ def stream_model(
             shares = share_out(parts.fixed, parts.units, budget, window, others)
         else:
             parts, shares = fit(parts, planned_parts, budget, window, left)
-        stored = dict(opened.tensors)
+        stored, dealt = dict(opened.tensors), opened.metadata.get(packed_index.PART)
         for unit in (parts.fixed, *parts.units):
             (_binding.freeze if trainable else _binding.stand_in)(unit, where)
     call.wait()  # the stream's own is made next: two would take the memory of two
@@ -199,10 +209,12 @@ def stream_model(
         _move_buffers(model, where)
 
     def open_again(through: AioHandle) -> SafetensorsSet:
-        again = SafetensorsSet(source, through)
+        again = _packed_drives.open_model(sources, through)
         try:
             _check_same(stored, again)
-            if _packed.parse(again, checksum) != packed:
+            if again.metadata.get(packed_index.PART) != dealt or (
+                _packed.parse(again, checksum) != packed
+            ):
                 what = "it was packed again, from other weights"
                 raise _another(again, what, "the same weights", "others")
         except BaseException:
@@ -216,7 +228,7 @@ def stream_model(
             close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
             undo.callback(close_caches)
         stream = WeightStream(
-            parts, shares, where, open_again, handle, source, close_caches, trainable, ranks
+            parts, shares, where, open_again, handle, sources, close_caches, trainable, ranks
         )
         undo.callback(stream.close)
         _hooks.attach(model, stream)
@@ -227,7 +239,7 @@ def stream_model(
         undo.pop_all()
     detail = f"{shares.resident} bytes stay, {shares.window} are the window, the rest is streamed"
     seconds = time.perf_counter() - began
-    long_call.completed("opened a stream of", source, 0, seconds, detail)
+    long_call.completed("opened a stream of", sources[0], 0, seconds, detail)
     return model
 
 
@@ -250,19 +262,21 @@ def _telling(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if ranks is None else ranks.telling()
 
 
-def _named(checkpoint: str | os.PathLike[str] | None, given: Any) -> str:
+def _named(checkpoint: Paths | None, given: Any) -> str:
     """What errors of the ranks name."""
     named = given if checkpoint is None else checkpoint
+    if isinstance(named, (list, tuple)) and named:
+        named = named[0]
     return os.fspath(named) if isinstance(named, (str, os.PathLike)) else type(named).__name__
 
 
-def _source(
-    given: Any, checkpoint: str | os.PathLike[str] | None, rank: int | None
-) -> tuple[str | os.PathLike[str], Any]:
+def _sources(
+    given: Any, checkpoint: Paths | None, rank: int | None
+) -> tuple[list[str | os.PathLike[str]], Any]:
     """Where the weights are, and a module or a configuration."""
     if isinstance(given, (str, os.PathLike)):
-        source = given if checkpoint is None else _packed.of_rank(checkpoint, rank)
-        return _packed.part_in(source), _transformers.config_of(given)
+        sources = [given] if checkpoint is None else _several(checkpoint, rank)
+        return sources, _transformers.config_of(given)
     if not isinstance(given, nn.Module) and not hasattr(given, "model_type"):
         raise TypeError(
             "expected a directory, a transformers configuration or a torch.nn.Module, not "
@@ -272,7 +286,17 @@ def _source(
         raise ValueError(
             f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
         )
-    return _packed.part_in(_packed.of_rank(checkpoint, rank)), given
+    return _several(checkpoint, rank), given
+
+
+def _several(checkpoint: Paths, rank: int | None) -> list[str | os.PathLike[str]]:
+    paths = _checks.directory_paths("checkpoint", checkpoint)
+    if len(paths) > 1 and rank is not None:
+        raise ValueError(
+            "with process_group each rank reads one directory: give it its own, with a part "
+            "(nvmeio pack --ranks) or a copy, and put several drives of a rank together as RAID 0"
+        )
+    return [paths[0] if len(paths) > 1 else _packed.of_rank(paths[0], rank), *paths[1:]]
 
 
 def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -321,4 +345,5 @@ def _finish(model: Any, directory: Any, given: Any) -> None:
     if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
         config_class = _transformers.require().GenerationConfig
         model.generation_config = config_class.from_pretrained(directory)
-    model.config._name_or_path = model.name_or_path = os.fspath(given)
+    several = isinstance(given, (list, tuple))
+    model.config._name_or_path = model.name_or_path = os.fspath(given[0] if several else given)

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nvmeio import _checks
+from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
@@ -39,7 +41,6 @@ from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._storage import crc32, directories, private
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.handle import AioHandle
-from nvmeio.offload._swap_dirs import Paths, directory_paths
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
@@ -158,7 +159,7 @@ class ActivationStore:
 
     def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)
-        paths = directory_paths("swap_dir", swap_dir)
+        paths = _checks.directory_paths("swap_dir", swap_dir)
         for path in paths:
             directories.make_directory(path, mode=private.DIRECTORY_MODE, durable=False)
         self._file = ScratchFile(paths)

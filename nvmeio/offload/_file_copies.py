@@ -9,13 +9,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from nvmeio import _checks
+from nvmeio._checks import Paths
 from nvmeio._storage import durable, private
 from nvmeio._storage.directories import make_directory
 from nvmeio.errors import TransferError
 from nvmeio.offload import _manifest
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._swap_dir import LOCK, OURS
-from nvmeio.offload._swap_dirs import Paths, SwapDirs, directory_paths
+from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._transactions import Transaction
 
 _FICLONE = 0x40049409  # linux/fs.h
@@ -47,7 +49,7 @@ def copy(
 
     Source: man 2 ioctl_ficlone, man 2 copy_file_range, man 2 sendfile.
     """
-    above = directory_paths("directory", directories)
+    above = _checks.directory_paths("directory", directories)
     if len(above) != len(source.paths):
         raise ValueError(
             f"the state lies in {len(source.paths)} directories, {source.paths}: name as many for "

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _device
+from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
@@ -42,7 +43,7 @@ from nvmeio.offload._pipeline import move_all
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
 from nvmeio.offload._subgroups import SlotSpan
-from nvmeio.offload._swap_dirs import Paths, SwapDirs
+from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._tensors import lay, local
 
 NAME = "weights"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio.errors import IntegrityError
 from nvmeio.offload import _file_copies, _manifest
@@ -13,7 +14,7 @@ from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._rank_steps import DurableSteps, agreed
 from nvmeio.offload._state_files import NAMES, StateFiles
 from nvmeio.offload._subgroups import Subgroup
-from nvmeio.offload._swap_dirs import Paths, SwapDirs
+from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._transactions import Transaction
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _device
+from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, do_all
 from nvmeio._plan import PAGE_BYTES, round_up
@@ -31,7 +32,7 @@ from nvmeio.offload._step_inputs import StepInputs, grads_of
 from nvmeio.offload._stepping import Stepper, placed
 from nvmeio.offload._stored_weights import StoredWeights
 from nvmeio.offload._subgroups import Piece, Subgroup
-from nvmeio.offload._swap_dirs import Paths, SwapDirs
+from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._swapped import Buffers, Swapped
 from nvmeio.offload._tensors import view
 from nvmeio.offload._transactions import Transaction, Transactions

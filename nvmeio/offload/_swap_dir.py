@@ -8,7 +8,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from nvmeio import files
+from nvmeio import _checks, files
 from nvmeio._io import ending
 from nvmeio._storage import directories, durable, private
 from nvmeio.errors import TransferError
@@ -37,7 +37,7 @@ class SwapDir:
     """
 
     def __init__(self, parent: str | os.PathLike[str], name: str) -> None:
-        above = directory_path("swap_dir", parent)
+        above = _checks.directory_path("swap_dir", parent)
         if not os.path.lexists(above):
             directories.make_directory(above, mode=private.DIRECTORY_MODE)
         elif not os.path.isdir(above):
@@ -175,20 +175,6 @@ class SwapDir:
             # A forked child (a data loader's worker) has the descriptor too, and with it the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
-
-
-def directory_path(what: str, value: str | os.PathLike[str]) -> str:
-    """A directory that a user names.
-
-    Raises:
-        TypeError: It is no path, or bytes.
-    """
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{what} must be a path, not {type(value).__name__}: {value!r:.80}")
-    path = os.fspath(value)
-    if not isinstance(path, str):
-        raise TypeError(f"{what} must be a str, not {path!r}; os.fsdecode turns bytes into one")
-    return path
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:

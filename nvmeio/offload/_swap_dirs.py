@@ -18,15 +18,15 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nvmeio import _checks
+from nvmeio._checks import Paths
 from nvmeio._io.drives import weights_of
 from nvmeio._io.striping import StripedFile, Striping
 from nvmeio._storage import durable, private
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.offload import _manifest
-from nvmeio.offload._swap_dir import RECORD, SwapDir, directory_path
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+from nvmeio.offload._swap_dir import RECORD, SwapDir
 
 
 class _Record(NamedTuple):
@@ -67,7 +67,7 @@ class SwapDirs:
         self._dirs: list[SwapDir] = []
         self._set_id = ""
         self._weights = [1]
-        above = directory_paths("swap_dir", parents)
+        above = _checks.directory_paths("swap_dir", parents)
         try:
             for each in above:
                 self._dirs.append(SwapDir(each, name))
@@ -237,23 +237,6 @@ class SwapDirs:
         finally:
             for each in self._dirs:
                 each.release(remove)
-
-
-def directory_paths(what: str, value: Paths) -> list[str]:
-    """Directories that a user names: one, or several.
-
-    Raises:
-        TypeError: One is no path, or bytes.
-        ValueError: There are none, or one of them twice.
-    """
-    if not isinstance(value, (list, tuple)):
-        return [directory_path(what, value)]  # type: ignore[arg-type]
-    paths = [directory_path(f"{what}[{number}]", each) for number, each in enumerate(value)]
-    if not paths:
-        raise ValueError(f"{what} is empty: name a directory, or one on each drive")
-    if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise ValueError(f"{what} names a directory twice: {paths}")
-    return paths
 
 
 def _has_manifest(path: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio import _device
+from nvmeio._checks import Paths
 from nvmeio._closing import Closing
 from nvmeio._io.owner import Lease
 from nvmeio._residency import calls
@@ -15,7 +16,6 @@ from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
 from nvmeio.offload._activation_store import ActivationStore, SavedStorage
 from nvmeio.offload._activations_on_device import DeviceActivations, DeviceStorage
-from nvmeio.offload._swap_dirs import Paths
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 

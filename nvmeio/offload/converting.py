@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvmeio.offload._swap_dirs import Paths
+from nvmeio._checks import Paths
 from nvmeio.offload.optimizer import SwappedOptimizer
 
 

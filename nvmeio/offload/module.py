@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from nvmeio import _checks, _device
+from nvmeio._checks import Paths
 from nvmeio._closing import Closing
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
@@ -17,7 +18,6 @@ from nvmeio.offload._param_store import ParamStore, is_absent, store_of
 from nvmeio.offload._saved_parameters import attach
 from nvmeio.offload._sharded import Sharded, is_fsdp
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
-from nvmeio.offload._swap_dirs import Paths
 from nvmeio.offload._tensors import is_sharded, sharded_alike
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from nvmeio import _checks, _device
-from nvmeio._checks import switch
+from nvmeio._checks import Paths, switch
 from nvmeio._closing import Closing
 from nvmeio._io import ending
 from nvmeio._io.ending import Ending
@@ -25,7 +25,6 @@ from nvmeio.offload._state import StateView
 from nvmeio.offload._state_swapper import StateSwapper, open_state
 from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._stepping import Stepper
-from nvmeio.offload._swap_dirs import Paths
 from nvmeio.offload._transactions import Transaction, Transactions
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support import run_python
 from torch import nn
 
+from nvmeio._formats.safetensors_set import FileBytes
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.inference._budget import share_out
 from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
@@ -107,15 +109,29 @@ def test_neighbours_in_a_file_are_one_read() -> None:
     assert layout.reads == (Read(0, 0, 24576, 0),)
 
 
+class OneFile:
+    """A checkpoint of one file of 1 GiB."""
+
+    def __init__(self) -> None:
+        self.files = [self]
+
+    def size(self) -> int:
+        return 1 << 30
+
+    def spans(self, file: int, start: int, end: int) -> list[FileBytes]:
+        return [FileBytes(file, start, end)]
+
+
 def units(sizes: list[int]) -> list[Unit]:
     found = []
+    checkpoint: Any = OneFile()
     for number, nbytes in enumerate(sizes):
         unit = Unit(f"layers.{number}")
         unit.is_layer = True
         unit.modules = [nn.Identity()]
         part = WeightPart(torch.uint8, (nbytes,), (FileExtent(0, 0, nbytes, 0),))
         unit.weights = [Weight("w", torch.uint8, (nbytes,), (part,), None, ("w",))]
-        unit.plan([1 << 30], own_alignment=False)
+        unit.plan(checkpoint, own_alignment=False)
         found.append(unit)
     return found
 
