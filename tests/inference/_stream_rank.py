@@ -351,6 +351,7 @@ def wrong(me: Rank) -> None:
     nowhere = me.notes / "nowhere" if me.rank == 1 else first
     refused(FileNotFoundError, "nowhere", at=1, path=nowhere)
     refused(ValueError, "too small", resident_bytes=4096)
+    refused(ValueError, "each rank reads one directory", path=[first, me.notes / "other"])
     refused(ValueError, "window", at=0, window=0 if me.rank == 0 else 2)
     for path in (parts, parts / "rank-1"):
         with me.raises(ValueError, "process_group="):

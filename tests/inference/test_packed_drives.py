@@ -24,6 +24,7 @@ from nvmeio import cli
 from nvmeio._formats import packed_index
 from nvmeio._formats.packed_drives import Dealing
 from nvmeio._io import striping
+from nvmeio._io.drives import DriveHandles
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.engines.threads import Block, ThreadsEngine
@@ -178,6 +179,42 @@ def test_each_drive_is_read_by_its_weight(
     for folder, weight in zip(folders, weights, strict=True):
         share = wanted * weight / sum(weights)
         assert abs(read[folder.name] - share) <= 0.01 * share, (read, wanted)
+
+
+def test_each_drive_has_a_handle_of_its_own(
+    tmp_path: Path, folders: list[Path], stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers, rows and the experts of a token, which are read past the queue."""
+    made: dict[str, nvmeio.AioHandle] = {}
+
+    class PerDirectory(DriveHandles):
+        def __init__(self, handle: nvmeio.AioHandle | None, directories: list[str]) -> None:
+            assert handle is None
+            made.update((each, nvmeio.AioHandle(engine="threads")) for each in directories)
+            super().__init__(made[directories[0]], directories)
+
+        def of(self, file: nvmeio.File) -> nvmeio.AioHandle:
+            return made[os.path.dirname(file.path)]
+
+        def close(self) -> None:
+            for each in made.values():
+                each.close()
+
+    monkeypatch.setattr("nvmeio.inference.stream.DriveHandles", PerDirectory)
+    monkeypatch.setattr(striping, "LEAST_CHUNK_BYTES", PAGE_BYTES)
+    models.saved(models.mixtral, tmp_path / "model")
+    pack(tmp_path / "model", folders)
+    whole = models.loaded(tmp_path / "model")
+    given_ = whole.config, folders  # a configuration, and where its weights are
+    model = stream(*given_, resident_bytes=1_000_000, handle=None)
+    ids = models.prompt()[:, :1]
+    assert models.tokens(model, ids, 4).equal(models.tokens(whole, ids, 4))
+    assert model.weight_stream.stats.experts_read
+    assert sorted(made) == sorted(map(str, folders))
+    read = [each.stats.bytes_read for each in made.values()]
+    assert all(read), read
+    model.weight_stream.close()
+    assert all(each.closed for each in made.values())
 
 
 # What does not belong together
