@@ -13,6 +13,8 @@ PYTEST_ARGS ?=
 # are cores in a small machine, for many tests wait for the drive, or for other processes.
 TEST_JOBS   ?= 3
 TEST_RUNS   := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# Whatever the environment says of it: the tests are hundreds of processes, which would all compile nvmeio anew.
+export PYTHONDONTWRITEBYTECODE :=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -1031,6 +1032,7 @@ def be_rank(order: dict[str, Any], rank: int, port_file: Path) -> None:
 def main() -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
+    gc.freeze()  # a collection in a rank would look at all of torch's objects, and copy their pages
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
 

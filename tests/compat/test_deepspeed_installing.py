@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import nvmeio
 from nvmeio.compat.deepspeed import launching
@@ -73,15 +74,12 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script with these directories on PYTHONPATH; `everywhere` as `nvmeio deepspeed`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))}
-    if everywhere:
-        environment = launching.environment(environment)
+    command = [sys.executable, *flags, "-c", textwrap.dedent(script)]
+    if not everywhere:
+        return run_program(command, env=environment, timeout=LIMIT_S)
+    environment = launching.environment(environment)  # a module there is imported at birth
     return subprocess.run(
-        [sys.executable, *flags, "-c", textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
