@@ -95,7 +95,7 @@ def rows_of(weight: Weight, most: int) -> list[TileRows]:
                 name=f"{weight.name}[{first}:{last}]",
                 shape=(last - first, weight.shape[1]),
                 parts=tuple(
-                    _cut(part, first, last, None if cut is None else (cut, number))
+                    cut_rows(part, first, last, None if cut is None else (cut, number))
                     for part, cut in zip(weight.parts, sums, strict=True)
                 ),
             ),
@@ -114,7 +114,10 @@ def _sums_of(part: WeightPart, bounds: list[tuple[int, int]]) -> CutSums | None:
     return CutSums(whole, [(last - first) * a_row for first, last in bounds])
 
 
-def _cut(part: WeightPart, first: int, last: int, cut: tuple[CutSums, int] | None) -> WeightPart:
+def cut_rows(
+    part: WeightPart, first: int, last: int, cut: tuple[CutSums, int] | None = None
+) -> WeightPart:
+    """Rows [first, last) of a part; `cut` has their checksums."""
     a_row = part.nbytes // part.shape[0]
     begin, behind = first * a_row, last * a_row
     extents = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -208,6 +208,40 @@ def _is_unset(buffer: torch.Tensor) -> bool:
     if buffer.dtype is torch.bool or not buffer.numel():
         return False
     return bool((buffer.contiguous().view(-1).view(torch.uint8) == _UNSET).all())
+
+
+def parallel_plan(model: Any, wanted: str | Mapping[str, str], size: int) -> dict[str, str]:
+    """How transformers cuts a model for so many ranks: words by names of modules and parameters.
+
+    Args:
+        model: A `PreTrainedModel`.
+        wanted: "auto", or words that take the place of those of the model's own plan.
+        size: How many ranks.
+
+    Raises:
+        BackendUnavailableError: transformers has no tensor parallelism that is known here.
+        ValueError: There is no plan, or one with a word that transformers does not know.
+    """
+    try:
+        distributed: Any = importlib.import_module("transformers.distributed.configuration_utils")
+        importlib.import_module("transformers.distributed.tensor_parallel")
+        resolve = model._resolve_parallel_plans
+    except (ImportError, AttributeError) as failed:
+        raise BackendUnavailableError(
+            "tp_plan needs transformers' tensor parallelism on device meshes",
+            attempts=[("transformers.distributed", str(failed))],
+            remedy='pip install "transformers>=5.23", or leave tp_plan= out',
+        ) from failed
+    given = wanted if isinstance(wanted, str) else dict(wanted)
+    plan, _, _ = resolve(distributed.DistributedConfig(tp_size=size, tp_plan=given))
+    return dict(plan)
+
+
+def distribute(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
+    """Let a model on the meta device compute as one of several ranks; see `parallel_plan`."""
+    parallel: Any = importlib.import_module("transformers.distributed.tensor_parallel")
+    parallel.apply_tensor_parallelism(model, mesh, dict(plan))
+    model._tp_size = mesh.size()
 
 
 def parts_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,16 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.profiling import profiled
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _binding, _hooks, _packed, _packed_drives, _transformers, hub, kv_cache
+from nvmeio.inference import (
+    _binding,
+    _hooks,
+    _packed,
+    _packed_drives,
+    _tensor_parallel,
+    _transformers,
+    hub,
+    kv_cache,
+)
 from nvmeio.inference._budget import check_numbers, share_out
 from nvmeio.inference._fitting import SHARE, fit
 from nvmeio.inference._limits import memory_left
@@ -54,6 +63,7 @@ def stream_model(
     progress: Progress | None = None,
     trainable: bool = False,
     process_group: Any = None,
+    tp_plan: str | Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """A model whose weights are read from disk while it computes.
@@ -110,6 +120,12 @@ def stream_model(
             and the same settings: each reads an equal part of every layer from its own files, and
             gets the rest from the others. Prompts, and the number of passes, are each rank's own.
             `model_or_config_or_path` may be the directory that ``nvmeio pack --ranks`` wrote.
+        tp_plan: "auto", and the ranks of `process_group` compute one model together, as
+            transformers' own plan for it cuts its linear layers: each reads its rows or columns of
+            these and all of what is not cut, and transformers' hooks exchange what is computed. Or
+            a dictionary with words in the place of those of that plan. All ranks make the same
+            passes with the same prompts, one at a time. On the CPU, of plain safetensors files.
+            A pass that fails on one rank ends the model on all of them.
         timeout_s: How long a rank may make no progress before it is given up, in seconds.
 
     Returns:
@@ -124,7 +140,10 @@ def stream_model(
         ValueError: `resident_bytes` does not hold what is needed at once; parameters lie on a real
             device; buffers that no checkpoint holds on the meta device; unknown `layers`; a
             directory holds the part of another rank, or of another number of ranks; directories
-            are not all those that were packed together.
+            are not all those that were packed together;
+            `tp_plan` is of a model that has no plan, says a word that cannot be streamed (named),
+            or is given for a packed or quantised model, a tied weight, a GPU or without
+            `process_group`, or for some of the processes.
         TransferError: Another rank failed, died or did not come, here or in a forward.
         BackendUnavailableError: transformers is needed and not installed.
         MemoryError: There is less memory than `resident_bytes`.
@@ -154,6 +173,8 @@ def stream_model(
         resident_bytes = _checks.size("resident_bytes", resident_bytes)
         dtype = _checks.dtype("dtype", dtype)
         where = _checks.device("device", device)
+        if tp_plan is not None:
+            _check_parallel(tp_plan, where, process_group, trainable)
         if trainable:
             _check_trainable(where, kv_offload, ranks)
             where = _device.usable("device", where)
@@ -179,13 +200,21 @@ def stream_model(
             _transformers.compute_buffers(model, where)
         packed = _packed.parse(opened, checksum)
         matched = match(model, opened, strict, packed)
+        parallel = None
+        if tp_plan is not None and ranks is not None:
+            words = _tensor_parallel.check(model, tp_plan, ranks, matched, packed, opened)
+            path = _named(checkpoint, model_or_config_or_path)
+            parallel = _tensor_parallel.TensorParallel(process_group, ranks, path)
+            matched = parallel.cut(model, words, matched)
+            ranks.drop()
+            ranks = None  # each reads for itself
 
         def planned_parts(most: int | None = None) -> Partition:
             parts = partition(model, matched.by_tensor, layers, most)
             for unit in (parts.fixed, *parts.units):
                 if trainable:
                     unit.experts = None  # those of a token would have to be known to backward
-                unit.plan(opened, own_alignment=not is_transformers)
+                unit.plan(opened, own_alignment=not is_transformers or parallel is not None)
             return parts
 
         parts = planned_parts()
@@ -232,6 +261,8 @@ def stream_model(
         )
         undo.callback(stream.close)
         _hooks.attach(model, stream)
+        if parallel is not None:
+            parallel.attach(model)
         model.weight_stream = stream
         if is_transformers:
             _finish(model, named, model_or_config_or_path)
@@ -256,6 +287,17 @@ def _check_trainable(where: torch.device, kv_offload: Any, ranks: Ranks | None) 
             "trainable=True reads in one process: backward's order is each rank's own. Leave out "
             "process_group=, and give each rank a copy of the files"
         )
+
+
+def _check_parallel(plan: Any, where: torch.device, process_group: Any, trainable: bool) -> None:
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise ValueError(f'tp_plan must be "auto" or a dictionary of words, not {plan!r}')
+    if process_group is None:
+        raise ValueError("tp_plan is for several ranks: name them with process_group=")
+    if trainable:
+        raise ValueError("trainable=True reads in one process: leave out tp_plan=")
+    if where.type != "cpu":
+        raise ValueError(f"tp_plan computes on the CPU, through gloo, not on {where}")
 
 
 def _telling(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:

@@ -34,6 +34,24 @@ def llama(layers: int = 4, width: int = 64, **options: Any) -> Any:
     )
 
 
+def qwen3(layers: int = 4, width: int = 64, **options: Any) -> Any:
+    """Its heads have norms of their own."""
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=width // 4,
+            attention_bias=True,
+            vocab_size=VOCABULARY,
+            **_IDS,
+            **options,
+        )
+    )
+
+
 def gpt2(layers: int = 4, width: int = 64) -> Any:
     """Its head is tied to its embedding; its matrices are transposed."""
     return transformers.GPT2LMHeadModel(
