@@ -39,7 +39,7 @@ def stream(me: Rank, name: str, **options: Any) -> Any:
 def equal(me: Rank) -> None:
     """As transformers has it in memory, bit for bit, and no byte of another rank's is read."""
     ids = models.prompt(2, 7)
-    logits_of = {}
+    logits_of: dict[str, torch.Tensor] = {}
     for name in ("llama", "qwen3"):
         whole = AutoModelForCausalLM.from_pretrained(
             me.notes / name, distributed_config=DistributedConfig(tp_size=me.world)
