@@ -1,4 +1,4 @@
-"""The storages that autograd has saved: in memory, or in a file and read ahead of backward.
+"""The storages that autograd has saved: in memory, being written, or on the drive alone.
 
 All that changes belongs to one thread (`OwnerThread`). What a caller holds is a lease, which dies
 with the graph that saved the tensor, however that ends.
@@ -8,26 +8,22 @@ that autograd has saved, its bytes cannot change any more. So they are written f
 and its memory is free when they are. What somebody still holds (a parameter, a buffer, the input)
 takes its memory all the same, and stays. The oldest go first: what was saved last is needed first.
 
-*What is read.* Backward goes the other way round. When it asks for one, those that were saved
-before it are read ahead, as far as there is memory for them.
+*What is read*: see `_activation_reads`.
 
 One half of the budget is for what forward has saved, the other for what is read.
 """
 
 from __future__ import annotations
 
-import bisect
 import concurrent.futures
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
@@ -36,11 +32,11 @@ from nvmeio._io.ending import Ending, leave
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.scratch_file import ScratchFile
-from nvmeio._residency.lent import LentPool
-from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._storage import crc32, directories, private
-from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
+from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
+from nvmeio.offload._activation_reads import ActivationReads
+from nvmeio.offload._saved_storage import SavedStorage, bytes_over
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
@@ -52,66 +48,6 @@ _CLOSED = "the swapped activations are closed"
 _WRITING_BYTES = 160 << 20
 
 
-class SavedStorage:
-    """A storage that autograd has saved, and where its bytes are.
-
-    In memory (`storage`), being written (`storage` and `writing`), or on the drive (`place` alone).
-    """
-
-    __slots__ = (
-        "ahead",
-        "begun_in",
-        "failed_in",
-        "fill",
-        "holds",
-        "nbytes",
-        "number",
-        "out",
-        "place",
-        "storage",
-        "sum",
-        "wanted",
-        "writing",
-    )
-
-    def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
-        self.number = number
-        self.nbytes = storage.nbytes()
-        self.storage: torch.UntypedStorage | None = storage
-        self.holds = 0  # how many saved tensors lie over it
-        self.place = 0  # in the file
-        self.writing: list[Operation] | None = None
-        self.begun_in = self.failed_in = 0  # the round of `_make_room` of its last write
-        self.wanted = False  # while it was being written: it stays
-        self.sum: int | None = None  # the CRC-32 of what is in the file
-        self.fill: Fill | None = None  # while it is read
-        self.ahead: torch.Tensor | None = None  # what it is, or was, read into; not handed out yet
-        self.out: Any = None  # of what was handed out
-
-    def is_alone(self) -> bool:
-        """Whether nobody else has the storage, so that its bytes cannot change any more."""
-        storage = self.storage
-        if storage is None:
-            return False
-        tensors: int = torch._C._storage_Use_Count(storage._cdata)
-        return tensors == 1 and sys.getrefcount(storage) == _ALONE
-
-
-def _references_of_one_alone() -> int:
-    """What `sys.getrefcount` says in `is_alone`."""
-
-    class Holder:
-        storage: Any
-
-    holder = Holder()
-    holder.storage = torch.empty(1).untyped_storage()
-    storage = holder.storage
-    return sys.getrefcount(storage)
-
-
-_ALONE = _references_of_one_alone()
-
-
 class ActivationStore:
     """Keeps what autograd saved within a budget.
 
@@ -121,7 +57,6 @@ class ActivationStore:
 
     Attributes:
         written_bytes: So far.
-        read_bytes: So far.
     """
 
     def __init__(self, resident_bytes: int, checksum: bool) -> None:
@@ -130,16 +65,13 @@ class ActivationStore:
         self._most = resident_bytes // 2  # in memory as forward has saved it
         self._enough = self._most // 2  # from here on, the oldest are written
         self.closed = False
-        self.written_bytes = self.read_bytes = 0
+        self.written_bytes = 0
         self._pid = os.getpid()
         self._numbers = 0
         self._in_memory: dict[int, SavedStorage] = {}  # by storage, the last saved last
         self._memory_bytes = 0
         self._writing: dict[SavedStorage, None] = {}
         self._writing_bytes = 0
-        self._numbers_on_drive: list[int] = []
-        self._on_drive: dict[int, SavedStorage] = {}
-        self._pool: LentPool | None = None
         self._round = 0  # of `_make_room`
         self._failed: BaseException | None = None  # a write of this round; its bytes are in memory
         self._said = False  # that there is no room
@@ -166,8 +98,8 @@ class ActivationStore:
         self._resources.callback(self._file.close)
         self._handles = DriveHandles(handle, paths)
         self._resources.callback(self._handles.close)
-        self._reader = Reader(self._handles)
-        self._resources.callback(self._reader.stop)
+        self._reads = ActivationReads(self._file, self._handles, self.reading_bytes, _CLOSED)
+        self._resources.callback(self._reads.close)
         return ending
 
     # What callers ask for
@@ -353,8 +285,7 @@ class ActivationStore:
             self.written_bytes += saved.nbytes
             if saved.holds and not saved.wanted:
                 self._forget(saved)
-                self._on_drive[saved.number] = saved
-                bisect.insort(self._numbers_on_drive, saved.number)
+                self._reads.add(saved)
                 return
         self._file.give_back(saved.place, saved.nbytes)
         if not saved.holds:
@@ -383,10 +314,7 @@ class ActivationStore:
         elif saved.storage is not None:
             self._forget(saved)
         else:
-            self._drop_ahead(saved)
-            del self._on_drive[saved.number]
-            del self._numbers_on_drive[bisect.bisect_left(self._numbers_on_drive, saved.number)]
-            self._file.give_back(saved.place, saved.nbytes)
+            self._reads.remove(saved)
 
     # Reading
 
@@ -396,91 +324,11 @@ class ActivationStore:
             saved.wanted = True  # whoever gets it may change it while it is being written
             self.look_ahead(saved.number)
             return saved.storage
-        if saved.out is not None:
-            alive = locked(saved.out)
-            if alive is not None:
-                return alive
-        if saved.ahead is None:
-            self._begin_read(saved, needed=True)
-        self.look_ahead(saved.number)
-        fill, memory = saved.fill, saved.ahead
-        assert fill is not None and memory is not None
-        fill.done.wait()
-        try:
-            if not fill.whole:
-                raise fill.error or ClosedError(_CLOSED)
-            if saved.sum is not None:
-                self._check(saved, crc32.of_tensor(memory))
-        finally:
-            self._forget_ahead(saved)
-        self.read_bytes += saved.nbytes
-        storage = memory.untyped_storage()
-        saved.out = mark_of(storage)
-        return storage
-
-    def _check(self, saved: SavedStorage, found: int) -> None:
-        if found != saved.sum:
-            raise IntegrityError(
-                f"{self._file.describe(saved.place, saved.nbytes)}: saved activations are not what "
-                "was written there: look at `dmesg` and `smartctl -a`, and run the pass again "
-                "(checksum=False takes them as they are)",
-                expected=f"CRC-32 {saved.sum:08x}",
-                found=f"{found:08x}",
-            )
+        return self._reads.bring(saved)
 
     def look_ahead(self, number: int) -> None:
         """Begin to read what was saved before this one, the last first."""
-        numbers = self._numbers_on_drive
-        for at in range(bisect.bisect_left(numbers, number) - 1, -1, -1):
-            saved = self._on_drive[numbers[at]]
-            if saved.ahead is not None or (saved.out is not None and not saved.out.expired()):
-                continue
-            if not self._begin_read(saved, needed=False):
-                return
-
-    def _begin_read(self, saved: SavedStorage, needed: bool) -> bool:
-        """Whether there was memory for it."""
-        memory = self._room(saved)
-        if memory is None and needed:
-            for number in self._numbers_on_drive:  # those that are needed last
-                if self._on_drive[number].ahead is not None:
-                    self._drop_ahead(self._on_drive[number])
-                    memory = self._room(saved)
-                    if memory is not None:
-                        break
-            else:
-                memory = torch.empty(saved.nbytes, dtype=torch.uint8)
-        if memory is None:
-            return False
-        wanted = [
-            WantedBytes(
-                span.file,
-                span.file_offset,
-                memory[span.start : span.start + span.nbytes],
-                span.start,
-            )
-            for span in self._file.spans(saved.place, saved.nbytes)
-        ]
-        saved.ahead, saved.fill = memory, Fill(wanted)
-        self._reader.submit(saved.fill)
-        return True
-
-    def _room(self, saved: SavedStorage) -> torch.Tensor | None:
-        """Memory of the budget, free with the last tensor over it; None where there is none."""
-        if self._pool is None:
-            self._pool = LentPool(self.reading_bytes)
-            self._resources.callback(self._pool.close)
-        slot = self._pool.take(saved, saved.nbytes)
-        return None if slot is None else slot.memory
-
-    def _drop_ahead(self, saved: SavedStorage) -> None:
-        """What was read is not wanted; nothing touches its memory any more."""
-        if saved.fill is not None:
-            self._reader.cancel(saved.fill)
-        self._forget_ahead(saved)
-
-    def _forget_ahead(self, saved: SavedStorage) -> None:
-        saved.fill = saved.ahead = None
+        self._reads.look_ahead(number)
 
     # The end
 
@@ -515,7 +363,12 @@ class ActivationStore:
     @property
     def on_drive_bytes(self) -> int:
         """Of what was saved, on the drive alone."""
-        return self._owner.call(lambda: sum(s.nbytes for s in self._on_drive.values()))
+        return self._owner.call(lambda: self._reads.nbytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """So far."""
+        return self._reads.read_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -540,19 +393,3 @@ def _stop(operations: list[Operation]) -> None:
         operation.cancel()
     for operation in operations:
         _ended(operation)
-
-
-def bytes_over(storage: torch.UntypedStorage | None) -> torch.Tensor:
-    """All of a storage."""
-    assert storage is not None
-    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return memory.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-mark_of: Any = StorageWeakRef  # has no types
-
-
-def locked(mark: Any) -> torch.UntypedStorage | None:
-    """The storage, if anybody still has it."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(mark.cdata)
-    return found

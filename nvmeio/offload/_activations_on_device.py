@@ -25,13 +25,8 @@ from nvmeio._device import Beside, Mark
 from nvmeio._io.owner import Lease
 from nvmeio._residency.lent import LentPool
 from nvmeio.errors import NvmeioError, TransferError
-from nvmeio.offload._activation_store import (
-    ActivationStore,
-    SavedStorage,
-    bytes_over,
-    locked,
-    mark_of,
-)
+from nvmeio.offload._activation_store import ActivationStore
+from nvmeio.offload._saved_storage import SavedStorage, bytes_over, locked, mark_of
 
 _AHEAD = 2  # brought to the device before they are asked for
 

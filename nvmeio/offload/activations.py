@@ -14,8 +14,9 @@ from nvmeio._residency import calls
 from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backward, kept, unpack
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
-from nvmeio.offload._activation_store import ActivationStore, SavedStorage
+from nvmeio.offload._activation_store import ActivationStore
 from nvmeio.offload._activations_on_device import DeviceActivations, DeviceStorage
+from nvmeio.offload._saved_storage import SavedStorage
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
