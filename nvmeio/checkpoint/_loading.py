@@ -9,46 +9,40 @@ memory that the tensors then live in.
     3. all storages that the pickle refers to are read              (_spans)
     4. torch unpickles, with them
 
-The seam is `torch.serialization._load`, which takes any object with the methods of torch's own
-reader. It is private: where it is missing, or takes other parameters, torch.load does all of it.
+The last is in `_unpickling`, which also says what is left to torch.load.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
 import pickle
-import struct
-import sys
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvmeio import _checks
-from nvmeio._formats import pickle_values, torch_pickle, torch_unpickling
-from nvmeio._formats.sniff import TruncatedFileError, check_older
+from nvmeio._formats import pickle_values, torch_pickle
+from nvmeio._formats.sniff import check_older
 from nvmeio._formats.torch_file import (
     TorchFile,
     check_calls,
     read_buffered,
     same_file,
     scan_pickle,
-    size_error,
     spans_of,
-    unsafe_globals,
 )
 from nvmeio._formats.torch_zip import LOCAL_MAGIC
-from nvmeio._io.caller import InCaller, at_once, run_with_caller
+from nvmeio._io.caller import run_with_caller
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._io.threads import in_thread
 from nvmeio._storage.locks import open_reading
+from nvmeio.checkpoint import _unpickling
+from nvmeio.checkpoint._load_options import HowToLoad, LoadOptions, MapLocation, nothing_to_read
 from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S
 from nvmeio.errors import IntegrityError
@@ -59,21 +53,7 @@ from nvmeio.progress import Progress
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MapLocation = (
-    Callable[[torch.UntypedStorage, str], Any] | torch.device | str | Mapping[str, Any] | None
-)
-
 _CPU = torch.device("cpu")
-_UNPICKLER_ARGUMENTS = frozenset(("encoding", "errors", "fix_imports", "buffers"))
-
-# What torch says of a file in its older formats that ends too early.
-_TRUNCATED = (
-    "Ran out of input",
-    "unexpected EOF",
-    "pickle data was truncated",
-    "index out of range",
-    "unpack requires",
-)
 
 
 def load(
@@ -191,93 +171,18 @@ def _checked_path(path: Any) -> str | os.PathLike[str]:
     return path  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How something is to be loaded; as for `load`."""
-
-    map_location: MapLocation
-    pickle_module: Any
-    weights_only: bool
-    mmap: bool
-    pickle_load_args: dict[str, Any]
-    fake: bool
-    """Whether tensors without data are made, by a mode of the calling thread."""
-    plain: bool = False
-    """Whether the pickle was found to need nothing of torch's own unpickler."""
-
-    @classmethod
-    def checked(
-        cls,
-        map_location: MapLocation = None,
-        pickle_module: Any = None,
-        weights_only: bool = True,
-        mmap: bool | None = None,
-        pickle_load_args: dict[str, Any] | None = None,
-    ) -> LoadOptions:
-        """Those that go together, for a load by this thread.
-
-        Raises:
-            TypeError: `pickle_module` is a bool: `weights_only` was the third parameter once; or
-                torch's unpickler takes no argument of such a name.
-            RuntimeError: `pickle_module` is given, and weights alone are wanted.
-        """
-        if isinstance(pickle_module, bool):
-            raise TypeError(
-                "the third parameter is pickle_module, as of torch.load: name weights_only= and "
-                "those behind it"
-            )
-        weights_only = weights_only is not False  # None is no way to ask for less safety
-        if _asked_for("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):  # torch.load's switch for the careful
-            weights_only = True
-        if weights_only and pickle_module is not None:
-            raise RuntimeError(
-                "pickle_module cannot be given with weights_only=True, which has its own unpickler"
-            )
-        unknown = [name for name in pickle_load_args or {} if name not in _UNPICKLER_ARGUMENTS]
-        if unknown and pickle_module is None:  # a module of the caller's may take others
-            raise TypeError(
-                f"load() got an unexpected keyword argument {unknown[0]!r}"
-                + ("; where tensors go is map_location=" if unknown[0] == "device" else "")
-            )
-        fake = torch._guards.detect_fake_mode(None) is not None
-        return cls(
-            map_location, pickle_module, weights_only, bool(mmap), pickle_load_args or {}, fake
-        )
-
-
-@dataclass(frozen=True)
-class HowToLoad:
-    """How one call loads its files.
-
-    Attributes:
-        options: The caller's.
-        handle: Moves the bytes; None makes one for each file.
-        call: Cancels it, and is told how far it is.
-        in_caller: Calls what unpickles.
-    """
-
-    options: LoadOptions
-    handle: AioHandle | None
-    call: LongCall
-    in_caller: InCaller = at_once
-
-    def by(self, in_caller: InCaller) -> HowToLoad:
-        """The same, with the unpickling done by the caller's thread."""
-        return replace(self, in_caller=in_caller)
-
-
 def load_file(path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks = ALONE) -> Any:
     """Load a file. See `load`."""
     options, call, in_caller = how.options, how.call, how.in_caller
     with ranks.loading(call), open_reading(path) as file:
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
-        through_torch = older or options.mmap or _seam() is None
+        through_torch = older or options.mmap or _unpickling.seam() is None
         ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
         if older and options.pickle_module is None:  # another one may read anything
             check_older(file)
-            return in_caller(_load_older, file, options)
+            return in_caller(_unpickling.load_older, file, options)
         if through_torch:
-            return in_caller(_load_through_torch, path, options)
+            return in_caller(_unpickling.load_through_torch, path, options)
         with CallHandle(how.handle, path) as handle:
             return load_archive(file, how, handle, ranks)
 
@@ -290,17 +195,17 @@ def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingR
     checkpoint = ranks.open(partial(TorchFile, file, handle.get, first))
     if checkpoint.archive.is_script:
         with same_file(file) as same:
-            return in_caller(_load_through_torch, same, options)
+            return in_caller(_unpickling.load_through_torch, same, options)
     with ranks.agreeing():
         scan = scan_pickle(checkpoint)
         if options.weights_only:
             check_calls(checkpoint, scan)
         if nothing_to_read(options):
             with same_file(file) as same:
-                return in_caller(_load_through_torch, same, options)
+                return in_caller(_unpickling.load_through_torch, same, options)
         spans = spans_of(checkpoint, file, scan)
         if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
-            _check_globals(file)
+            _unpickling.check_globals(file)
         _check_locations(scan, file, options.map_location)
         devices = _devices(scan, checkpoint, options.map_location)
     found: dict[str, torch.Tensor] = {}
@@ -313,100 +218,17 @@ def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingR
         found.update(zip(keys, tensors, strict=True))
     ranks.part()
     handle.done()
-    reader = _Reader(checkpoint, found)
-    if scan.plain and _is_usual(options) and not _is_swapped(checkpoint):
+    reader = _unpickling.MemoryReader(checkpoint, found)
+    if scan.plain and _unpickling.is_usual(options) and not _unpickling.is_swapped(checkpoint):
         options = replace(options, plain=True)
     del scan, spans  # containers by the thousand, that the collector would go through once more
     try:
-        return in_caller(_unpickle, reader, options)
+        return in_caller(_unpickling.unpickle, reader, options)
     except pickle.UnpicklingError:
         if options.weights_only:
             with same_file(file) as same:
-                _refuse(same)
+                _unpickling.refuse(same)
         raise
-
-
-# What is left to torch
-
-
-def _load_through_torch(path: str | os.PathLike[str], options: LoadOptions) -> Any:
-    return torch.load(
-        path,
-        options.map_location,  # type: ignore[arg-type]
-        options.pickle_module,
-        weights_only=options.weights_only,
-        mmap=options.mmap,
-        **options.pickle_load_args,
-    )
-
-
-def _load_older(file: File, options: LoadOptions) -> Any:
-    """A file from before torch's zip files: torch's errors do not name it."""
-    try:
-        with same_file(file) as same:
-            return _load_through_torch(same, replace(options, mmap=False))
-    except (EOFError, RuntimeError, IndexError, struct.error, pickle.PickleError) as e:
-        ends = isinstance(e, EOFError) or any(text in str(e) for text in _TRUNCATED)
-        if not ends:
-            raise
-        raise TruncatedFileError(
-            f"{file.path} ends in the middle, at byte {file.size()}: what wrote it was "
-            f"interrupted; take another checkpoint (torch says {str(e) or type(e).__name__:.200})"
-        ) from e
-
-
-def nothing_to_read(options: LoadOptions) -> bool:
-    """Whether tensors without data are asked for: on the meta device, or fake ones."""
-    where = options.map_location
-    if isinstance(where, (str, torch.device)) and str(where).partition(":")[0] == "meta":
-        return True
-    return options.fake
-
-
-def _check_globals(file: File) -> None:
-    """Let torch refuse what it forbids, in its own words, before anything is allocated."""
-    if unsafe_globals(file):
-        with same_file(file) as same:
-            _refuse(same)
-
-
-def _refuse(path: str) -> None:
-    """Unpickle to the meta device, which needs no storage: for torch's error."""
-    with torch.serialization.skip_data(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.load(path, "meta", weights_only=True, mmap=False)
-
-
-def _unpickle(reader: _Reader, options: LoadOptions) -> Any:
-    if options.plain:
-        with contextlib.suppress(Exception):  # whatever is wrong with a tensor is told by torch
-            return _unpickle_plain(reader, options)
-    arguments = {"encoding": "utf-8", **options.pickle_load_args}
-    if options.weights_only:
-        module: Any = torch._weights_only_unpickler
-    else:
-        module = pickle if options.pickle_module is None else options.pickle_module
-    return _seam()(reader, options.map_location, module, **arguments)
-
-
-def _is_usual(options: LoadOptions) -> bool:
-    """Whether nothing is asked for that only torch's own unpickler does, nor calls the user."""
-    usual = options.weights_only and not options.pickle_load_args and not options.fake
-    return usual and not callable(options.map_location)
-
-
-def _unpickle_plain(reader: _Reader, options: LoadOptions) -> Any:
-    """What was found plain, faster than by torch itself.
-
-    Raises:
-        UnknownTorchError: torch has to do it.
-    """
-    settings = getattr(torch.serialization, "_serialization_tls", None)
-    restoring = getattr(torch.serialization, "_get_restore_location", None)
-    if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes
-        raise torch_unpickling.UnknownTorchError
-    restore = restoring(options.map_location)
-    return torch_unpickling.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
 
 
 # Where the storages go
@@ -455,7 +277,7 @@ def _devices(
     torch tells, given a storage of no bytes: so a device that is not there is refused by it,
     and in its words, before anything is read.
     """
-    on_host = callable(where) or _is_swapped(checkpoint)
+    on_host = callable(where) or _unpickling.is_swapped(checkpoint)
     locations = dict.fromkeys(ref.location for ref in scan.storages.values())
     return {each: _CPU if on_host else _destination(where, each) for each in locations}
 
@@ -474,45 +296,6 @@ def _read_as_one(
     return list(found.values())
 
 
-class _Reader:
-    """What torch's unpickler asks of its zip reader: everything is in memory already."""
-
-    def __init__(self, checkpoint: TorchFile, storages: dict[str, torch.Tensor]) -> None:
-        self._checkpoint = checkpoint
-        self.storages = storages
-        self._texts = checkpoint.texts()
-
-    def has_record(self, name: str) -> bool:
-        return name in self._checkpoint.records
-
-    def get_record(self, name: str) -> bytes:
-        found = self._texts.get(name)
-        return self._checkpoint.read(name) if found is None else found
-
-    def get_all_records(self) -> list[str]:
-        return list(self._checkpoint.records)
-
-    def get_record_offset(self, name: str) -> int:
-        return self._checkpoint.records[name].offset
-
-    def get_storage_from_record(self, name: str, nbytes: int, kind: object) -> torch.Tensor:
-        storage = self.storages[name.removeprefix("data/")]
-        if storage.nbytes != nbytes:
-            raise size_error(self._checkpoint, name, nbytes)
-        return storage
-
-    def serialization_id(self) -> str:
-        name = ".data/serialization_id"
-        return self.get_record(name).decode("latin-1") if self.has_record(name) else ""
-
-
-def _is_swapped(checkpoint: TorchFile) -> bool:
-    """Whether torch may have to swap the bytes of what is loaded, which it does on the host."""
-    if "byteorder" not in checkpoint.records:
-        return True
-    return checkpoint.read("byteorder").decode("latin-1") != sys.byteorder
-
-
 def _destination(map_location: MapLocation, location: str) -> torch.device:
     if isinstance(map_location, Mapping):
         location = map_location.get(location, location)
@@ -524,20 +307,3 @@ def _destination(map_location: MapLocation, location: str) -> torch.device:
     )
     device: torch.device = restored.device
     return device
-
-
-def _asked_for(variable: str) -> bool:
-    return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
-
-
-# The first parameters of `torch.serialization._load`, by position, in every torch so far.
-_SEAM = ["zip_file", "map_location", "pickle_module"]
-
-
-def _seam() -> Any:
-    """What makes the object from a zip reader; None if it is not as it is known here."""
-    unpickle = getattr(torch.serialization, "_load", None)
-    if unpickle is None or not hasattr(torch, "_weights_only_unpickler"):
-        return None
-    parameters = list(inspect.signature(unpickle).parameters)
-    return unpickle if parameters[: len(_SEAM)] == _SEAM else None

@@ -14,7 +14,8 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._drives import parsed, parts_in
-from nvmeio.checkpoint._loading import HowToLoad, load_file
+from nvmeio.checkpoint._load_options import HowToLoad
+from nvmeio.checkpoint._loading import load_file
 from nvmeio.checkpoint._loading_ranks import ALONE, LoadingRanks, Ranks
 from nvmeio.checkpoint._retention import Generation
 from nvmeio.errors import IntegrityError, TransferError

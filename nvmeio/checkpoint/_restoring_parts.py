@@ -12,9 +12,11 @@ from typing import Any
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio.checkpoint._drives import OwnDrives, Save
-from nvmeio.checkpoint._loading import HowToLoad, _seam, load_archive, nothing_to_read
+from nvmeio.checkpoint._load_options import HowToLoad, nothing_to_read
+from nvmeio.checkpoint._loading import load_archive
 from nvmeio.checkpoint._part_ranks import Image, PartRanks, of_one, open_part
 from nvmeio.checkpoint._restoring import Wanted, until_there
+from nvmeio.checkpoint._unpickling import seam
 from nvmeio.errors import BackendUnavailableError, TransferError
 
 logger = logging.getLogger("nvmeio")
@@ -22,7 +24,7 @@ logger = logging.getLogger("nvmeio")
 
 def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) -> Any:
     """The state, or a list of states, from what ranks have on their drives."""
-    if _seam() is None:
+    if seam() is None:
         raise BackendUnavailableError(
             "parts of a checkpoint are put together beneath torch's unpickler, which this torch "
             "has in another place than any that is known here",

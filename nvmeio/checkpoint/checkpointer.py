@@ -21,7 +21,7 @@ from nvmeio._storage.directories import check_above
 from nvmeio.checkpoint import _guard, _retention, _writers
 from nvmeio.checkpoint._drives import OwnDrives, Save
 from nvmeio.checkpoint._job import SaveJob
-from nvmeio.checkpoint._loading import HowToLoad, LoadOptions, MapLocation
+from nvmeio.checkpoint._load_options import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._loading_ranks import ALONE, Attempts
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, being_made, ranks_of, store_of
 from nvmeio.checkpoint._report import SaveReport

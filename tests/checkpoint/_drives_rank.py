@@ -129,13 +129,13 @@ def refused(me: Rank) -> None:
     with_drives(me, "refused", "one")
     program.refused_calls(me)
     with me.new() as checkpointer:
-        seam = _restoring_parts._seam
+        seam = _restoring_parts.seam
         if me.rank == 0:
-            _restoring_parts._seam = lambda: None
+            _restoring_parts.seam = lambda: None
         error = nvmeio.BackendUnavailableError if me.rank == 0 else nvmeio.TransferError
         with me.raises(error, "beneath torch's unpickler"):
             checkpointer.restore()
-        _restoring_parts._seam = seam
+        _restoring_parts.seam = seam
         assert same(checkpointer.restore(), me.state(10))
         assert checkpointer.latest_step() == 10
 

@@ -28,7 +28,7 @@ import nvmeio
 from nvmeio import _memory, _memory_system
 from nvmeio._formats import pickle_values, torch_pickle
 from nvmeio._io.spans import Load
-from nvmeio.checkpoint import _loading
+from nvmeio.checkpoint import _unpickling
 from nvmeio.checkpoint.describing import describe
 
 STATE = {"a": noise(1000), "b": noise(5)}
@@ -50,7 +50,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Load, "run", refuse)
     monkeypatch.setattr(_memory.Mapping, "__new__", refuse)
-    monkeypatch.setattr(_loading, "_load_through_torch", refuse)
+    monkeypatch.setattr(_unpickling, "load_through_torch", refuse)
 
 
 def record(file: Path, name: str) -> str:

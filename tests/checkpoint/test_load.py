@@ -34,7 +34,7 @@ from nvmeio import _memory_registry, _memory_system
 from nvmeio._formats import torch_file
 from nvmeio._formats.sniff import kind_of
 from nvmeio._io.spans import Load
-from nvmeio.checkpoint import _loading
+from nvmeio.checkpoint import _loading, _unpickling
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -47,7 +47,7 @@ def load(path: Path, *arguments: Any, **options: Any) -> Any:
 def through_nvmeio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this module may pass because torch.load stood in, but those that say so."""
     if "stands_in" not in request.fixturenames:
-        monkeypatch.setattr(_loading, "_load_through_torch", _not_by_torch)
+        monkeypatch.setattr(_unpickling, "load_through_torch", _not_by_torch)
 
 
 def _not_by_torch(path: Any, options: Any) -> Any:
@@ -418,9 +418,9 @@ def test_a_torch_without_the_seam(how: str, path: Path, monkeypatch: pytest.Monk
     wanted = SAFE["tied"]()
     nvmeio.save(wanted, path)
     if how == "missing":
-        monkeypatch.setattr(_loading, "_seam", lambda: None)
+        monkeypatch.setattr(_unpickling, "seam", lambda: None)
     else:
-        monkeypatch.setattr(_loading, "_SEAM", ["zip_file", "something", "new"])
+        monkeypatch.setattr(_unpickling, "_SEAM", ["zip_file", "something", "new"])
     found = load(path)
     assert_same(found, wanted)
     assert not _memory_registry.mapped.covers(found["big"].data_ptr(), 1)
@@ -428,7 +428,7 @@ def test_a_torch_without_the_seam(how: str, path: Path, monkeypatch: pytest.Monk
 
 def test_torch_still_has_the_seam() -> None:
     """Were it gone, loading would fall back to torch.load, and only be slow."""
-    assert _loading._seam() is not None
+    assert _unpickling.seam() is not None
 
 
 # What weights_only forbids
