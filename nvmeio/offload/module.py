@@ -434,5 +434,6 @@ def _check_budget(name: str, nbytes: int, largest: int, which: str) -> None:
     if largest > nbytes:
         raise ValueError(
             f"{name}={nbytes} is too small: {which} alone takes {largest} bytes; "
-            f"give at least that, and {_READ_AHEAD * largest} to read ahead"
+            f"give at least that, and {_READ_AHEAD * largest} to read ahead, or make smaller "
+            "modules of it (docs/offload.md, What it does not do)"
         )
