@@ -21,12 +21,14 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from nvmeio._io.owner import OwnerThread
 from nvmeio.errors import ClosedError, NvmeioError
 
 logger = logging.getLogger("nvmeio")
+
+Opened = TypeVar("Opened")
 
 _DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends all the same
 
@@ -116,6 +118,21 @@ class _Closing:
 
 _open: dict[int, _Closing] = {}  # in the order in which they were made
 _left: deque[weakref.ref[OwnerThread]] = deque(maxlen=64)
+
+
+def open_owned(owner: OwnerThread, opening: Callable[..., Opened], *args: Any) -> Opened:
+    """`owner.call(opening, *args)`, for work that opens something and makes its `Ending`.
+
+    Interrupted, what it opened has ended when that is raised (a second interrupt is raised at
+    once): who tries again must not find the directory in use.
+    """
+    try:
+        return owner.call(opening, *args)
+    except KeyboardInterrupt:
+        leave(owner)
+        with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
+            owner.call(bool)
+        raise
 
 
 def leave(owner: OwnerThread) -> None:

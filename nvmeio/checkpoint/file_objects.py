@@ -18,7 +18,7 @@ import torch
 
 from nvmeio import _checks, buffers
 from nvmeio._closing import Closing, Discarding
-from nvmeio._io.ending import Ending
+from nvmeio._io.ending import Ending, open_owned
 from nvmeio._io.handles import new_handle
 from nvmeio._io.owner import OwnerThread
 from nvmeio._io.threads import run_interruptible
@@ -66,12 +66,7 @@ class FastFileWriter(Discarding):
         # A thread of its own opens, writes, commits and gives up, one after the other: an interrupt
         # ends the waiting, and what comes after it waits behind what was begun.
         self._owner = OwnerThread("nvmeio-writer")
-        try:
-            self._parts, self._ending = self._owner.call(_open_parts, self._owner, path, handle)
-        except KeyboardInterrupt:
-            with contextlib.suppress(ClosedError):
-                self._owner.call(int)  # what was opened is closed by now
-            raise
+        self._parts, self._ending = open_owned(self._owner, _open_parts, self._owner, path, handle)
         self._stream, self._replacement = self._parts.stream, self._parts.replacement
 
     def write(self, data: Any) -> int:

@@ -219,12 +219,12 @@ class Spiller:
                     unit.targets[number] = target._replace(empty=empty)
             shares = share_out(parts.fixed, parts.units, resident_bytes, window)
             stream = WeightStream(
-                parts,
-                shares,
-                _checks.device("device", device),
-                lambda via: SafetensorsSet(index, via),
-                self._given,
-                [index],
+                partition=parts,
+                shares=shares,
+                device=_checks.device("device", device),
+                open_checkpoint=lambda via: SafetensorsSet(index, via),
+                handle=self._given,
+                paths=[index],
             )
             for module in self._modules:
                 self.release(module)

@@ -87,6 +87,7 @@ class WeightStream(Closing):
 
     def __init__(
         self,
+        *,
         partition: Partition,
         shares: Shares,
         device: torch.device,

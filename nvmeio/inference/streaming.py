@@ -257,7 +257,15 @@ def stream_model(
             close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
             undo.callback(close_caches)
         stream = WeightStream(
-            parts, shares, where, open_again, handle, sources, close_caches, trainable, ranks
+            partition=parts,
+            shares=shares,
+            device=where,
+            open_checkpoint=open_again,
+            handle=handle,
+            paths=sources,
+            beside=close_caches,
+            trainable=trainable,
+            ranks=ranks,
         )
         undo.callback(stream.close)
         _hooks.attach(model, stream)

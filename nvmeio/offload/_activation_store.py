@@ -28,7 +28,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.ending import Ending, leave
+from nvmeio._io.ending import Ending, open_owned
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.scratch_file import ScratchFile
@@ -80,14 +80,8 @@ class ActivationStore:
         self._above: list[Callable[[], None]] = []
 
     def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
-        """Make the files; returns what closes them. Interrupted: as `ParamStore.open`."""
-        try:
-            return self._owner.call(self._open, swap_dir, handle)
-        except KeyboardInterrupt:
-            leave(self._owner)
-            with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
-                self._owner.call(bool)
-            raise
+        """Make the files; returns what closes them."""
+        return open_owned(self._owner, self._open, swap_dir, handle)
 
     def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)

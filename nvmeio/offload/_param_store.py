@@ -26,7 +26,7 @@ import torch
 from nvmeio import _device
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.ending import Ending, leave
+from nvmeio._io.ending import Ending, open_owned
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
@@ -106,18 +106,8 @@ class ParamStore(Keeper[Unit, Slot]):
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
     def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
-        """Make the file and the window; returns what closes them.
-
-        An interrupted one has ended when that is raised (a second interrupt is raised at once): who
-        tries again must not find the directory in use.
-        """
-        try:
-            return self._owner.call(self._open, swap_dir, handle)
-        except KeyboardInterrupt:
-            leave(self._owner)
-            with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
-                self._owner.call(bool)
-            raise
+        """Make the file and the window; returns what closes them."""
+        return open_owned(self._owner, self._open, swap_dir, handle)
 
     def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
         ending = Ending(self._owner, self._close)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Iterator
 
 import pytest
-from support import run_python
+from support import run_python, spin_until
 
-from nvmeio._io.ending import Ending
+from nvmeio._io import ending as endings
+from nvmeio._io.ending import Ending, open_owned
 from nvmeio._io.owner import OwnerThread
 
 
@@ -27,6 +29,24 @@ def test_it_ends_once_in_the_owners_thread(owner: OwnerThread) -> None:
     ending.close()
     del ending
     assert seen == [ident]
+    assert owner.closed
+
+
+def test_what_an_interrupted_call_opened_has_ended_when_that_is_raised(owner: OwnerThread) -> None:
+    ended = threading.Event()
+
+    def left() -> bool:
+        return bool(endings._left) and endings._left[-1]() is owner
+
+    def opening() -> Ending:
+        ending = Ending(owner, ended.set)
+        _thread.interrupt_main()
+        spin_until(left)
+        return ending
+
+    with pytest.raises(KeyboardInterrupt):
+        open_owned(owner, opening)
+    assert ended.is_set()
     assert owner.closed
 
 
