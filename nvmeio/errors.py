@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # How to fix what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
-    _errno.ENOENT: "check the path; a write creates a missing file, but no directory",
+    _errno.ENOENT: "check the path, and that its directory is there",
     _errno.EISDIR: "name a file inside the directory",
     _errno.EACCES: "check the permissions of the file and of its directory",
     _errno.EPERM: "check the permissions and attributes (lsattr) of the file",

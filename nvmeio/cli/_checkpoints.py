@@ -59,16 +59,17 @@ def checkpoints_in(path: Path) -> Iterator[Path]:
     below the directory, as `latest` does, is not followed, so that nothing is looked at twice.
     """
     if path.is_dir():
-        yield from _below(path, path.resolve(), {os.path.realpath(path)})
+        top = os.path.realpath(path)
+        yield from _below(path, top, {top})
     else:
         yield path
 
 
-def _below(directory: Path, top: Path, seen: set[str]) -> Iterator[Path]:
+def _below(directory: Path, top: str, seen: set[str]) -> Iterator[Path]:
     for inside in sorted(directory.iterdir()):
         if inside.name.startswith("."):
             continue
-        if inside.is_symlink() and top in inside.resolve().parents:
+        if inside.is_symlink() and os.path.realpath(inside).startswith(os.path.join(top, "")):
             continue
         if inside.is_dir():
             where = os.path.realpath(inside)

@@ -257,6 +257,7 @@ def test_links_that_lead_round_in_circles(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     for name in ("one", "two", "below/up"):
         (tmp_path / name).symlink_to(tmp_path)
+    (tmp_path / "round").symlink_to("round")  # pathlib's own way to resolve it raised RuntimeError
     assert list(checkpoints_in(tmp_path)) == [tmp_path / "a.pt"]
 
 
