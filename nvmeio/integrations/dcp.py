@@ -57,7 +57,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names
 from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
-from nvmeio.integrations._dcp.sources import Source, stream_transforms
+from nvmeio.integrations._dcp.sources import ItemSource, stream_transforms
 from nvmeio.integrations._dcp.staging import GuardingStager as GuardingStager
 from nvmeio.integrations._dcp.staging import Reads, is_default, taken_here
 from nvmeio.integrations._dcp.writing import write_file
@@ -308,12 +308,12 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
         planner: SavePlanner,
         file: _DataFile,
     ) -> list[WriteResult]:
-        sources = [Source(planner, item, self.transforms) for item in file.items]
+        sources = [ItemSource(planner, item, self.transforms) for item in file.items]
         resolve = [source.resolve for source in sources]
         if file.reads is not None:
             resolve = file.reads.begin(resolve)
         fqns = [source.item.index.fqn for source in sources]
-        extents = write_file(
+        spans = write_file(
             get_handle,
             os.fspath(self.path / file.name),
             list(zip(fqns, resolve, strict=True)),
@@ -324,8 +324,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             reads=file.reads,
         )
         return [
-            source.written(file.name, extent)
-            for source, extent in zip(sources, extents, strict=True)
+            source.written(file.name, span) for source, span in zip(sources, spans, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

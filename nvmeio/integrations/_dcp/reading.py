@@ -160,7 +160,7 @@ def _rounds(items: Sequence[Item]) -> Iterator[list[Item]]:
         yield these
 
 
-class _Request:
+class _PendingRead:
     """What is left to be read of one request."""
 
     def __init__(self, planner: LoadPlanner, request: ReadItem, target: torch.Tensor) -> None:
@@ -283,20 +283,20 @@ class _Reader:
         for asked in item.requests:
             source = _narrowed(stored.tensor, asked, item)
             target = self._target(asked, source, item)
-            request = _Request(self._planner, asked, target)
+            pending = _PendingRead(self._planner, asked, target)
             for part in parts(source, target):
-                request.begin()
+                pending.begin()
                 if part.direct:
-                    self._read_direct(item, at, part, request)
+                    self._read_direct(item, at, part, pending)
                 else:
-                    self._read_staged(item, at, part, request)
-            request.end()
+                    self._read_staged(item, at, part, pending)
+            pending.end()
 
-    def _read_direct(self, item: Item, at: int, part: SlicePart, request: _Request) -> None:
+    def _read_direct(self, item: Item, at: int, part: SlicePart, pending: _PendingRead) -> None:
         start = at + int(part.source.storage_offset()) * part.source.element_size()
-        self._start(item, part.target, start, request.end)
+        self._start(item, part.target, start, pending.end)
 
-    def _read_staged(self, item: Item, at: int, part: SlicePart, request: _Request) -> None:
+    def _read_staged(self, item: Item, at: int, part: SlicePart, pending: _PendingRead) -> None:
         itemsize = part.source.element_size()
         start = at + int(part.source.storage_offset()) * itemsize
         end = start + extent(part.source) * itemsize
@@ -310,7 +310,7 @@ class _Reader:
             view = _view(memory[start - low : end - low], part.source)
             part.target.copy_(view)
             stagings.give_back(memory)
-            request.end()
+            pending.end()
 
         self._start(item, memory[: high - low], low, finish)
 

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.integrations._dcp.items import own_storage
-from nvmeio.integrations._dcp.writing import Extent
+from nvmeio.integrations._dcp.writing import ItemSpan
 
 
-class Source:
+class ItemSource:
     """One item on its way into a file, through the stream transforms where there are any."""
 
     def __init__(self, planner: SavePlanner, item: WriteItem, transforms: Any) -> None:
@@ -41,10 +41,10 @@ class Source:
             self._descriptors = {"transform_descriptors": descriptors}
         return made
 
-    def written(self, name: str, extent: Extent) -> WriteResult:
+    def written(self, name: str, span: ItemSpan) -> WriteResult:
         """What torch is told of it."""
-        info = _StorageInfo(name, extent.offset, extent.nbytes, **self._descriptors)
-        return WriteResult(self.item.index, extent.nbytes, info)
+        info = _StorageInfo(name, span.offset, span.nbytes, **self._descriptors)
+        return WriteResult(self.item.index, span.nbytes, info)
 
 
 def stream_transforms(name: str, extensions: Any) -> Any:

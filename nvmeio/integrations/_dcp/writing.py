@@ -25,7 +25,7 @@ GROUP_BYTES = 1 << 30
 Resolve = Callable[[], torch.Tensor | io.BytesIO]
 
 
-class Extent(NamedTuple):
+class ItemSpan(NamedTuple):
     """Where an item lies in its file, in bytes."""
 
     offset: int
@@ -42,7 +42,7 @@ def write_file(
     flight: InFlight,
     durable: bool = True,
     reads: Reads | None = None,
-) -> list[Extent]:
+) -> list[ItemSpan]:
     """Write a file of items and put it in its place; blocks.
 
     Args:
@@ -72,7 +72,7 @@ def write_file(
             reads.check()
         replacement.truncate(writer.end)
         replacement.commit(durable)
-    return writer.extents
+    return writer.spans
 
 
 class _FileWriter:
@@ -93,7 +93,7 @@ class _FileWriter:
         self._records: list[StorageRecord] = []
         self._group_bytes = 0
         self._position = 0  # the first free byte
-        self.extents: list[Extent] = []
+        self.spans: list[ItemSpan] = []
 
     def add(self, replacement: Replacement, name: str, data: torch.Tensor | io.BytesIO) -> None:
         layout = self._skeletons.layout(data)
@@ -104,7 +104,7 @@ class _FileWriter:
         )
         self._group_bytes += placed.nbytes
         self._position = placed.offset + placed.nbytes
-        self.extents.append(Extent(placed.offset, placed.nbytes))
+        self.spans.append(ItemSpan(placed.offset, placed.nbytes))
         if self._group_bytes >= GROUP_BYTES:
             self.flush(replacement)
 
@@ -128,4 +128,4 @@ class _FileWriter:
     @property
     def end(self) -> int:
         """Where the last item ends: the size of the file."""
-        return sum(self.extents[-1]) if self.extents else 0
+        return sum(self.spans[-1]) if self.spans else 0
