@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import extensions
 import programs
 import pytest
 import torch
@@ -47,7 +48,7 @@ def warm_process() -> Iterator[None]:
         import uvloop
 
         uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
-    with programs.forking():
+    with extensions.kept_with_environment(), programs.forking():
         yield
 
 

@@ -22,7 +22,7 @@ import nvmeio
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TIME_LIMIT_S = 550  # only for what hangs: it takes seconds, and minutes on a busy machine
-COMPILE_LIMIT_S = 900  # its ops are compiled at their first use, and kept by torch
+COMPILE_LIMIT_S = 900  # its ops are compiled at their first use, and kept (`extensions`)
 _GLOO_ABORTS = "terminate called without an active exception"
 NVMEIOS_OP = "nvmeio.compat.deepspeed.handles"
 ON_NVMEIO = ("-c", "from nvmeio.cli import main; main()", "deepspeed", "--", sys.executable)

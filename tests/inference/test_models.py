@@ -720,5 +720,6 @@ def test_nvmeio_names_it() -> None:
         "progress": None,
         "trainable": False,
         "process_group": None,
+        "tp_plan": None,
         "timeout_s": 120.0,
     }

@@ -20,6 +20,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed: make serve-sglang", allow_module_level=True)
 
+import extensions
 from inference._models import llama, saved
 from integrations._serving_commands import commands
 
@@ -32,10 +33,8 @@ START_S = 420  # of an engine, on a busy machine
 COMPILE_S = 420  # 15 s by itself
 LAYERS = 4
 
-# What SGLang compiles when it is first used is kept with its environment: another one's is of
-# another torch.
+# For what SGLang compiles when it is first used.
 COMPILING = {
-    "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch-extensions"),
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
 HASH = """
@@ -76,7 +75,7 @@ def hashing() -> None:
         pytest.fail(
             f"SGLang's hicache_hash_cpp was not compiled within {COMPILE_S} s; run the test again "
             f"on a machine with less to do, and if that does not help remove "
-            f"{COMPILING['TORCH_EXTENSIONS_DIR']}"
+            f"{extensions.DIRECTORY}"
         )
     if compiling.returncode:
         pytest.fail(
