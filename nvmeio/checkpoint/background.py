@@ -7,10 +7,13 @@ is removed. The snapshot, the guard and the life of a save are the same (`_job`)
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +21,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
+from nvmeio._io import ending
 from nvmeio._io.caller import Cancellation, InCaller, run_with_caller
 from nvmeio._io.handles import new_handle
 from nvmeio._io.threads import run_interruptible
@@ -32,6 +36,8 @@ from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.checkpoint._watched import Told
 from nvmeio.handle import AioHandle
 
+logger = logging.getLogger("nvmeio")
+
 # How often a wait looks whether it was cancelled.
 _LOOK_S = 0.05
 
@@ -41,7 +47,7 @@ class BackgroundSaver:
 
     `save` waits for the save before, takes a snapshot and returns; what guarded optimizers own is
     left where it lies (see `Checkpointer.guard`). A failure is raised by the next call of `save`
-    or `wait`, once.
+    or `wait`, once. One that nobody has asked for is logged, and the program's exit says so.
 
     Args:
         checksum: Write the CRC-32 of every record.
@@ -64,6 +70,7 @@ class BackgroundSaver:
         self._pending: list[concurrent.futures.Future[Any]] = []
         self._last: SaveReport | None = None
         self.pid = os.getpid()
+        _savers.add(self)
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Leave what these own where it lies; see `Checkpointer.guard`.
@@ -133,6 +140,11 @@ class BackgroundSaver:
             finally:
                 failures.clear()  # no cycle with the traceback
 
+    def end(self) -> None:
+        """`wait` at the end of the program, which starts no thread any more."""
+        concurrent.futures.wait(self._pending)
+        self.raise_failures()
+
     def release(self) -> None:
         """Give the memory back; the next save makes it anew."""
         self._memory.release()
@@ -194,6 +206,11 @@ class BackgroundSaver:
                     self._pending.append(future)
                     job.call_when_done(lambda: self._settle(job, future))
             return self._last
+
+    def __del__(self) -> None:
+        if os.getpid() == self.pid:
+            for future in self._pending:
+                future.add_done_callback(_nobody_asked)
 
     def __reduce__(self) -> NoReturn:
         _checks.refuse_pickling(self, "make one in each process")
@@ -285,3 +302,29 @@ class _OwnHandle:
         own, self._own = self._own, None
         if own is not None:
             own.close()
+
+
+# A program may end without having asked what became of its saves, or drop who saved.
+_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
+
+
+def _nobody_asked(future: concurrent.futures.Future[Any]) -> None:
+    failed = future.exception()
+    if failed is not None:
+        ending.nobody_was_told(failed)
+
+
+def _at_exit() -> None:
+    """All that was begun is finished; what failed, and nobody was told of, is raised."""
+
+    def end(saver: BackgroundSaver) -> None:
+        try:
+            saver.end()
+        except BaseException as failed:
+            logger.error("a save failed, and nobody has asked for it: %s", failed)
+            raise
+
+    ending.do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
+
+
+ending.at_exit(_at_exit)

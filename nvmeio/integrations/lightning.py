@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import shutil
+import threading
 from typing import Any
 
 import torch
@@ -134,7 +135,13 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     it. Everything else waits for what it must see: `load_checkpoint` for
     the save before it; a checkpoint is removed only once all saves asked for earlier are durable,
     and not at all if one failed. A failure is raised by the next call of any method, `teardown`
-    included, which the Trainer calls at its end.
+    included, which the Trainer calls at its end. Of a save behind that, which nobody waits for, the
+    program's exit tells (status 120).
+
+    A save that another thread than the one that made this asks for returns when it is durable: so
+    a wrapper that saves in a thread of its own (Lightning's `AsyncCheckpointIO`), and does not
+    pass `teardown` on, is told of a failure. There is no use for one around this; the wrapper
+    also has old checkpoints removed before new ones are there.
 
     Args:
         checksum: As for `NvmeCheckpointIO`, like `handle`.
@@ -148,6 +155,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
         super().__init__(checksum=checksum, handle=handle)
         self._made: BackgroundSaver | None = None
+        self._thread = threading.get_ident()
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Save what these own from where it lies, without a copy; see `Checkpointer.guard`.
@@ -181,6 +189,8 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             TransferError: An earlier save failed. This one was not begun.
         """
         self._saver.save(checkpoint, _prepared(path, storage_options))
+        if threading.get_ident() != self._thread:
+            self.wait()
 
     def load_checkpoint(
         self,
@@ -227,6 +237,9 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         if self._made is not None and not self._made.idle:
             raise ClosedError("saves are under way: call wait() before this is sent elsewhere")
         return {**super().__getstate__(), "_made": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _thread=threading.get_ident())
 
 
 class NvmeModelCheckpointMixin:

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint._objects import assert_same
-from support import HeldEngine, spin_until, thread
+from support import HeldEngine, run_python, spin_until, thread
 
 import nvmeio
 from nvmeio.checkpoint.background import BackgroundSaver
@@ -81,6 +81,36 @@ def test_a_failure_is_raised_once_and_by_the_next_call(
     saver.save(layer.state_dict(), str(tmp_path / "b"))
     saver.wait()
     assert_same(dict(torch.load(tmp_path / "b")), dict(layer.state_dict()))
+
+
+def test_a_failure_that_nobody_has_asked_for_is_told_by_the_exit(tmp_path: Path) -> None:
+    done = run_python(
+        f"""
+        import errno, gc, os
+        import torch
+        from nvmeio import AioHandle
+        from nvmeio.checkpoint.background import BackgroundSaver
+        from nvmeio.testing import FakeEngine
+
+        def full(kind, offset, nbytes):
+            return errno.ENOSPC if kind == "pwrite" else 0
+
+        handle = AioHandle(engine=FakeEngine(fail=full))
+        dropped, kept, asked = (BackgroundSaver(handle=handle) for _ in range(3))
+        for name, saver in {{"dropped": dropped, "kept": kept, "asked": asked}}.items():
+            saver.save({{"weight": torch.ones(4)}}, os.path.join({str(tmp_path)!r}, name))
+        del dropped, saver
+        gc.collect()
+        try:
+            asked.wait()
+        except OSError:
+            print("told", flush=True)
+        """
+    )
+    assert (done.returncode, done.stdout) == (120, "told\n"), done.stderr
+    told = [name for name in ("dropped", "kept", "asked") if f".{name}." in done.stderr]
+    assert told == ["dropped", "kept"] and "ENOSPC" in done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_comes_after_a_save_waits_for_it(

@@ -99,17 +99,23 @@ def test_old_checkpoints_are_removed(
     assert os.listdir(tmp_path) == ["epoch=3.ckpt"]
 
 
-def test_a_save_that_fails_ends_the_training(pl: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_save_that_fails_ends_the_training(
+    pl: ModuleType, kind: Callable[..., Any], wrapped: bool, tmp_path: Path
+) -> None:
+    """Also the last one, within a wrapper that passes no `teardown` on."""
+
     def no_space(kind: str, offset: int, nbytes: int) -> int:
         return errno.ENOSPC if kind == "pwrite" else 0
 
-    for kind in BOTH:
-        with (
-            nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(fail=no_space)) as handle,
-            pytest.raises(nvmeio.TransferError, match="ENOSPC"),
-        ):
-            fit(pl, tmp_path / kind.__name__, 2, kind(handle=handle))
-        assert os.listdir(tmp_path / kind.__name__) == []
+    with nvmeio.AioHandle(engine=nvmeio.testing.FakeEngine(fail=no_space)) as handle:
+        plugin = kind(handle=handle)
+        if wrapped:
+            plugin = pl.plugins.io.AsyncCheckpointIO(plugin)
+        with pytest.raises(nvmeio.TransferError, match="ENOSPC"):
+            fit(pl, tmp_path, 1, plugin)
+    assert os.listdir(tmp_path) == []
 
 
 # Without a copy
