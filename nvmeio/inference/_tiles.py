@@ -13,15 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nvmeio._plan import round_up
+from nvmeio._residency.tiled_linear import row_bounds
 from nvmeio._storage import crc32
 from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
-
-# Tiles are of a multiple of so many rows. Matrix kernels take rows in blocks: products of whole
-# blocks have the whole's last bits more often than others (of one token, with blocks of 16 rows
-# and more, nearly always).
-ROWS = 64
 
 
 class Tile(nn.Module):
@@ -55,22 +50,12 @@ class TileRows(NamedTuple):
     weight: Weight
 
 
-def can_be_tiled(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that computes as torch's own does, and has no more.
-
-    Of another parameter or buffer a hook may have need when the layer is called.
-    """
-    names = {*module._parameters, *module._buffers}
-    stock = type(module) is nn.Linear and "forward" not in module.__dict__
-    return stock and names <= {"weight", "bias"}
-
-
 def rows_of(weight: Weight, most: int) -> list[TileRows]:
     """Cut a matrix.
 
     Args:
         weight: Of a linear layer.
-        most: Bytes of a tile, its conversion included; at least `ROWS` rows are one all the same.
+        most: Bytes of a tile, its conversion included; 64 rows are one all the same.
 
     Returns:
         Tiles of about the same size; none where it is smaller than two, or does not lie in rows.
@@ -80,10 +65,7 @@ def rows_of(weight: Weight, most: int) -> list[TileRows]:
     if len(weight.shape) != 2 or weight.order is not None or not by_row:
         return []
     a_row = (weight.nbytes + weight.converted_bytes) // count
-    at_most = max(most // max(a_row, 1) // ROWS, 1) * ROWS
-    tiles = -(-count // at_most)
-    rows = round_up(-(-count // tiles), ROWS)
-    bounds = [(first, min(first + rows, count)) for first in range(0, count, rows)]
+    bounds = row_bounds(count, a_row, most)
     if len(bounds) < 2:
         return []
     sums = [_sums_of(part, bounds) for part in weight.parts]

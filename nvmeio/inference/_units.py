@@ -17,10 +17,11 @@ from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._plan import TENSOR_ALIGNMENT, round_up
+from nvmeio._residency.tiled_linear import can_be_tiled
 from nvmeio.inference._packed_checksums import ExpectedBytes, expected_of
 from nvmeio.inference._recipes import Weight
 from nvmeio.inference._slot_layout import SlotLayout, dealt, lay_out
-from nvmeio.inference._tiles import Tile, can_be_tiled, rows_of
+from nvmeio.inference._tiles import Tile, rows_of
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
 # its round trip.

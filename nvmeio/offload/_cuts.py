@@ -10,7 +10,7 @@ import torch
 from nvmeio import _device
 from nvmeio.offload import _memory_plan
 from nvmeio.offload._device_turns import BUFFERS
-from nvmeio.offload._param_store import store_of
+from nvmeio.offload._param_store import is_absent, store_of
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._stepping import Stepper
@@ -40,7 +40,7 @@ class Cuts(NamedTuple):
         Raises:
             TypeError: One is complex with master weights, or not dense, or the optimizer cannot be
                 probed with it.
-            ValueError: One is elsewhere than the device that steps.
+            ValueError: One is elsewhere than the device that steps, or has no values.
         """
         whole = self._params(first, number, group, 1 << 62)
         return self._params(first, number, group, self._most_bytes(whole))
@@ -92,6 +92,11 @@ class Cuts(NamedTuple):
             tensor.dtype,
             tensor.device,
         )
+        if param_store is None and is_absent(tensor):
+            raise ValueError(
+                f"parameter {number} has no values: its SwappedModule is closed, or has its layer "
+                "in tiles. Take module.parameters() as they are once the module is swapped"
+            )
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"parameter {number} is {tensor.layout}: only dense parameters are swapped"

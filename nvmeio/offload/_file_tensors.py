@@ -86,14 +86,16 @@ def _maps(parts: Sequence[FilePart]) -> bool:
 
 def _copied(parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     data = bytearray(sum(each.nbytes for each in parts))
-    memory, at = memoryview(data), 0
+    at = 0
     for each in parts:
-        end = at + each.nbytes
-        offset = each.offset
-        while at < end:
-            count = os.preadv(each.fd, [memory[at:end]], offset)
-            if not count:
-                raise OSError("the swap file ends too early")
-            at += count
-            offset += count
+        if not each.nbytes:
+            continue
+        start = round_down(each.offset, PAGE_BYTES)
+        lead = each.offset - start
+        # Not read(2), which takes no such offsets where the descriptor is for direct I/O.
+        with mmap.mmap(
+            each.fd, lead + each.nbytes, access=mmap.ACCESS_READ, offset=start
+        ) as mapped:
+            data[at : at + each.nbytes] = mapped[lead : lead + each.nbytes]
+        at += each.nbytes
     return torch.frombuffer(data, dtype=dtype).view(shape)

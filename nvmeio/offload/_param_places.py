@@ -81,14 +81,17 @@ class ParamPlaces:
                 finally:
                     opened.release()
 
-    def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter over the file, unread."""
+    def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """The parameter over the file, unread, with the rows of others below its own."""
         size = parameter.dtype.itemsize
         spans = [
             FileSpan(file, offset, start * size, (stop - start) * size)
-            for file, offset, start, stop in self.where(parameter)
+            for each in (parameter, *rest)
+            for file, offset, start, stop in self.where(each)
         ]
         shape = tuple(local(parameter).shape)
+        if rest:
+            shape = (sum(each.shape[0] for each in (parameter, *rest)), *shape[1:])
         return like(parameter, file_tensor(parts_of(spans), parameter.dtype, shape))
 
 

@@ -424,9 +424,9 @@ class ParamStore(Keeper[Unit, Slot]):
         """From now on the parameter is read from where `locate` says, which waits for nobody."""
         self._owner.call(self._places.relocate, parameter, locate)
 
-    def on_file(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter over the file, unread."""
-        return self._places.on_file(parameter)
+    def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """The parameter over the file, unread, with the rows of others below its own."""
+        return self._places.on_file(parameter, *rest)
 
     # The end
 

@@ -12,7 +12,7 @@ from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.offload._subgroups import SlotSpan, aligned
 
 # These reach into their children's parameters without calling the children.
-_WHOLE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
+AS_ONE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ def find_stages(root: torch.nn.Module, most_bytes: int) -> list[Stage]:
         inside = list(module.parameters())
         if not inside:
             return
-        if _is_called(module) and (_nbytes(inside) <= most_bytes or isinstance(module, _WHOLE)):
+        if _is_called(module) and (_nbytes(inside) <= most_bytes or isinstance(module, AS_ONE)):
             found.append(Stage(name, module, inside))
             return
         if _is_called(module):
@@ -116,11 +116,21 @@ def find_units(stages: Sequence[Stage]) -> list[Unit]:
 
 
 def _place(unit: Unit) -> None:
+    unit.spans, unit.nbytes = _laid_out(unit.parameters)
+
+
+def unit_nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """What a unit of these takes."""
+    return _laid_out(parameters)[1]
+
+
+def _laid_out(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[SlotSpan], int]:
     at = 0
-    for parameter in unit.parameters:
+    spans = []
+    for parameter in parameters:
         shape = tuple(parameter.shape)
         nbytes = math.prod(shape) * parameter.dtype.itemsize
         at = aligned(at, nbytes)
-        unit.spans.append(SlotSpan(at, nbytes, parameter.dtype, shape))
+        spans.append(SlotSpan(at, nbytes, parameter.dtype, shape))
         at += nbytes
-    unit.nbytes = round_up(max(at, 1), PAGE_BYTES)
+    return spans, round_up(max(at, 1), PAGE_BYTES)

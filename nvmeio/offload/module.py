@@ -19,6 +19,7 @@ from nvmeio.offload._saved_parameters import attach
 from nvmeio.offload._sharded import Sharded, is_fsdp
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
 from nvmeio.offload._tensors import is_sharded, sharded_alike
+from nvmeio.offload._tiles import TiledLayers, whole_parameters
 
 
 class SwappedModule(Closing, torch.nn.Module):
@@ -33,6 +34,11 @@ class SwappedModule(Closing, torch.nn.Module):
     with a `SwappedOptimizer`, which writes the new values to the drive; change them by hand within
     `gather`.
 
+    A `torch.nn.Linear` that is larger than the window is cut into tiles, `layer.tiles`: linear
+    layers of some of its rows each, with parameters of their own. In state dicts it is what it was.
+    Each output is the same sum, of which last bits may differ. One with a weight that another
+    module has too, or that has hooks of its own, is not cut.
+
     A module that FSDP2 shards (`fully_shard`, on a mesh of CPUs) keeps each rank's shards on that
     rank's drive. FSDP gathers them from the window, and frees what it gathered, as it does in
     memory; its parts are the modules that `fully_shard` was called for. Nothing else is gathered.
@@ -44,11 +50,12 @@ class SwappedModule(Closing, torch.nn.Module):
             made part by part, never all at once.
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             subdirectory is made in it and locked. Or a list of them, as for `SwappedOptimizer`.
-        resident_bytes: The window in host memory. At least the largest part of the module; two or
-            three of them let reading and computing overlap.
+        resident_bytes: The window in host memory. At least the largest part of the module, or 64
+            rows of a linear layer; two or three of them let reading and computing overlap.
         stage_bytes: How large a part may be that is brought in as one; None: a quarter of the
             (smaller) window. A larger module comes child by child, if its forward calls its
-            children. Not for a module that FSDP2 shards, which has its parts.
+            children. A tile is no larger either. Not for a module that FSDP2 shards, which has its
+            parts.
         device: Where it computes: the CPU, or a CUDA device, which no such machine has run yet.
             The host's window is then the way there, and keeps what it has room for; copies have
             a stream of their own, and yours waits for them by events. Buffers are moved there,
@@ -98,23 +105,32 @@ class SwappedModule(Closing, torch.nn.Module):
         if sharded is None:
             _check_parameters(module, there)
         _check_buffers(module, there)
-        made_by = _materialised(module)
         window_bytes = resident_bytes if device_bytes is None else min(resident_bytes, device_bytes)
-        if sharded is None:
-            stages = find_stages(module, stage_bytes or window_bytes // 4)
-            units = find_units(stages)
-        else:
-            stages, units = sharded.stages, sharded.units
-        largest, which = _largest(module, stages, units)
-        if device_bytes is None and there.type != "cpu":
-            device_bytes = _READ_AHEAD * largest
-        _check_budget("resident_bytes", resident_bytes, largest, which)
-        if device_bytes is not None:
-            _check_budget("device_bytes", device_bytes, largest, which)
-        store = ParamStore(units, resident_bytes, there, device_bytes or 0)
-        self._store = store
-        self._sharded = sharded
-        self._ending = store.open(swap_dir, handle)
+        most_bytes = stage_bytes or window_bytes // 4
+        tiled = TiledLayers()
+        try:
+            if sharded is None:
+                tiled.cut(module, most_bytes, window_bytes, there)
+            made_by = _materialised(module)
+            if sharded is None:
+                stages = find_stages(module, most_bytes)
+                units = find_units(stages)
+            else:
+                stages, units = sharded.stages, sharded.units
+            largest, which = _largest(module, stages, units)
+            if device_bytes is None and there.type != "cpu":
+                device_bytes = _READ_AHEAD * largest
+            _check_budget("resident_bytes", resident_bytes, largest, which)
+            if device_bytes is not None:
+                _check_budget("device_bytes", device_bytes, largest, which)
+            store = ParamStore(units, resident_bytes, there, device_bytes or 0)
+            self._store = store
+            self._sharded = sharded
+            self._ending = store.open(swap_dir, handle)
+        except BaseException:
+            tiled.undo()
+            raise
+        tiled.keep()
         try:
             for unit in units:
                 gathered = store.first(unit)
@@ -151,6 +167,7 @@ class SwappedModule(Closing, torch.nn.Module):
 
         Raises:
             MemoryError: They do not fit.
+            ValueError: The module does not have one of them.
             TransferError: The drive failed. Where it did so at the end of the block, some of these
                 parameters may have changed there and others not: set them again.
 
@@ -166,6 +183,11 @@ class SwappedModule(Closing, torch.nn.Module):
         store.check_open()
         self._reshard()
         wanted = {id(p) for p in parameters or self.module.parameters()}
+        if wanted - {id(p) for unit in store.units for p in unit.parameters}:
+            raise ValueError(
+                "gather() takes parameters that this module has now (module.parameters()); those "
+                "of a layer in tiles are its tiles': layer.tiles.parameters()"
+            )
         units = [u for u in store.units if wanted & {id(p) for p in u.parameters}]
         gathered = store.gather(units)
         try:
@@ -210,6 +232,7 @@ class SwappedModule(Closing, torch.nn.Module):
         self._reshard()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        wholes = whole_parameters(self.module)
         expected = set(self.module.state_dict().keys())
         missing = sorted(expected - state_dict.keys())
         unexpected = sorted(state_dict.keys() - expected)
@@ -217,7 +240,7 @@ class SwappedModule(Closing, torch.nn.Module):
             raise RuntimeError(f"state_dict: missing {missing}, unexpected {unexpected}")
         given = {id(parameters[n]): t for n, t in state_dict.items() if n in parameters}
         for name, tensor in state_dict.items():
-            owner = parameters.get(name, buffers.get(name))
+            owner: Any = wholes.get(name, parameters.get(name, buffers.get(name)))
             if owner is not None and tuple(owner.shape) != tuple(tensor.shape):
                 raise ValueError(
                     f"{name} has shape {tuple(owner.shape)}, and in the state dict "
@@ -229,6 +252,8 @@ class SwappedModule(Closing, torch.nn.Module):
                     "torch.distributed.checkpoint into this module's state_dict(), or give each "
                     "parameter as a DTensor of its device_mesh and placements (distribute_tensor)"
                 )
+        for name in wholes.keys() & state_dict.keys():
+            given |= wholes[name].split(state_dict[name])
         for name in buffers.keys() & state_dict.keys():
             # Not within no_grad, which Ctrl-C may leave in force.
             buffers[name].detach().copy_(state_dict[name].detach())
@@ -435,5 +460,5 @@ def _check_budget(name: str, nbytes: int, largest: int, which: str) -> None:
         raise ValueError(
             f"{name}={nbytes} is too small: {which} alone takes {largest} bytes; "
             f"give at least that, and {_READ_AHEAD * largest} to read ahead, or make smaller "
-            "modules of it (docs/offload.md, What it does not do)"
+            "modules of it (docs/offload.md, Matrices larger than the window)"
         )

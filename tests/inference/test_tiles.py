@@ -21,13 +21,14 @@ from torch import nn
 from torch.nn import functional
 
 import nvmeio
+from nvmeio._residency.tiled_linear import ROWS
 from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import _fitting, _tiling, _units, pack
 from nvmeio.inference._cut_sums import CutSums
 from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
-from nvmeio.inference._tiles import ROWS, Tile, rows_of
+from nvmeio.inference._tiles import Tile, rows_of
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]

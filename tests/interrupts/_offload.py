@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from in_rows import InRows
 from interrupts._trials import Scenario
 
 import nvmeio
 from nvmeio.offload import SwappedActivations, SwappedModule, SwappedOptimizer
 
-WIDTH = 24
+WIDTH, WIDE, ROWS = 24, 320, 64
 CLASS, ARGUMENTS = torch.optim.AdamW, {"lr": 1e-2}
 
 
@@ -24,6 +26,19 @@ def net() -> torch.nn.Sequential:
     )
 
 
+def wide_net() -> torch.nn.Sequential:
+    """With a layer that has no room in the window of `swapped`."""
+    return net().append(torch.nn.Linear(WIDTH, WIDE))
+
+
+def wide_net_in_rows() -> torch.nn.Sequential:
+    """What that computes once the layer is in tiles."""
+    made: Any = wide_net()
+    made[-1] = InRows(made[-1], ROWS)
+    in_rows: torch.nn.Sequential = made
+    return in_rows
+
+
 def loss_of(made: Any, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     loss: torch.Tensor = made(torch.randn(4, WIDTH, generator=generator)).square().mean()
@@ -33,8 +48,8 @@ def loss_of(made: Any, step: int) -> torch.Tensor:
 class InMemory:
     """The same training in memory: weights and gradients after so many steps."""
 
-    def __init__(self) -> None:
-        self.made = net()
+    def __init__(self, make: Callable[[], torch.nn.Module] = net) -> None:
+        self.made = make()
         self.optimizer = CLASS(self.made.parameters(), **ARGUMENTS)
         self.weights = [self._weights()]
         self.gradients: list[list[torch.Tensor]] = []
@@ -143,11 +158,12 @@ class Training(Scenario):
     gradients = "memory"
     swaps_module = False
     durable = False
+    make, make_reference = staticmethod(net), staticmethod(net)
 
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
         super().__init__(folder, handle)
-        self.reference = InMemory()
-        made = net()
+        self.reference = InMemory(self.make_reference)
+        made = self.make()
         self.inner = made
         self.module = swapped(made, folder, handle=handle) if self.swaps_module else made
         self.optimizer = SwappedOptimizer(
@@ -245,6 +261,18 @@ class PassesOnDisk(StepOnDisk):
     def check(self, found: Any) -> None:
         self.optimizer.step()
         super().check(found)
+
+
+class PassesInTiles(PassesOnDisk):
+    """The same through a layer that is larger than the window."""
+
+    make, make_reference = staticmethod(wide_net), staticmethod(wide_net_in_rows)
+
+    def weights(self) -> list[torch.Tensor]:
+        found = self.module.state_dict()
+        rows = [found.pop(f"6.{name}").split(ROWS) for name in ("weight", "bias")]
+        tiles = [tensor.clone() for tile in zip(*rows, strict=True) for tensor in tile]
+        return [tensor.clone() for tensor in found.values()] + tiles
 
 
 class Gather(StepOnDisk):
@@ -466,6 +494,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "swapped-module-forward": Forward,
     "swapped-module-passes": Passes,
     "swapped-module-passes-disk": PassesOnDisk,
+    "swapped-module-passes-tiles": PassesInTiles,
     "swapped-module-gather": Gather,
     "swapped-optimizer-step": StepInMemory,
     "swapped-optimizer-step-disk": StepOnDisk,

@@ -465,48 +465,6 @@ def test_a_window_that_cannot_hold_a_part_says_what_can(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Rows(torch.nn.Module):
-    """A linear layer, split by its rows into modules of their own as docs/offload.md shows."""
-
-    def __init__(self, inputs: int, outputs: int, parts: int) -> None:
-        super().__init__()
-        each = (torch.nn.Linear(inputs, outputs // parts) for _ in range(parts))
-        self.parts = torch.nn.ModuleList(each)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
-
-
-def test_a_layer_larger_than_the_window_trains_as_modules_of_its_rows(tmp_path: Path) -> None:
-    ours = torch.nn.Sequential(torch.nn.Linear(64, 64), Rows(64, 2048, parts=8))
-    theirs = copy.deepcopy(ours)
-    window = 64 * 2048 * 4 // 2  # half of the matrix
-    whole = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2048))
-    with pytest.raises(ValueError, match="make smaller modules of it"):
-        SwappedModule(whole, swap_dir=tmp_path, resident_bytes=window)
-    with (
-        SwappedModule(ours, swap_dir=tmp_path, resident_bytes=window) as module,
-        SwappedOptimizer(
-            torch.optim.AdamW,
-            module.parameters(),
-            swap_dir=tmp_path,
-            gradients="disk",
-            durable=False,
-            lr=1e-2,
-        ) as steps,
-    ):
-        plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-        for _ in range(3):
-            x, losses = torch.randn(32, 64), []
-            for each, optimizer in ((module, steps), (theirs, plain)):
-                loss = each(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            assert losses[0] == losses[1]
-
-
 def test_modules_that_cannot_be_swapped(tmp_path: Path) -> None:
     ours = gpt()
     with swapped(ours, tmp_path), pytest.raises(ValueError, match="swapped already"):
