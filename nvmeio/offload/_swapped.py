@@ -147,8 +147,9 @@ class Swapped:
             self.device.make(max(there, default=0), len(there))
         if swapped and len(swapped) <= len(self.buffers.slots):
             logger.info(
-                "the state on the drive is %.1f MB, and the buffers it passes through %.1f MB: it "
-                "would need no more memory without swapping, or give a smaller subgroup_bytes",
+                "the state on the drive is %.1f MB, and the buffers it passes through %.1f MB: "
+                "without swapping it would need no more memory; a smaller subgroup_bytes makes the "
+                "buffers smaller",
                 sum(each.slot_nbytes(self.with_grads) for each in swapped) / 1e6,
                 sum(slot.nbytes for slot in self.buffers.slots) / 1e6,
             )
