@@ -50,7 +50,9 @@ addEventListener('load', () => setTimeout(() => {
     faults, clipped,
     plots: plots.length,
     empty: plots.filter(plot => !plot.querySelector('.subplot')).length,
-    too_wide: plots.filter(plot => box(plot).right > innerWidth).length,
+    too_wide: plots.filter(plot => box(plot).right > box(document.body).right).length,
+    beside_bars: [...document.querySelectorAll('.bartext-outside')].map(
+      text => getComputedStyle(text).fill),
     unnamed: [...document.querySelectorAll('figure')].filter(figure =>
       !figure.querySelector('figcaption') || !figure.querySelector('.plot[role=img][aria-label]')
     ).length,
@@ -134,16 +136,20 @@ def test_a_browser_draws_it_without_faults(whole: TuneResult, tmp_path: Path) ->
 
 
 def test_a_dark_screen_gets_dark_paper_and_a_phone_no_sideways_scrolling(
-    whole: TuneResult, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    """Of 400 pixels, and with the settings that take the most words."""
+    wordy = search(GRID | {"single_submit": [True], "overlap_events": [False]}, ["read"], 60.0)
+    narrow = page.render(wordy).replace("</head>", "<style>body{width:400px}</style></head>")
     flags = ("--blink-settings=preferredColorScheme=0", "--window-size=500,900")
-    found = browse(page.render(whole), tmp_path, *flags)
+    found = browse(narrow, tmp_path, *flags)
 
     def light(colour: str) -> int:
-        return sum(map(int, re.findall(r"\d+", found[colour])[:3]))
+        return sum(map(int, re.findall(r"\d+", colour)[:3]))
 
-    assert light("background") < 100 < 600 < light("ink")
-    assert light("tick") > 600
+    assert light(found["background"]) < 100 < 600 < light(found["ink"])
+    assert light(found["tick"]) > 600
+    assert found["beside_bars"] and min(map(light, found["beside_bars"])) > 600
     assert found["width"] <= found["window"]
     assert found["too_wide"] == 0
     assert found["faults"] == found["clipped"] == []

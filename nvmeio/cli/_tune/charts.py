@@ -84,7 +84,7 @@ def strips(rows: Sequence[Strip]) -> Figure:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    labels = [row.label.replace(", ", "<br>", 1) for row in rows]
+    labels = ["<br>".join(row.label.split(", ")) for row in rows]  # narrow, for phones
     for label, row in zip(labels, rows, strict=True):
         colour = COLOURS["read"] if row.chosen else GREY
         dots = {"color": colour, "opacity": 0.5, "size": 8}
@@ -112,8 +112,9 @@ def strips(rows: Sequence[Strip]) -> Figure:
         )
     figure.add_vline(x=0, line={"color": GREY, "dash": "dash"})
     figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(tickformat="+.0%")
-    return _dressed(figure, 90 + 52 * len(rows), x="relative to the default")
+    figure.update_xaxes(tickformat="+.0%", nticks=5, tickangle=0)
+    lines = sum(label.count("<br>") + 2 for label in labels)
+    return _dressed(figure, 60 + 18 * lines, x="ahead")
 
 
 def spreads(name: str, groups: Mapping[str, Mapping[Op, Sequence[float]]]) -> Figure:
@@ -138,7 +139,9 @@ def importances(study: optuna.Study) -> Figure:
     figure = optuna.visualization.plot_param_importances(
         study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
     )
-    figure.update_traces(marker_color=COLOURS["read"], texttemplate="%{x:.0%}", textposition="auto")
+    figure.update_traces(
+        marker_color=COLOURS["read"], texttemplate="%{x:.0%}", textposition="auto", textangle=0
+    )
     figure.update_layout(title=None)
     return _dressed(figure, 260, x="importance", y="")
 
@@ -184,6 +187,9 @@ def _dressed(figure: Figure, height: int, x: str, y: str = "", *, category: bool
     axis: dict[str, Any] = {
         "automargin": True,
         "fixedrange": True,
+        "ticks": "outside",
+        "ticklen": 6,  # where two axes meet, their first labels would touch
+        "tickcolor": clear,
         "gridcolor": "rgba(128,128,128,.25)",
         "zeroline": False,
     }

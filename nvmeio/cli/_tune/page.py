@@ -46,7 +46,7 @@ table{border-collapse:collapse;width:100%}td,th{padding:5px 10px 5px 0;text-alig
 th:first-child{text-align:left;font-weight:400}thead{color:var(--quiet)}
 tbody tr{border-top:1px solid var(--rule)}.chosen{font-weight:650}
 summary{cursor:pointer;padding:6px 0}footer li{overflow-wrap:anywhere}
-.xtitle,.ytitle,.xtick text,.ytick text,.legendtext{fill:var(--ink)!important}
+.xtitle,.ytitle,.xtick text,.ytick text,.legendtext,.bartext-outside{fill:var(--ink)!important}
 """
 
 # At the end of the page: only then is it known how wide each card is.
