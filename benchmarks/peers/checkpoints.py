@@ -34,6 +34,7 @@ class Checkpoints:
         self._copy: list[torch.Tensor] = []
         self._loop = asyncio.new_event_loop()
         self._checkpointer: Any = None
+        self._guarded: Any = None
         self._step = 0
         self._work: tuple[torch.Tensor, int] | None = None
 
@@ -163,22 +164,29 @@ class Checkpoints:
         if guard:
             self._checkpointer.guard(self._optimizer)
 
-    def close_checkpointer(self) -> None:
-        if self._checkpointer is not None:
-            self._loop.run_until_complete(self._checkpointer.aclose())
-            self._checkpointer = None
+    def open_guarded(self, directory: str, keep: int) -> None:
+        """Another one, which guards, beside that of `open_checkpointer`; closed with it."""
+        Path(directory).mkdir(exist_ok=True)
+        self._guarded = nvmeio.Checkpointer(directory, keep=keep)
+        self._guarded.guard(self._optimizer)
 
-    def checkpoint(self) -> Sample:
+    def close_checkpointer(self) -> None:
+        for opened in filter(None, (self._checkpointer, self._guarded)):
+            self._loop.run_until_complete(opened.aclose())
+        self._checkpointer = self._guarded = None
+
+    def checkpoint(self, guarded: bool = False) -> Sample:
         """One save, from the call until it is durable.
 
         `held_s` is what the caller waited, `written_s` what the background took after that.
         """
         self._step += 1
+        checkpointer = self._guarded if guarded else self._checkpointer
         with timed(self._nbytes) as sample:
             start = time.perf_counter()
-            self._loop.run_until_complete(self._checkpointer.save(self._state, self._step))
+            self._loop.run_until_complete(checkpointer.save(self._state, self._step))
             sample.extra["held_s"] = time.perf_counter() - start
-            report = self._loop.run_until_complete(self._checkpointer.wait())
+            report = self._loop.run_until_complete(checkpointer.wait())
         sample.extra["written_s"] = report.written_s
         return sample
 

@@ -45,10 +45,13 @@ BODY_BYTES = 1 << 20
 # One operation writes this much of a body. Its CRC takes half a millisecond.
 CHUNK_BYTES = 16 << 20
 
-# The ring in which stretches between bodies are gathered, and chunks of other devices' memory.
+# The ring in which stretches between bodies are gathered, and chunks of other devices' memory. With
+# six, a guarded save over an old file takes 0.80 to 0.92 of the time that it takes with four, since
+# one is filled and one has just been written while the others are in flight. More gain nothing.
 STAGING_BYTES = 8 << 20
+STAGINGS = 6
 DEVICE_STAGING_BYTES = 16 << 20
-STAGINGS = 4
+DEVICE_STAGINGS = 4
 
 
 class Crc(NamedTuple):
@@ -121,7 +124,7 @@ def write_part(
 
     After an error or cancellation: nothing is in flight, and the part's contents are unknown.
 
-    Cost: 32 MiB of memory, 64 MiB page-locked for storages on other devices, and the handle's own
+    Cost: 48 MiB of memory, 64 MiB page-locked for storages on other devices, and the handle's own
     bounce memory for what is foreign. No copy of large CPU storages in memory on huge pages.
     """
     end = padded_nbytes(layout) if end is None else end
@@ -290,7 +293,7 @@ class _Writer:
             data = _part_of(record, start - record.offset, nbytes)
             staging = None
             if not data.is_cpu:
-                staging = self._staging(DEVICE_STAGING_BYTES, data.device)
+                staging = self._staging(DEVICE_STAGING_BYTES, DEVICE_STAGINGS, data.device)
                 data = staging[:nbytes].copy_(data)
             self._start(data, start, staging)
             self._sum(index, record, start, data)
@@ -317,7 +320,7 @@ class _Writer:
     def write_gathered(self, start: int, end: int) -> None:
         for position in range(start, end, STAGING_BYTES):
             nbytes = min(STAGING_BYTES, end - position)
-            staging = self._staging(STAGING_BYTES, torch.device("cpu"))
+            staging = self._staging(STAGING_BYTES, STAGINGS, torch.device("cpu"))
             self._gather(staging.data_ptr(), position, nbytes)
             self._start(staging[:nbytes], position, staging)
 
@@ -391,9 +394,9 @@ class _Writer:
             done = partial(self._stagings[staging.nbytes].give_back, staging)
         self._flight.start(begin, data.nbytes, done)
 
-    def _staging(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def _staging(self, nbytes: int, number: int, device: torch.device) -> torch.Tensor:
         if nbytes not in self._stagings:
-            self._stagings[nbytes] = Stagings(nbytes, STAGINGS, device)
+            self._stagings[nbytes] = Stagings(nbytes, number, device)
         return self._stagings[nbytes].take(self._flight)
 
 

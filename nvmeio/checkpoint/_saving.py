@@ -62,7 +62,7 @@ def save(
     interrupt meets after its rename is complete.) The object is pickled in the calling thread; all
     else is done in another one, where that is the main thread.
 
-    Cost: no copy of the state: what torch allocated goes through 32 MiB of staging, and what
+    Cost: no copy of the state: what torch allocated goes through 48 MiB of staging, and what
     neither torch nor nvmeio did through the handle's bounce memory, whatever the size. Storages on
     a GPU go through 64 MiB of page-locked memory.
     """

@@ -108,7 +108,7 @@ class Checkpointer(ClosingWork):
         TypeError, ValueError: A parameter is none of these.
         TransferError: `directory` is a file.
 
-    Cost: the memory of one snapshot, allocated by the first save and kept; 32 MiB of staging, and
+    Cost: the memory of one snapshot, allocated by the first save and kept; 48 MiB of staging, and
     the handle's own.
     """
 

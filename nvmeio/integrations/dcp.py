@@ -143,7 +143,7 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     every rank, whose ``failures`` has the error of each rank that failed: `TransferError` (disk
     full, no permission, a failed drive) or, where `overwrite` is False, RuntimeError.
 
-    Cost: no copy of contiguous tensors; 32 MiB of staging and the handle's bounce memory. Tensors
+    Cost: no copy of contiguous tensors; 48 MiB of staging and the handle's bounce memory. Tensors
     on a GPU go through 64 MiB of page-locked memory. What a planner makes anew (in another dtype,
     say) and copies of non-contiguous tensors take up to 1 GiB, or the largest tensor.
     """
