@@ -61,6 +61,10 @@ class Guard:
             there = [known for known in self._optimizers if known() is not None]
             self._optimizers = (*there, weakref.ref(optimizer))
 
+    def forget(self) -> None:
+        """Guard none of them any more, from the next save on."""
+        self._optimizers = ()
+
     def snapshot(
         self, memory: SnapshotMemory, part: SnapshotPart, told: Told
     ) -> Snapshot | GuardedSnapshot:

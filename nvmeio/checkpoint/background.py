@@ -145,6 +145,10 @@ class BackgroundSaver:
         concurrent.futures.wait(self._pending)
         self.raise_failures()
 
+    def unguard(self) -> None:
+        """Copy whatever is saved from now on."""
+        self._guard.forget()
+
     def release(self) -> None:
         """Give the memory back; the next save makes it anew."""
         self._memory.release()

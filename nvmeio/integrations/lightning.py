@@ -161,7 +161,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         """Save what these own from where it lies, without a copy; see `Checkpointer.guard`.
 
         `NvmeModelCheckpoint` calls it with the Trainer's. A step waits, where it has to, until what
-        it changes is written.
+        it changes is written. `teardown` ends it: what is saved behind a fit is copied.
 
         Args:
             optimizers: Of torch.optim, as in ``trainer.optimizers``.
@@ -220,10 +220,11 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         self._saver.wait()
 
     def teardown(self) -> None:
-        """Wait, and give back the memory; raises what failed."""
+        """Wait, give back the memory and guard nothing any more; raises what failed."""
         try:
             self.wait()
         finally:
+            self._saver.unguard()
             self._saver.release()
 
     @property

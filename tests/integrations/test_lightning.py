@@ -239,6 +239,26 @@ def test_the_trainers_optimizers_are_guarded_and_files_are_the_same(
 
 
 @pytest.mark.usefixtures("callbacks_of")
+def test_a_save_behind_the_fit_is_of_that_moment(
+    pl: ModuleType, tmp_path: Path, held: Held
+) -> None:
+    """It was guarded still, so a change of the weights before all was written lost the file."""
+    held.gate.set()
+    plugin = AsyncNvmeCheckpointIO(handle=held.handle)
+    trainer = fit_wide(pl, tmp_path / "run", 1, plugin)
+    held.gate.clear()
+    weight = trainer.lightning_module.layers[0].weight
+    wanted = weight.detach().clone()
+    trainer.save_checkpoint(tmp_path / "behind.ckpt")
+    with torch.no_grad():
+        weight.zero_()
+    held.gate.set()
+    plugin.wait()
+    saved = torch.load(tmp_path / "behind.ckpt")["state_dict"]
+    assert saved["layers.0.weight"].equal(wanted)
+
+
+@pytest.mark.usefixtures("callbacks_of")
 def test_the_stock_plugin_gives_way(pl: ModuleType, tmp_path: Path) -> None:
     trainer = fit_wide(pl, tmp_path, 1)
     assert type(trainer.strategy.checkpoint_io) is AsyncNvmeCheckpointIO
