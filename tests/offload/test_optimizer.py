@@ -74,7 +74,7 @@ def test_a_state_that_the_buffers_hold_is_told(
 ) -> None:
     caplog.set_level(logging.INFO, logger="nvmeio")
     with swapped(model(), tmp_path, subgroup_bytes=subgroup_bytes):
-        assert ("no more memory without swapping" in caplog.text) is told
+        assert ("without swapping it would need no more memory" in caplog.text) is told
 
 
 @pytest.mark.parametrize("steps", STEPS)
