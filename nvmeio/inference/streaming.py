@@ -13,35 +13,16 @@ from torch import nn
 
 from nvmeio import _checks, _device
 from nvmeio._checks import Paths
-from nvmeio._formats import packed_index
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.profiling import profiled
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import (
-    _binding,
-    _hooks,
-    _packed,
-    _packed_drives,
-    _tensor_parallel,
-    _transformers,
-    hub,
-    kv_cache,
-)
-from nvmeio.inference._budget import check_numbers, share_out
-from nvmeio.inference._fitting import SHARE, fit
-from nvmeio.inference._limits import memory_left
-from nvmeio.inference._matching import match
-from nvmeio.inference._stream_ranks import (
-    DEFAULT_TIMEOUT_S,
-    Ranks,
-    check_part,
-    digest_of,
-    room_for_others,
-)
-from nvmeio.inference._units import Partition, partition
+from nvmeio.inference import _hooks, _packed_drives, _transformers, kv_cache
+from nvmeio.inference._asked import Asked, name_of
+from nvmeio.inference._model_plan import ModelPlan, plan_model
+from nvmeio.inference._stream_ranks import DEFAULT_TIMEOUT_S, Ranks
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
 
@@ -161,91 +142,43 @@ def stream_model(
         >>> model.weight_stream.close()
     """
     began = time.perf_counter()
-    named = model_or_config_or_path
-    if isinstance(named, (list, tuple)) and len(named) == 1:
-        named = model_or_config_or_path = named[0]
-    ranks = Ranks.of_group(process_group, timeout_s, _named(checkpoint, named))
-    rank = None if ranks is None else ranks.rank
+    ranks = Ranks.of_group(process_group, timeout_s, name_of(checkpoint, model_or_config_or_path))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_telling(ranks))
         _checks.timeout(timeout_s)
         told = long_call.checked(progress)
-        resident_bytes = _checks.size("resident_bytes", resident_bytes)
-        dtype = _checks.dtype("dtype", dtype)
-        where = _checks.device("device", device)
-        if tp_plan is not None:
-            _check_parallel(tp_plan, where, process_group, trainable)
-        if trainable:
-            _check_trainable(where, kv_offload, ranks)
-            where = _device.usable("device", where)
-        if isinstance(named, (list, tuple)):
-            checkpoint = named if checkpoint is None else checkpoint
-            named = _checks.directory_paths("the model", named)[0]
-        if isinstance(named, (str, os.PathLike)):
-            named = _packed.of_rank(hub.directory_of(named, revision), rank)
-        elif revision is not None:
-            raise ValueError("revision is of a repository on the hub: give its name with it")
-        sources, given = _sources(named, checkpoint, rank)
-        check_numbers(window, resident_bytes)
-        stack.enter_context(profiled("stream_model", "plan"))
-        call = stack.enter_context(CallHandle(handle, sources[0]))
-        opened = stack.enter_context(
-            contextlib.closing(_packed_drives.open_model(sources, call.get()))
+        asked = Asked.checked(
+            model_or_config_or_path,
+            checkpoint,
+            revision=revision,
+            rank=None if ranks is None else ranks.rank,
+            device=device,
+            dtype=dtype,
+            window=window,
+            resident_bytes=resident_bytes,
+            layers=layers,
+            strict=strict,
+            checksum=checksum,
+            trainable=trainable,
+            generates=kv_offload is not False,
+            process_group=process_group,
+            tp_plan=tp_plan,
         )
-        is_transformers = not isinstance(given, nn.Module)
-        model = _transformers.empty_model(given, dtype, opened) if is_transformers else given
-        if dtype is not None and not is_transformers:
-            _set_dtype(model, dtype)
-        if hasattr(model, "initialize_weights") and hasattr(model, "config"):
-            _transformers.compute_buffers(model, where)
-        packed = _packed.parse(opened, checksum)
-        matched = match(model, opened, strict, packed)
-        parallel = None
-        if tp_plan is not None and ranks is not None:
-            words = _tensor_parallel.check(model, tp_plan, ranks, matched, packed, opened)
-            path = _named(checkpoint, model_or_config_or_path)
-            parallel = _tensor_parallel.TensorParallel(process_group, ranks, path)
-            matched = parallel.cut(model, words, matched)
-            ranks.drop()
-            ranks = None  # each reads for itself
-
-        def planned_parts(most: int | None = None) -> Partition:
-            parts = partition(model, matched.by_tensor, layers, most)
-            for unit in (parts.fixed, *parts.units):
-                if trainable:
-                    unit.experts = None  # those of a token would have to be known to backward
-                unit.plan(opened, own_alignment=not is_transformers or parallel is not None)
-            return parts
-
-        parts = planned_parts()
-        planned = (parts.fixed, *parts.units)
-        check_part(opened, planned, ranks)
-        others = 0 if ranks is None else room_for_others(parts.units, ranks.size)
-        budget, left = resident_bytes, None
-        if budget is None:
-            left = memory_left()
-            budget = _default_budget(parts.fixed, parts.units, window, others, left)
-        if ranks is not None:
-            budget = ranks.meet(digest_of(opened, planned, window, checksum, where.type), budget)
-            shares = share_out(parts.fixed, parts.units, budget, window, others)
-        else:
-            parts, shares = fit(parts, planned_parts, budget, window, left)
-        stored, dealt = dict(opened.tensors), opened.metadata.get(packed_index.PART)
-        for unit in (parts.fixed, *parts.units):
-            (_binding.freeze if trainable else _binding.stand_in)(unit, where)
+        stack.enter_context(profiled("stream_model", "plan"))
+        call = stack.enter_context(CallHandle(handle, asked.sources[0]))
+        opened = stack.enter_context(
+            contextlib.closing(_packed_drives.open_model(asked.sources, call.get()))
+        )
+        plan = plan_model(asked, opened, ranks)
     call.wait()  # the stream's own is made next: two would take the memory of two
+    model, where, sources, ranks = plan.model, asked.device, asked.sources, plan.ranks
     with _telling(ranks):
         _move_buffers(model, where)
 
     def open_again(through: AioHandle) -> SafetensorsSet:
         again = _packed_drives.open_model(sources, through)
         try:
-            _check_same(stored, again)
-            if again.metadata.get(packed_index.PART) != dealt or (
-                _packed.parse(again, checksum) != packed
-            ):
-                what = "it was packed again, from other weights"
-                raise _another(again, what, "the same weights", "others")
+            _check_same(plan, again, checksum)
         except BaseException:
             again.close()
             raise
@@ -257,8 +190,8 @@ def stream_model(
             close_caches = kv_cache.offload(model, handle, where, kv_offload, checksum)
             undo.callback(close_caches)
         stream = WeightStream(
-            partition=parts,
-            shares=shares,
+            partition=plan.parts,
+            shares=plan.shares,
             device=where,
             open_checkpoint=open_again,
             handle=handle,
@@ -269,96 +202,22 @@ def stream_model(
         )
         undo.callback(stream.close)
         _hooks.attach(model, stream)
-        if parallel is not None:
-            parallel.attach(model)
+        if plan.parallel is not None:
+            plan.parallel.attach(model)
         model.weight_stream = stream
-        if is_transformers:
-            _finish(model, named, model_or_config_or_path)
+        if asked.is_transformers:
+            _finish(model, asked)
         stream.progress = told
         undo.pop_all()
+    shares = plan.shares
     detail = f"{shares.resident} bytes stay, {shares.window} are the window, the rest is streamed"
     seconds = time.perf_counter() - began
     long_call.completed("opened a stream of", sources[0], 0, seconds, detail)
     return model
 
 
-def _check_trainable(where: torch.device, kv_offload: Any, ranks: Ranks | None) -> None:
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"trainable=True computes on the CPU or on a CUDA device, not on {where}")
-    if kv_offload is not False:
-        raise ValueError(
-            "kv_offload is for generating, where backward does not come: leave it out, or "
-            "stream another model without trainable=True"
-        )
-    if ranks is not None:
-        raise ValueError(
-            "trainable=True reads in one process: backward's order is each rank's own. Leave out "
-            "process_group=, and give each rank a copy of the files"
-        )
-
-
-def _check_parallel(plan: Any, where: torch.device, process_group: Any, trainable: bool) -> None:
-    if plan != "auto" and not isinstance(plan, Mapping):
-        raise ValueError(f'tp_plan must be "auto" or a dictionary of words, not {plan!r}')
-    if process_group is None:
-        raise ValueError("tp_plan is for several ranks: name them with process_group=")
-    if trainable:
-        raise ValueError("trainable=True reads in one process: leave out tp_plan=")
-    if where.type != "cpu":
-        raise ValueError(f"tp_plan computes on the CPU, through gloo, not on {where}")
-
-
 def _telling(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if ranks is None else ranks.telling()
-
-
-def _named(checkpoint: Paths | None, given: Any) -> str:
-    """What errors of the ranks name."""
-    named = given if checkpoint is None else checkpoint
-    if isinstance(named, (list, tuple)) and named:
-        named = named[0]
-    return os.fspath(named) if isinstance(named, (str, os.PathLike)) else type(named).__name__
-
-
-def _sources(
-    given: Any, checkpoint: Paths | None, rank: int | None
-) -> tuple[list[str | os.PathLike[str]], Any]:
-    """Where the weights are, and a module or a configuration."""
-    if isinstance(given, (str, os.PathLike)):
-        sources = [given] if checkpoint is None else _several(checkpoint, rank)
-        return sources, _transformers.config_of(given)
-    if not isinstance(given, nn.Module) and not hasattr(given, "model_type"):
-        raise TypeError(
-            "expected a directory, a transformers configuration or a torch.nn.Module, not "
-            f"{type(given).__name__}"
-        )
-    if checkpoint is None:
-        raise ValueError(
-            f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
-        )
-    return _several(checkpoint, rank), given
-
-
-def _several(checkpoint: Paths, rank: int | None) -> list[str | os.PathLike[str]]:
-    paths = _checks.directory_paths("checkpoint", checkpoint)
-    if len(paths) > 1 and rank is not None:
-        raise ValueError(
-            "with process_group each rank reads one directory: give it its own, with a part "
-            "(nvmeio pack --ranks) or a copy, and put several drives of a rank together as RAID 0"
-        )
-    return [paths[0] if len(paths) > 1 else _packed.of_rank(paths[0], rank), *paths[1:]]
-
-
-def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have a module want its weights in a dtype."""
-    if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
-        model.to(dtype)
-
-
-def _default_budget(fixed: Any, units: Any, window: int | None, others: int, left: int) -> int:
-    """Half of what is left, but never less than what streaming needs at all."""
-    least = share_out(fixed, units, None, 1 if window is None else window, others).total
-    return max(least, int(left * SHARE))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -368,15 +227,20 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = _device.moved(buffer, device)
 
 
-def _check_same(before: dict[str, StoredTensor], again: SafetensorsSet) -> None:
-    if before == again.tensors:
-        return
-    changed = sorted(
-        name for name in {*before, *again.tensors} if before.get(name) != again.tensors.get(name)
-    )[0]
-    raise _another(
-        again, f"{changed!r} is elsewhere, or gone", before.get(changed), again.tensors.get(changed)
-    )
+def _check_same(plan: ModelPlan, again: SafetensorsSet, checksum: bool) -> None:
+    """Raise where files are not those that the model was planned from."""
+    before = plan.stored
+    if before != again.tensors:
+        changed = sorted(
+            name
+            for name in {*before, *again.tensors}
+            if before.get(name) != again.tensors.get(name)
+        )[0]
+        what = f"{changed!r} is elsewhere, or gone"
+        raise _another(again, what, before.get(changed), again.tensors.get(changed))
+    if plan.differs(again, checksum):
+        what = "it was packed again, from other weights"
+        raise _another(again, what, "the same weights", "others")
 
 
 def _another(again: SafetensorsSet, what: str, before: object, now: object) -> IntegrityError:
@@ -388,12 +252,12 @@ def _another(again: SafetensorsSet, what: str, before: object, now: object) -> I
     )
 
 
-def _finish(model: Any, directory: Any, given: Any) -> None:
+def _finish(model: Any, asked: Asked) -> None:
     """What `from_pretrained` sets on a model of a directory beside its weights."""
-    if not isinstance(directory, (str, os.PathLike)):
+    directory = asked.directory
+    if directory is None:
         return
     if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
         config_class = _transformers.require().GenerationConfig
         model.generation_config = config_class.from_pretrained(directory)
-    several = isinstance(given, (list, tuple))
-    model.config._name_or_path = model.name_or_path = os.fspath(given[0] if several else given)
+    model.config._name_or_path = model.name_or_path = asked.name

@@ -488,7 +488,7 @@ def test_memory_that_is_left_decides_where_nobody_says_how_much(
     tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = saved_net(tmp_path / "net.safetensors")
-    monkeypatch.setattr("nvmeio.inference.streaming.memory_left", lambda: BUDGET)
+    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: BUDGET)
     net = stream(empty_net(), tmp_path / "net.safetensors")
     assert net.weight_stream._shares.total <= BUDGET // 2
     assert net(whole_numbers(3, NARROW)).equal(whole(whole_numbers(3, NARROW)))
@@ -496,12 +496,12 @@ def test_memory_that_is_left_decides_where_nobody_says_how_much(
     with pytest.raises(ValueError, match="with matrices in tiles") as refused:
         stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=1000)
     needed = int(str(refused.value).split("with matrices in tiles, ")[1].split()[0])
-    monkeypatch.setattr("nvmeio.inference.streaming.memory_left", lambda: needed * 3 // 2)
+    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: needed * 3 // 2)
     net = stream(empty_net(), tmp_path / "net.safetensors")
     assert tiles_of(net, "head")
     assert net.weight_stream._shares.total == needed
     assert net(whole_numbers(3, NARROW)).equal(whole(whole_numbers(3, NARROW)))
-    monkeypatch.setattr("nvmeio.inference.streaming.memory_left", lambda: 1000)
+    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: 1000)
     assert not tiles_of(stream(empty_net(), tmp_path / "net.safetensors"), "head")
 
 
