@@ -105,25 +105,17 @@ class SwappedModule(Closing, torch.nn.Module):
         if sharded is None:
             _check_parameters(module, there)
         _check_buffers(module, there)
-        window_bytes = resident_bytes if device_bytes is None else min(resident_bytes, device_bytes)
-        most_bytes = stage_bytes or window_bytes // 4
         tiled = TiledLayers()
         try:
+            window_bytes = min(resident_bytes, device_bytes or resident_bytes)
+            most_bytes = stage_bytes or window_bytes // 4
             if sharded is None:
                 tiled.cut(module, most_bytes, window_bytes, there)
             made_by = _materialised(module)
-            if sharded is None:
-                stages = find_stages(module, most_bytes)
-                units = find_units(stages)
-            else:
-                stages, units = sharded.stages, sharded.units
-            largest, which = _largest(module, stages, units)
-            if device_bytes is None and there.type != "cpu":
-                device_bytes = _READ_AHEAD * largest
-            _check_budget("resident_bytes", resident_bytes, largest, which)
-            if device_bytes is not None:
-                _check_budget("device_bytes", device_bytes, largest, which)
-            store = ParamStore(units, resident_bytes, there, device_bytes or 0)
+            stages = find_stages(module, most_bytes) if sharded is None else sharded.stages
+            units = find_units(stages) if sharded is None else sharded.units
+            device_bytes = _budget(module, stages, units, resident_bytes, there, device_bytes)
+            store = ParamStore(units, resident_bytes, there, device_bytes)
             self._store = store
             self._sharded = sharded
             self._ending = store.open(swap_dir, handle)
@@ -439,6 +431,25 @@ def _make(
                 "reset_parameters(): give init=, which is called with each such module"
             )
         reset()
+
+
+def _budget(
+    module: torch.nn.Module,
+    stages: Sequence[Stage],
+    units: Sequence[Unit],
+    resident_bytes: int,
+    device: torch.device,
+    device_bytes: int | None,
+) -> int:
+    """The window on the device, 0 for none; raises where a window does not hold a part."""
+    largest, which = _largest(module, stages, units)
+    if device_bytes is None and device.type != "cpu":
+        device_bytes = _READ_AHEAD * largest
+    _check_budget("resident_bytes", resident_bytes, largest, which)
+    if device_bytes is None:
+        return 0
+    _check_budget("device_bytes", device_bytes, largest, which)
+    return device_bytes
 
 
 def _largest(
