@@ -48,6 +48,10 @@ from nvmeio.offload._tensors import lay, local
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
+_TAKEN_ALONG = (
+    "the parameters are in the files of a SwappedOptimizer that is closed (without master weights "
+    "it keeps them): keep it open as long as the module is used"
+)
 
 # Reads under way: two units, since one is waited for while the next is being read, and of small
 # units as many as keep a fast drive busy while a unit is computed with. More would wait in line.
@@ -367,6 +371,12 @@ class ParamStore(Keeper[Unit, Slot]):
             ]
         )
 
+    def explain(self, slot: Slot, error: BaseException) -> BaseException:
+        """Say whose files they were that are closed."""
+        if not isinstance(error, ClosedError) or self.closed:
+            return error
+        return ClosedError(_TAKEN_ALONG)
+
     def bind(self, slot: Slot) -> None:
         """Lay the parameters over their bytes, unless they are a device's."""
         if self._on_device is None:
@@ -426,7 +436,11 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """The parameter over the file, unread, with the rows of others below its own."""
-        return self._places.on_file(parameter, *rest)
+        try:
+            return self._places.on_file(parameter, *rest)
+        except ClosedError as closed:
+            self.check_open()
+            raise ClosedError(_TAKEN_ALONG) from closed
 
     # The end
 

@@ -292,7 +292,8 @@ class SwappedModule(Closing, torch.nn.Module):
         """Give back memory and directory. The parameters are gone: save them first. Idempotent.
 
         Without it the same happens when the object goes, or the process ends. Close a
-        `SwappedOptimizer` of these parameters before or after it, as you like.
+        `SwappedOptimizer` of these parameters before or after it, as you like; once that is closed
+        and has no master weights, which keep them elsewhere, the module can only be closed.
         """
         self._ending.close()
 

@@ -541,6 +541,17 @@ def test_tensors_that_outlive_their_unit_keep_their_bytes(tmp_path: Path) -> Non
         module(torch.ones(1, 64))
 
 
+def test_an_optimizer_that_is_closed_takes_the_parameters_along(tmp_path: Path) -> None:
+    with swapped(gpt(), tmp_path) as module:
+        with SwappedOptimizer(torch.optim.AdamW, module.parameters(), swap_dir=tmp_path):
+            loss_of(module, 0).backward()
+        module.evict()
+        with pytest.raises(nvmeio.ClosedError, match="of a SwappedOptimizer that is closed"):
+            loss_of(module, 0)
+        with pytest.raises(nvmeio.ClosedError, match="of a SwappedOptimizer that is closed"):
+            module.state_dict()
+
+
 def test_it_is_neither_copied_nor_pickled_and_closed_for_good(tmp_path: Path) -> None:
     module = swapped(gpt(), tmp_path)
     with pytest.raises(TypeError, match="state_dict"):
