@@ -17,12 +17,13 @@ from torch import nn
 
 from nvmeio._residency import tiled_linear
 from nvmeio._residency.tiled_linear import Rows
-from nvmeio.offload._param_store import absent, store_of
+from nvmeio.offload._param_store import absent, is_absent, store_of
 from nvmeio.offload._stages import AS_ONE, unit_nbytes
 from nvmeio.offload._subgroups import SlotSpan
 from nvmeio.offload._tensors import lay
 
 _TILES = "tiles"
+_SHOWN = "_nvmeio_shown"  # of a layer: what it shows in the places of its parameters
 
 
 class WholeParameter(NamedTuple):
@@ -40,6 +41,27 @@ class WholeParameter(NamedTuple):
         """The rows of each part, by its id."""
         rows = torch.split(values, [part.shape[0] for part in self.parts])
         return {id(part): of_part for part, of_part in zip(self.parts, rows, strict=True)}
+
+
+class _Shown(NamedTuple):
+    """What stands in the place of a parameter, as it was when it was put there."""
+
+    tensor: torch.Tensor
+    version: int
+    requires_grad: bool
+
+    def is_as_it_was(self, now: object) -> bool:
+        return (
+            now is self.tensor
+            and _version(self.tensor) == self.version
+            and self.tensor.requires_grad == self.requires_grad
+            and (is_absent(self.tensor) or not self.tensor.numel())
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class TiledLayers:
@@ -82,10 +104,13 @@ class TiledLayers:
         untyped: Any = layer
         hooks.append(untyped.register_state_dict_post_hook(_join))
         hooks.append(untyped._register_load_state_dict_pre_hook(_split, with_module=True))
+        shown = layer.__dict__[_SHOWN] = {}
         for name, parameter in list(layer._parameters.items()):
             if parameter is not None:
+                nothing = _nothing(parameter, device).requires_grad_(parameter.requires_grad)
+                shown[name] = _Shown(nothing, _version(nothing), parameter.requires_grad)
                 del layer._parameters[name]
-                layer.__dict__[name] = _nothing(parameter, device)
+                layer.__dict__[name] = nothing
         layer._modules[_TILES] = tiles
         layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
 
@@ -93,6 +118,7 @@ class TiledLayers:
         """Make them whole again, with the parameters that they had."""
         for layer, parameters, hooks in self._whole:
             layer.__dict__.pop("forward", None)
+            layer.__dict__.pop(_SHOWN, None)
             layer._modules.pop(_TILES, None)
             for name in parameters:
                 layer.__dict__.pop(name, None)
@@ -187,19 +213,29 @@ def _is_cut(module: nn.Module) -> bool:
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    for name, parameter in self._parameters.items():
-        if parameter is not None:
-            raise RuntimeError(
-                f"a linear layer of {self.out_features} outputs was given another {name!r}, and is "
-                "in tiles on the drive, which do not have it: give it before the module is "
-                "swapped, or change the tiles' within gather()"
-            )
+    _check_nothing_given(self)
     tiles: Any = self._modules[_TILES]
     rows, first = [], 0
     for tile in tiles:
         rows.append(Rows(first, first + tile.out_features, tile))
         first += tile.out_features
     return tiled_linear.compute(input, self.out_features, rows)
+
+
+def _check_nothing_given(layer: nn.Linear) -> None:
+    """Refuse what somebody gave the layer itself, or changed there: its tiles would not see it."""
+    given = [name for name, parameter in layer._parameters.items() if parameter is not None]
+    for name, shown in layer.__dict__[_SHOWN].items():
+        if not shown.is_as_it_was(layer.__dict__.get(name)):
+            given.append(name)
+    if given:
+        raise RuntimeError(
+            f"a linear layer of {layer.out_features} outputs was given another {given[0]!r}, or "
+            "its own was changed or frozen, and is in tiles on the drive, which do not have that: "
+            "do it before the module is swapped; or change the tiles' within gather(), freeze "
+            "with requires_grad_() of the layer or of its tiles' parameters, and give "
+            "functional_call the tiles' names"
+        )
 
 
 # State dicts

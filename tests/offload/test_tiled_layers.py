@@ -197,6 +197,31 @@ def test_a_layer_shows_its_shape_and_no_values(tmp_path: Path) -> None:
             module(batch(0))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.requires_grad_(False),
+        lambda layer: nn.init.zeros_(layer.weight),
+        lambda layer: setattr(layer.weight, "data", torch.zeros(OUTPUTS, INPUTS)),
+        lambda layer: setattr(layer, "weight", torch.zeros(OUTPUTS, INPUTS)),
+        lambda layer: torch.func.functional_call(
+            layer, {"weight": torch.zeros(OUTPUTS, INPUTS)}, torch.zeros(1, INPUTS)
+        ),
+    ],
+    ids=["freeze", "write", "data", "assign", "functional_call"],
+)
+def test_a_change_of_what_a_layer_shows_is_refused(change: Any, tmp_path: Path) -> None:
+    """Its tiles do not see it. What reaches them is free."""
+    ours = net()
+    with swapped(ours, tmp_path) as module:
+        ours[2].requires_grad_(False)
+        module(batch(0)).sum().backward()
+        assert all(p.grad is None for p in ours[2].parameters())
+        with pytest.raises(RuntimeError, match="was given another 'weight', or its own was"):
+            change(ours[2])
+            module(batch(0))
+
+
 def test_an_optimizer_takes_no_parameters_from_before(tmp_path: Path) -> None:
     """Nor those of a module that is closed."""
     made = net()
