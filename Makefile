@@ -9,9 +9,9 @@ VENV   ?= .venv
 TORCH ?= torch==2.13.0
 
 PYTEST_ARGS ?=
-# Processes that run the tests, a file at a time each, those first that take longest: one more than there
-# are cores in a small machine, for many tests wait for the drive, or for other processes.
-TEST_JOBS   ?= 3
+# Processes that run the tests, a file at a time each, those first that take longest: two for each
+# core of a small machine, for many tests wait for the drive, or for other processes.
+TEST_JOBS   ?= 4
 TEST_RUNS   := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Whatever the environment says of it: the tests are hundreds of processes, which would all compile nvmeio anew.
 export PYTHONDONTWRITEBYTECODE :=

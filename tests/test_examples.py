@@ -38,7 +38,7 @@ def run(example: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 # Arguments, and a part of what each prints at 80 columns.
 RUNS = {
-    "01_await_beside_compute.py": (["--size", "64M"], "layers read for training, both ways"),
+    "01_await_beside_compute.py": (["--size", "32M"], "layers read for training, both ways"),
     "02_coroutines.py": ([], "ShortTransferError: [Errno 61] ENODATA"),
     "03_futures.py": ([], "9 operations finished"),
     "04_offload_pipeline.py": (["--size", "48M"], "buffer 2"),
