@@ -138,7 +138,11 @@ class Window(Generic[Unit, SomeSlot]):
         if slot is None:
             slot = self._begin(unit, self._room(unit))
         if computing:
-            self.look_ahead()
+            slot.holds += 1  # what comes next may not have the room of this one
+            try:
+                self.look_ahead()
+            finally:
+                slot.holds -= 1
         self._arrive(slot)
         return slot
 

@@ -576,3 +576,15 @@ def test_blocks_come_whole(tmp_path: Path) -> None:
     ) as module:
         x = torch.randn(1, 3, 32)
         assert torch.equal(module(x), theirs(x))
+
+
+def test_reading_ahead_leaves_the_room_of_what_is_wanted_now(tmp_path: Path) -> None:
+    """A tied weight comes first and last, and what is between takes nearly the whole window."""
+    first, last = torch.nn.Embedding(300, 64), torch.nn.Linear(64, 300, bias=False)
+    last.weight = first.weight
+    between = [torch.nn.Linear(64, 2560, bias=False), torch.nn.Linear(2560, 64, bias=False)]
+    with SwappedModule(
+        torch.nn.Sequential(first, *between, last), swap_dir=tmp_path, resident_bytes=700 << 10
+    ) as module:
+        for _ in range(2):
+            module(torch.arange(9)).sum().backward()
