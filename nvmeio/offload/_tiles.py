@@ -247,6 +247,8 @@ def _keys(tiles: Any, prefix: str, name: str) -> list[str]:
 
 def _join(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """The rows of the tiles as one: over the files, or in memory where a block gathered some."""
+    if not _is_cut(layer):
+        return  # an interrupt came between making it whole again and this hook's going
     tiles: Any = layer._modules[_TILES]
     for name in tiles[0]._parameters:
         found = [state_dict.pop(key) for key in _keys(tiles, prefix, name) if key in state_dict]
@@ -270,6 +272,8 @@ def _split(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
+    if not _is_cut(layer):
+        return
     tiles: Any = layer._modules[_TILES]
     for name in tiles[0]._parameters:
         if prefix + name not in state_dict:
