@@ -127,7 +127,7 @@ def test_signals_at_random_moments(kind: str, tmp_path: Path) -> None:
     resources = Resources(tmp_path)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for _ in range(25):
+        for _ in range(12):
             try:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-4, chance.random() * 1.2 * usual))
                 work()
@@ -247,7 +247,7 @@ def test_checkpointer_goes_on_after_signals(tmp_path: Path) -> None:
     checkpointer = nvmeio.Checkpointer(tmp_path / "checkpoints", 2)
     resources = Resources(tmp_path)
     try:
-        for step in range(30):
+        for step in range(15):
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-4 + chance.random() * 0.05)
                 checkpointer.save_sync(saved, step)

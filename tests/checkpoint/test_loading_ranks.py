@@ -82,7 +82,7 @@ def test_through_chunks_to_a_device(world: int, ranks: Any, tmp_path: Path) -> N
     ranks(world, "chunks", tmp_path)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.stress)])
 def test_a_rank_that_fails(world: int, ranks: Any, tmp_path: Path) -> None:
     ranks(world, "fail", tmp_path)
 

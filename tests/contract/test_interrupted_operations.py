@@ -32,10 +32,10 @@ from nvmeio._live_records import LiveRecords
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")
 
-# Every fourth place of libaio's; all of all where NVMEIO_INTERRUPT_PLACES=all, as `make stress` has
-# it. syscalls has the same Python, fake is for tests, and stands on threads,
-# the portable one: every few places will do there.
-STEPS = {"libaio": 4, "syscalls": 13, "fake": 13, "threads": 9}
+# Every seventh place of libaio's; all of all where NVMEIO_INTERRUPT_PLACES=all, as `make stress`
+# has it. syscalls has the same Python, fake is for tests, and stands on threads, the portable one:
+# every few places will do there.
+STEPS = {"libaio": 7, "syscalls": 23, "fake": 23, "threads": 13}
 Everywhere = Callable[[Callable[[], object]], Iterator[str]]
 
 SIZE = 5000
