@@ -56,7 +56,11 @@ def scratch(parent: Path, needed_bytes: int, keep: bool = False) -> Iterator[Pat
             f"{parent} has {free_bytes / 1e9:.1f} GB free and this needs {needed_bytes / 1e9:.1f}: "
             "name another folder with --dir, or ask for less (see --help)"
         )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in a shell's background
+        # As Ctrl-C, for which asyncio cancels the main task: no coroutine ends before it began.
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if keep:
             yield Path(tempfile.mkdtemp(prefix="nvmeio-demo-", dir=parent))
