@@ -52,12 +52,18 @@ def warm_process() -> Iterator[None]:
         yield
 
 
+def collect_and_set_aside() -> None:
+    """Torch's objects are many, and libraries come later: without them `gc.collect` takes 1 ms."""
+    gc.collect()
+    if len(gc.get_objects()) > 50_000:
+        gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
-    """Torch's objects are many, and libraries come later: without them `gc.collect` takes 1 ms."""
+    """For the tests of a module, whose imports have made more of them."""
     if len(gc.get_objects()) > 50_000:
-        gc.collect()
-        gc.freeze()
+        collect_and_set_aside()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -130,7 +136,7 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         running = nvmeio_threads() - threads
         if not left and not running:
             return
-        gc.collect()
+        collect_and_set_aside()
         if time.monotonic() > patience:
             raise AssertionError(f"left open: {left}; still running: {running}")
         time.sleep(0.001)

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program
+from support import random_tensor
 
 from nvmeio import AioHandle
 from nvmeio._blocks import catalog
@@ -46,8 +47,7 @@ def opened(directory: Path, handle: AioHandle | None, slots: int = 8, **options:
 
 
 def block(seed: int, nbytes: int = BLOCK) -> torch.Tensor:
-    made = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=made)
+    return random_tensor(nbytes, seed)
 
 
 def loaded(store: BlockStore, seeds: list[int], nbytes: int = BLOCK) -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import bytes_tensor, misaligned, random_bytes, raw, run_python
+from support import misaligned, random_bytes, random_tensor, raw, run_python
 
 import nvmeio
 from nvmeio.compat.deepspeed import aio_handle, aio_read, aio_write, gds_handle, handles
@@ -22,7 +22,7 @@ PAGE = 4096
 
 
 def a_tensor(nbytes: int = 3 * PAGE, seed: int = 0) -> torch.Tensor:
-    return bytes_tensor(random_bytes(nbytes, seed))
+    return random_tensor(nbytes, seed)
 
 
 # What DeepSpeed's callers rely on

@@ -17,7 +17,15 @@ import torch
 from fake_device import fake_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import HeldEngine, bytes_tensor, misaligned, on_every_loop, random_bytes, raw
+from support import (
+    HeldEngine,
+    bytes_tensor,
+    misaligned,
+    on_every_loop,
+    random_bytes,
+    random_tensor,
+    raw,
+)
 
 import nvmeio
 from nvmeio import _batch_record
@@ -431,7 +439,7 @@ def test_an_engine_that_moves_no_batches(new_handle: Make, paths: list[Path]) ->
 def test_more_files_than_may_be_open(make_handle: Make, path: Path, two_at_once: None) -> None:
     handle = make_handle()
     paths = [path.with_name(f"many-{number}") for number in range(7)]
-    written = [bytes_tensor(random_bytes(5000, seed=number)) for number in range(7)]
+    written = [random_tensor(5000, seed=number) for number in range(7)]
     operation = handle.async_pwrite_batch(written, paths)
     assert operation.result(100) == operation.transferred == 35_000
     found = zeros(7, 5000)

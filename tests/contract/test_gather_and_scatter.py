@@ -17,7 +17,15 @@ import torch
 from fake_device import fake_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import HeldEngine, bytes_tensor, misaligned, on_every_loop, random_bytes, raw
+from support import (
+    HeldEngine,
+    bytes_tensor,
+    misaligned,
+    on_every_loop,
+    random_bytes,
+    random_tensor,
+    raw,
+)
 
 import nvmeio
 from nvmeio.testing import FakeEngine
@@ -157,7 +165,7 @@ def test_many_rows_over_several_lanes(make_handle: Make, direct_path: Path) -> N
     handle = make_handle(block_size=65536, intra_op_parallelism=3)
     count, row_bytes = 5000, 24
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-    source = bytes_tensor(random_bytes(count * row_bytes)).view(count, row_bytes)
+    source = random_tensor(count * row_bytes).view(count, row_bytes)
     with nvmeio.open(direct_path, "w") as file:
         assert handle.sync_scatter(source, file, order * 40 + 5) == source.nbytes
         out = torch.zeros(2 * count, row_bytes, dtype=torch.uint8)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from programs import Program
-from support import collect
+from support import collect, random_tensor
 
 import nvmeio
 from nvmeio._shim import load_libaio
@@ -37,8 +37,7 @@ NOBODY = 65534
 @functools.lru_cache(64)
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
     """So many bytes that repeat at no block's length; not to be changed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return random_tensor(nbytes, seed)
 
 
 def aligned(nbytes: int) -> torch.Tensor:

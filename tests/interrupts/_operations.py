@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from interrupts._trials import Scenario
-from support import PATIENCE_S
+from support import PATIENCE_S, random_tensor
 
 import nvmeio
 
@@ -18,8 +18,7 @@ NBYTES = 300_001
 
 
 def noise(seed: int, nbytes: int = NBYTES) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return random_tensor(nbytes, seed)
 
 
 class SyncOperations(Scenario):
