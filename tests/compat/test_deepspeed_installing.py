@@ -216,7 +216,7 @@ TREE = """
         queue.put(installed())
 
     def main():
-        found = {}
+        found = {"itself": installed()}
         for method in ("spawn", "forkserver", "fork"):
             context = multiprocessing.get_context(method)
             queue = context.Queue()
@@ -227,7 +227,6 @@ TREE = """
         code = "import deepspeed, sys; print(hasattr(sys, '_deepspeed_pin_memory_op_module'))"
         line = subprocess.check_output([sys.executable, "-c", code], text=True)
         found["subprocess"] = line.strip() == "True"
-        found["itself"] = installed()
         print(json.dumps(found))
 
     if __name__ == "__main__":

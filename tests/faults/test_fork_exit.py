@@ -399,8 +399,10 @@ def test_exit_in_flight_finishes_where_warnings_are_errors(script, tmp_path, dro
     assert (tmp_path / "file").read_bytes() == bytes_of(noise(5 * MIB, seed=6))
 
 
-@pytest.mark.parametrize(("engine", "turns"), [("libaio", 1), ("threads", 3)])
-def test_exit_without_close_is_silent_and_quick(tmp_path, engine, turns):
+@pytest.mark.parametrize(
+    ("engine", "turns", "options"), [("libaio", 1, ("-X", "dev")), ("threads", 6, ())]
+)
+def test_exit_without_close_is_silent_and_quick(tmp_path, engine, turns, options):
     """Nothing is in flight, so nothing can be lost: no reason to complain, or to wait.
 
     The portable engine hung in one exit of four: a worker had been frozen with a lock in its hand.
@@ -431,7 +433,7 @@ def test_exit_without_close_is_silent_and_quick(tmp_path, engine, turns):
             engine,
             tmp_path / "file",
             timeout_s=300,
-            options=("-X", "dev", "-W", "error"),
+            options=(*options, "-W", "error"),
         )
         ended = time.monotonic()
         assert ended - float(succeeded(ran)) < 19  # no wait of ours takes less than 20
