@@ -102,12 +102,12 @@ def with_saves(directory: Path, guarded: bool, steps: int) -> Gain:
     return Gain(held_ms[2:], copied_bytes, saved)  # the first ones make memory and files
 
 
-def show_gain(folder: Path) -> None:
+def show_gain(folder: Path, saves: int) -> None:
     """Saves with a copy and without one, by turns."""
     found: dict[bool, list[Gain]] = {False: [], True: []}
     for turn in range(4):
         guarded = turn % 2 == 1
-        found[guarded].append(with_saves(folder / f"turn-{turn}", guarded, 6))
+        found[guarded].append(with_saves(folder / f"turn-{turn}", guarded, saves))
         shutil.rmtree(folder / f"turn-{turn}")
     for guarded, name in ((False, "with a copy"), (True, "guarded")):
         gains = found[guarded]
@@ -171,7 +171,7 @@ def main(options: argparse.Namespace) -> None:
             steps = checkpointer.steps()
         verify(steps[-1] == options.steps - 1, "the last step was saved")
         say("on disk", f"steps {', '.join(map(str, steps))}, each a file for torch.load")
-        show_gain(folder)
+        show_gain(folder, options.saves)
         _common.verified(
             f"killed {options.kills} times, and every loss of {options.steps} steps is that of an "
             "undisturbed training, bit for bit"
@@ -182,6 +182,7 @@ if __name__ == "__main__":
     parser = _common.arguments(__doc__)
     parser.add_argument("--steps", type=int, default=30, help="of the training (default: 30)")
     parser.add_argument("--kills", type=int, default=3, help="how often (default: 3)")
+    parser.add_argument("--saves", type=int, default=6, help="of each turn at the end (default: 6)")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:

@@ -44,7 +44,7 @@ RUNS = {
     "04_offload_pipeline.py": (["--size", "48M"], "buffer 2"),
     "05_offsets.py": ([], "layer393.weight in place"),
     "06_page_locked.py": ([], "16 readers"),
-    "07_resume_after_kill.py": (["--kills", "1", "--steps", "12"], "steps 9, 10, 11"),
+    "07_resume_after_kill.py": (["--kills", "1", "--steps", "8", "--saves", "3"], "steps 5, 6, 7"),
     "08_distributed_checkpoint.py": (["--width", "512"], "by 2 ranks"),
     "09_in_place_of_torch_save.py": (["--size", "64M"], "read by torch and by nvmeio"),
     "11_gpu_memory.py": (["--size", "32M"], "came back as they were"),
