@@ -17,7 +17,7 @@ import nvmeio
 from nvmeio import _page_cache
 from nvmeio.testing import FakeEngine
 
-SMALL: dict[str, Any] = {"window": 2, "resident_bytes": "11M", "timeout_s": PATIENCE_S}
+SMALL: dict[str, Any] = {"window": 2, "timeout_s": PATIENCE_S}
 
 
 def from_the_drive() -> None:
@@ -32,7 +32,8 @@ def handle_of(me: Rank) -> nvmeio.AioHandle:
 
 
 def stream(me: Rank, name: str, **options: Any) -> Any:
-    chosen = {"process_group": dist.group.WORLD, "tp_plan": "auto", **SMALL, **options}
+    small = {**SMALL, "resident_bytes": (22 << 20) // me.world}
+    chosen = {"process_group": dist.group.WORLD, "tp_plan": "auto", **small, **options}
     return nvmeio.stream_model(me.notes / name, **chosen)
 
 

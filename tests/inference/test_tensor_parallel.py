@@ -49,8 +49,9 @@ def test_columns_of_a_matrix_in_pieces(rows: int, width: int, data: st.DataObjec
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tp")
     # Halves are further apart than what is read over as a hole.
-    models.saved(lambda: models.llama(layers=3, width=512), made / "llama")
-    models.saved(lambda: models.qwen3(layers=3, width=512), made / "qwen3")
+    large: dict[str, int] = {"layers": 3, "width": 512, "num_key_value_heads": 4}
+    models.saved(lambda: models.llama(**large), made / "llama")
+    models.saved(lambda: models.qwen3(**large), made / "qwen3")
     models.saved(lambda: models.llama(tie_word_embeddings=True), made / "tied")
     models.saved(models.mixtral, made / "mixtral")
     pack(made / "tied", made / "packed", quant_bits=8)
@@ -61,13 +62,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks() -> Iterator[Callable[..., None]]:
     script = str(Path(__file__).parent / "_tp_rank.py")
     with running_ranks(script) as run:
-        yield lambda work, folder, **options: run(2, f"tp_{work}", folder, **options)
+        yield lambda work, *where, world=2, **options: run(world, f"tp_{work}", *where, **options)
 
 
+@pytest.mark.parametrize("world", [2, 4])
 def test_logits_of_transformers_and_the_bytes_of_a_rank(
-    ranks: Callable[..., None], folder: Path
+    world: int, ranks: Callable[..., None], folder: Path
 ) -> None:
-    ranks("equal", folder)
+    ranks("equal", folder, world=world)
 
 
 def test_a_rank_fails(ranks: Callable[..., None], folder: Path) -> None:
