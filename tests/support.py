@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import run_program
+from programs import Program, run_program
 
 import nvmeio
 from nvmeio.engines.threads import Block
@@ -327,6 +327,28 @@ def run_python(
     return subprocess.run(
         command, env=variables, capture_output=True, text=True, timeout=550, check=False
     )
+
+
+def run_ranks(script: Path, world: int, folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """`script RANK WORLD FOLDER ...` in so many processes; the status and the output of each."""
+    root = str(Path(nvmeio.__file__).parents[1])
+    ranks = [
+        Program[str](
+            [sys.executable, str(script), str(rank), str(world), str(folder), *arguments],
+            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
 # The garbage collector

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _dcp_rank import wanted
-from programs import Program
+from support import run_ranks
 from torch.distributed.checkpoint.metadata import Metadata
 
-import nvmeio
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -29,29 +25,10 @@ pytestmark = [
 ]
 
 
-def run_ranks(world: int, folder: Path, *steps: str) -> None:
+def run_steps(world: int, folder: Path, *steps: str) -> None:
     """Run steps on so many ranks; each must end well."""
-    root = str(Path(nvmeio.__file__).parent.parent)
-    script = str(Path(__file__).parent / "_dcp_rank.py")
-    ranks = [
-        Program[str](
-            [sys.executable, script, str(rank), str(world), str(folder), *steps],
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            if rank.stdout is not None:
-                rank.stdout.close()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
+    ended = run_ranks(Path(__file__).parent / "_dcp_rank.py", world, folder, *steps)
+    assert [status for status, _ in ended] == [0] * world, "\n".join(out for _, out in ended)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +38,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     whole = wanted(1) | {"plain": torch.ones(50, 3), "seed": 1}
     dcp.save(whole, storage_writer=NvmeStorageWriter(folder / "one-nvmeio"))
     dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder / "one-torch"))
-    run_ranks(2, folder, "load_one", "save", "load", "fail", "load", "replace", "save_fsdp")
+    run_steps(2, folder, "load_one", "save", "load", "fail", "load", "replace", "save_fsdp")
     yield folder
 
 
@@ -103,4 +80,4 @@ def test_a_replaced_checkpoint_leaves_nothing(of_two: Path) -> None:
 
 
 def test_four_ranks_load_what_two_have_saved(of_two: Path) -> None:
-    run_ranks(4, of_two, "load", "load_fsdp")
+    run_steps(4, of_two, "load", "load_fsdp")

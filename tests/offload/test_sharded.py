@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Program
+from support import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-import nvmeio
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
 from nvmeio.offload import SwappedModule, SwappedOptimizer, _sharded
 
@@ -171,29 +168,11 @@ def test_two_ranks_equal_those_in_memory_and_resume_when_one_was_killed(tmp_path
 
 
 def _run(kind: str, folder: Path) -> list[int]:
-    root = str(Path(nvmeio.__file__).parent.parent)
-    script = str(Path(__file__).parent / "_module_rank.py")
-    ranks = [
-        Program[str](
-            [sys.executable, script, str(rank), "2", str(folder), kind],
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            if rank.stdout is not None:
-                rank.stdout.close()
-    codes = [rank.returncode for rank in ranks]
+    codes, outputs = zip(
+        *run_ranks(Path(__file__).parent / "_module_rank.py", 2, folder, kind), strict=True
+    )
     if kind == "killed" and codes[1] == -signal.SIGKILL:
         assert not codes[0], outputs[0]
     else:
-        assert codes == [0, 0], "\n".join(outputs)
-    return codes
+        assert codes == (0, 0), "\n".join(outputs)
+    return list(codes)
