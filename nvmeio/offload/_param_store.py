@@ -313,6 +313,12 @@ class ParamStore(Keeper[Unit, Slot]):
         else:
             move_all(self._handles, slot.host, self._places.moves(slot.unit), writing=False)
 
+    def undo(self, gathered: Gathered) -> None:
+        """End a block that failed; its units have the values of the drive when this returns."""
+        gathered.lease.end()
+        with contextlib.suppress(ClosedError):
+            self._owner.call(int)
+
     def load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
         """Change parameters on the drive.
 

@@ -185,6 +185,9 @@ class SwappedModule(Closing, torch.nn.Module):
         try:
             yield
             store.write(gathered)
+        except BaseException:
+            store.undo(gathered)
+            raise
         finally:
             del gathered
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -144,6 +145,26 @@ def test_parameters_are_changed_within_gather(tmp_path: Path) -> None:
         with pytest.raises(MemoryError, match="too small"), module.gather():
             pass
         assert torch.equal(loss_of(module, 1), loss_of(theirs, 1))
+
+
+def test_a_gather_that_raised_has_been_undone_when_its_block_is_over(tmp_path: Path) -> None:
+    """In a part that is held, which computes next and asks nobody for its values again."""
+    ours, theirs = gpt(), gpt()
+    weight = ours.blocks[2].up.weight
+    seen: list[torch.Tensor] = []
+
+    def gathers(*_: Any) -> None:
+        for _number in range(20):
+            with contextlib.suppress(KeyError), module.gather(weight), torch.no_grad():
+                weight.zero_()
+                raise KeyError
+            seen.append(weight.detach().clone())
+
+    with swapped(ours, tmp_path) as module:
+        ours.blocks[2].up.register_forward_pre_hook(gathers)
+        loss = loss_of(module, 0)
+        assert all(torch.equal(each, theirs.blocks[2].up.weight) for each in seen)
+        assert torch.equal(loss, loss_of(theirs, 0))
 
 
 class _Factors(torch.nn.Module):
