@@ -466,6 +466,12 @@ def train(step: Step, gradients: str, stepped_there: bool = False) -> dict[str, 
     return gpu_training.training(folder, size, device, gradients, stepped_there)
 
 
+def train_by_gds(step: Step) -> dict[str, Any]:
+    with step.handle(True) as handle:
+        folder, size, device = step.file.parent, step.size, step.device
+        return gpu_training.training(folder, size, device, "memory", handle=handle)
+
+
 def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], float]]:
     """By name: what to do, and its time limit in seconds."""
     found: dict[str, tuple[Callable[[Step], dict[str, Any]], float]] = {
@@ -474,6 +480,7 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
         "train, gradients in memory": (lambda step: train(step, "memory"), 300),
         "train, gradients on the drive": (lambda step: train(step, "disk"), 300),
         "train, stepped on the device": (lambda step: train(step, "memory", True), 300),
+        "train, gds": (train_by_gds, 300),
         "stream": (lambda s: gpu_training.streaming(s.file.parent, s.size, s.device), 180),
         "stream, adapters trained": (
             lambda s: gpu_training.adapters(s.file.parent, s.size, s.device),
@@ -553,6 +560,10 @@ def verdicts(results: dict[str, Any]) -> dict[str, Any]:
         told["gather of 4096 bytes / aio ring"] = round(
             read("rows of 4096 bytes, aio") / read("aio ring"), 3
         )
+    train = "train, gradients in memory"
+    ways = [results.get(name, {}).get("passes_s", 0.0) for name in (train, "train, gds")]
+    if all(ways) and results["train, gds"]["straight_to_the_device"]:
+        told["passes through host memory / by gds, >= 1"] = round(ways[0] / ways[1], 3)
     lags = [result.get("loop_lag_p99_ms") for result in results.values()]
     known = [lag for lag in lags if lag is not None]
     if known:

@@ -97,9 +97,18 @@ def in_memory(made: nn.Module, folder: Path, options: dict[str, Any]) -> Iterato
 
 
 def training(
-    directory: Path, size: int, device: str, gradients: str, stepped_there: bool = False
+    directory: Path,
+    size: int,
+    device: str,
+    gradients: str,
+    stepped_there: bool = False,
+    handle: nvmeio.AioHandle | None = None,
 ) -> dict[str, Any]:
-    """Parameters, gradients and state on the drive: is it the training in memory, and how fast?"""
+    """Parameters, gradients and state on the drive: is it the training in memory, and how fast?
+
+    With a `GdsHandle` also which way parameters went, and how many bytes of whole blocks went into
+    whole pages without host memory.
+    """
     with tempfile.TemporaryDirectory(dir=directory) as made_in:
         folder = Path(made_in)
         for name in ("theirs", "ours"):
@@ -121,13 +130,19 @@ def training(
                 swap_dir=folder / "ours",
                 resident_bytes=whole // 2 + (1 << 20),
                 stage_bytes=whole // PARTS + 4096,
+                handle=handle,
                 **(there if device == "cuda" else {}),
             ) as module,
             SwappedOptimizer(
                 torch.optim.AdamW, module.parameters(), swap_dir=folder / "ours", **options
             ) as optimizer,
         ):
+            made = handle.stats.direct_bytes if handle is not None else 0
             found = train(module, optimizer, width, device)
+            went: dict[str, Any] = {}
+            if isinstance(handle, nvmeio.GdsHandle):
+                went = {"mode": handle.mode, "straight_to_the_device": module.direct}
+                went["direct_mb"] = round((handle.stats.direct_bytes - made) / 1e6, 1)
             saved = module.state_dict()
             same = sum(
                 torch.equal(saved[name].cpu(), tensor.cpu())
@@ -150,6 +165,7 @@ def training(
             "passes_in_memory_s": theirs["passes_s"],
             "step_s": found["step_s"],
             "step_with_parameters_in_memory_s": theirs["step_s"],
+            **went,
         }
 
 

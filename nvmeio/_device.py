@@ -165,10 +165,8 @@ class _SideStream:
     """`Beside` on a CUDA stream of its own; made and used by threads of any device."""
 
     def __init__(self, device: torch.device) -> None:
-        cuda: Any = torch.cuda
         self._device = device
-        with torch.cuda.device(device):
-            self._stream = cuda.Stream(device)
+        self._stream = new_stream(device)
 
     def follow(self, stream: Any = None) -> None:
         with torch.cuda.device(self._device):
@@ -277,6 +275,15 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 def stream_here(device: torch.device) -> Any:
     """Where the calling thread's work on a device is queued; None for one without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream that nobody else uses; None for a device without streams."""
+    if device.type != "cuda":
+        return None
+    cuda: Any = torch.cuda
+    with torch.cuda.device(device):
+        return cuda.Stream(device)
 
 
 @contextlib.contextmanager

@@ -217,6 +217,11 @@ class Accelerator(fake_cuda.FakeCuda):
         flat = self._inside[start : start + extent].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
+    def reached(self, address: int) -> int:
+        """Where hardware finds the byte that tensors have at an address; any other stays."""
+        at = address - self._base
+        return self._inside.data_ptr() + at if 0 <= at < _ADDRESSES else address
+
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """What it holds, when all work before is done: like `cpu()`."""
         if not self.has(tensor):

@@ -88,6 +88,20 @@ class DevicePool:
         while self._sources and self._sources[0][0].done():
             self._sources.popleft()
 
+    def forget(self, memory: torch.Tensor) -> None:
+        """Count memory no more that only a read has seen, which has ended.
+
+        What is left of the read (an exception's traceback) may refer to it for a while.
+        """
+        its: Any = StorageWeakRef
+        mine = its(memory.untyped_storage())
+        self._lent = [each for each in self._lent if each[0] != mine]
+
+    def free(self) -> Mark:
+        """What streams were asked so far: memory that is taken now may be written to from then."""
+        self.after_compute()
+        return self._copies.mark()
+
     def upload(self, memory: torch.Tensor, source: torch.Tensor) -> Mark:
         """Begin to copy; the source is kept until that is done."""
         self._copies.copy(memory, source)
@@ -149,19 +163,20 @@ class DeviceUnits(Generic[Unit]):
     unbind: Callable[[DeviceSlot[Unit]], None]
 
 
-class _DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
-    def __init__(
-        self, pool: DevicePool, below: Window[Unit, LentSlot[Unit]], units: DeviceUnits[Unit]
-    ) -> None:
+class DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
+    """Keeps units on a device; what brings their bytes is a subclass's."""
+
+    def __init__(self, pool: DevicePool, units: DeviceUnits[Unit]) -> None:
         self._pool = pool
-        self._below = below
         self._units = units
 
     def take(self, unit: Unit) -> DeviceSlot[Unit] | None:
+        """Memory of the budget."""
         memory = self._pool.take(self._units.nbytes_of(unit))
         return None if memory is None else DeviceSlot(unit, memory)
 
     def take_anyway(self, unit: Unit) -> DeviceSlot[Unit]:
+        """See there; `MemoryError` says which budget, or that the device has less."""
         gc.collect()  # what looks free may be held by a tensor in a cycle
         self._pool.refused = None
         slot = self.take(unit)
@@ -180,6 +195,30 @@ class _DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
             "tensors over parameters: raise device_bytes, or checkpoint smaller regions"
         )
 
+    def bind(self, slot: DeviceSlot[Unit]) -> None:
+        """As the units say."""
+        self._units.bind(slot)
+
+    def unbind(self, slot: DeviceSlot[Unit]) -> None:
+        """As the units say."""
+        self._units.unbind(slot)
+
+    def rest(self, slot: DeviceSlot[Unit]) -> bool:
+        """It stays until its room is needed."""
+        return False
+
+    def give_back(self, slot: DeviceSlot[Unit]) -> None:
+        """With the last tensor over it, if there is one."""
+        slot.memory = None
+
+
+class _FromBelow(DeviceKeeper[Unit]):
+    def __init__(
+        self, pool: DevicePool, below: Window[Unit, LentSlot[Unit]], units: DeviceUnits[Unit]
+    ) -> None:
+        super().__init__(pool, units)
+        self._below = below
+
     def fill(self, slot: DeviceSlot[Unit]) -> Fill:
         below = self._below.need(slot.unit, computing=False).memory
         assert below is not None
@@ -189,18 +228,6 @@ class _DeviceKeeper(Keeper[Unit, DeviceSlot[Unit]]):
             slot.copied = self._pool.upload(slot.memory, below)
 
         return Fill((), finished=copy)
-
-    def bind(self, slot: DeviceSlot[Unit]) -> None:
-        self._units.bind(slot)
-
-    def unbind(self, slot: DeviceSlot[Unit]) -> None:
-        self._units.unbind(slot)
-
-    def rest(self, slot: DeviceSlot[Unit]) -> bool:
-        return False
-
-    def give_back(self, slot: DeviceSlot[Unit]) -> None:
-        slot.memory = None
 
 
 class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
@@ -220,7 +247,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         order: Order[Unit],
         units: DeviceUnits[Unit],
     ) -> None:
-        keeper = _DeviceKeeper(pool, below, units)
+        keeper = _FromBelow(pool, below, units)
         super().__init__(below.reader, keeper, Limited(order, self._arrived_below), _AHEAD)
         self._below = below
         self._pool = pool

@@ -9,6 +9,9 @@ then.
 Of a file that lies in the page cache (it was just downloaded, say) the drive is given less at a
 time, and the thread copies chunks from the cache instead of waiting: the two rates add up.
 
+Memory of a device may still be read by what was queued there before. Such a fill says after which
+mark it is free, and the thread waits for that: neither the owner nor those who compute do.
+
 It is asked by the thread that owns the window, never by one that an interrupt can reach: its locks
 are Python's.
 """
@@ -21,16 +24,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nvmeio import _page_cache
-from nvmeio._io.drives import DriveHandles
+from nvmeio._device import Mark
 from nvmeio._io.threads import Thread
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
-from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")
@@ -52,6 +54,13 @@ class WantedBytes(NamedTuple):
     at: int
 
 
+class Reads(Protocol):
+    """What moves the bytes: a handle, or one for each drive."""
+
+    def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0, /) -> Operation:
+        """As `AioHandle.async_pread`."""
+
+
 class Fill:
     """The reads of one unit.
 
@@ -61,6 +70,7 @@ class Fill:
             copies on to a device.
         finished: Called once by the reader's thread when all have.
         ended: Called when nothing of it is under way any more, however it ended; must be brief.
+        after: Of a device's memory: the mark that it is free from.
     """
 
     def __init__(
@@ -69,6 +79,7 @@ class Fill:
         arrived: Callable[[WantedBytes], None] | None = None,
         finished: Callable[[], None] | None = None,
         ended: Callable[[], None] | None = None,
+        after: Mark | None = None,
     ) -> None:
         self.chunks = deque(_chunks(reads))
         self.nbytes = sum(chunk.memory.nbytes for chunk in self.chunks)
@@ -76,6 +87,8 @@ class Fill:
         self.arrived = arrived
         self.finished = finished
         self.ended = ended
+        self.after = after
+        self.on_device = after is not None
         self.error: BaseException | None = None
         self.failed_at: WantedBytes | None = None
         self.cancelled = False
@@ -99,11 +112,11 @@ class Reader:
 
     served_bytes = 0
 
-    def __init__(self, handle: AioHandle | DriveHandles) -> None:
+    def __init__(self, handle: Reads) -> None:
         self._handle = handle
         self._condition = threading.Condition()
         self._queue: deque[Fill] = deque()
-        self._flying: deque[tuple[Operation, Fill, WantedBytes]] = deque()
+        self._flying: deque[tuple[Operation, Fill, WantedBytes, int]] = deque()
         self._flying_bytes = 0
         self._stopping = False
         self._thread = Thread(self._run, "nvmeio-stream")
@@ -129,7 +142,7 @@ class Reader:
                 self._queue.remove(fill)
             fill.left -= len(fill.chunks)
             fill.chunks.clear()
-            flying = [operation for operation, owner, _ in self._flying if owner is fill]
+            flying = [operation for operation, owner, _, _ in self._flying if owner is fill]
             for operation in flying:
                 operation.cancel()
             if not fill.left and not fill.done.is_set():
@@ -140,7 +153,7 @@ class Reader:
         """Cancel everything and end the thread."""
         with self._condition:
             self._stopping = True
-            fills = dict.fromkeys([*(fill for _, fill, _ in self._flying), *self._queue])
+            fills = dict.fromkeys([*(fill for _, fill, _, _ in self._flying), *self._queue])
         for fill in fills:
             self.cancel(fill)
         with self._condition:
@@ -157,13 +170,18 @@ class Reader:
     def _step(self) -> bool:
         with self._condition:
             self._fill()
-            while not self._flying:
+            while not self._flying and not self._queue:
                 if self._stopping:
                     return False
                 self._condition.wait()
                 self._fill()
-            beside = None if self._flying[0][0].done() else self._next_cached()
-            operation, fill, wanted = self._flying[0]
+            late = None if self._flying else self._queue[0]
+            if late is None:
+                beside = None if self._flying[0][0].done() else self._next_cached()
+                operation, fill, wanted, nbytes = self._flying[0]
+        if late is not None:
+            self._wait_for_memory(late)
+            return True
         if beside is not None:
             self._land(*beside, self._copy(*beside))
             return True
@@ -177,9 +195,23 @@ class Reader:
             error = failed
         with self._condition:
             self._flying.popleft()
-            self._flying_bytes -= wanted.memory.nbytes
+            self._flying_bytes -= nbytes
         self._land(fill, wanted, error)
         return True
+
+    def _wait_for_memory(self, fill: Fill) -> None:
+        after, error = fill.after, None
+        try:
+            if after is not None:
+                after.wait()
+        except BaseException as failed:  # the device's
+            error = failed
+        with self._condition:
+            fill.after = None
+            if error is not None and fill in self._queue:
+                self._queue.remove(fill)
+                self._fail(fill, error, None)
+                self._conclude(fill)
 
     def _copy(self, fill: Fill, wanted: WantedBytes) -> BaseException | None:
         """Bring a chunk from the page cache; by a read of its own where that does not work."""
@@ -213,6 +245,10 @@ class Reader:
     def _fill(self) -> None:
         while self._queue:
             fill = self._queue[0]
+            if fill.after is not None:
+                if not _is_reached(fill.after):
+                    return
+                fill.after = None
             nbytes = fill.chunks[0].memory.nbytes if fill.chunks else 0
             if self._flying and (
                 self._flying_bytes + nbytes > FLIGHT_BYTES
@@ -230,7 +266,9 @@ class Reader:
                     if not fill.left:
                         self._conclude(fill)
                 else:
-                    self._flying.append((operation, fill, wanted))
+                    if fill.on_device:  # a window there counts it for as long as anybody has it
+                        wanted = wanted._replace(memory=_NOTHING)
+                    self._flying.append((operation, fill, wanted, nbytes))
                     self._flying_bytes += nbytes
             if not fill.chunks:
                 with contextlib.suppress(ValueError):
@@ -238,7 +276,7 @@ class Reader:
 
     def _cached(self, fill: Fill) -> bool:
         """Whether the page cache holds the next chunk of a fill."""
-        if not fill.chunks:
+        if not fill.chunks or fill.on_device:
             return False
         chunk = fill.chunks[0]
         try:
@@ -260,12 +298,12 @@ class Reader:
             self._queue.popleft()
         return fill, wanted
 
-    def _fail(self, fill: Fill, error: BaseException, wanted: WantedBytes) -> None:
+    def _fail(self, fill: Fill, error: BaseException, wanted: WantedBytes | None) -> None:
         if fill.error is None:
             fill.error, fill.failed_at = error, wanted
         fill.left -= len(fill.chunks)
         fill.chunks.clear()
-        for operation, owner, _ in self._flying:
+        for operation, owner, _, _ in self._flying:
             if owner is fill:
                 operation.cancel()
 
@@ -279,6 +317,16 @@ class Reader:
         fill.done.set()
         if fill.ended is not None:
             fill.ended()
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _is_reached(mark: Mark) -> bool:
+    try:
+        return mark.done()
+    except Exception:
+        return False  # the device's; who waits for it is told
 
 
 def _chunks(reads: Sequence[WantedBytes]) -> list[WantedBytes]:

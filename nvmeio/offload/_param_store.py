@@ -9,7 +9,8 @@ Memory is never taken from under a tensor: a unit that goes only loses the param
 (`LentPool`).
 
 For a device there is a second window above the one in host memory, and parameters lie over that
-one. Whoever computes hands over his stream, which then waits for the copies; he does not.
+one. Whoever computes hands over his stream, which then waits for the copies; he does not. Where
+units come straight from the drive, that window is the only one as soon as all have been made.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, open_owned
 from nvmeio._io.owner import Lease, OwnerThread
 from nvmeio._io.profiling import profiled
+from nvmeio._residency.direct import DirectWindow, OrderedReads
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
 from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceUnits, DeviceWindow
 from nvmeio._residency.order import Limited, ThereAndBack
@@ -85,6 +87,8 @@ class ParamStore(Keeper[Unit, Slot]):
         resident_bytes: The window in host memory.
         device: Where they are computed with.
         device_bytes: The window there; 0 for the CPU, which needs no other.
+        direct: The handle moves bytes between drive and device: what was made in host memory, a
+            unit at a time, comes straight from the drive, and `resident_bytes` is not taken.
     """
 
     def __init__(
@@ -93,12 +97,15 @@ class ParamStore(Keeper[Unit, Slot]):
         resident_bytes: int,
         device: torch.device | None = None,
         device_bytes: int = 0,
+        direct: bool = False,
     ) -> None:
         self.units = list(units)
-        self.resident_bytes = resident_bytes
+        self.direct = direct
+        self.resident_bytes = max(u.nbytes for u in units) if direct and units else resident_bytes
         self.device = torch.device("cpu") if device is None else device
         self.device_bytes = device_bytes
-        self._on_device: DeviceWindow[Unit] | None = None  # as soon as all have been made
+        # As soon as all have been made.
+        self._on_device: DeviceWindow[Unit] | DirectWindow[Unit] | None = None
         self.closed = False
         self.locked = False
         self._pid = os.getpid()
@@ -126,7 +133,9 @@ class ParamStore(Keeper[Unit, Slot]):
         self._pool = LentPool(self.resident_bytes)
         self._resources.callback(self._pool.close)
         self.resident_bytes, self.locked = self._pool.budget_bytes, self._pool.locked
-        self._reader = reader = Reader(self._handles)
+        streams = self.device if self.direct else torch.device("cpu")
+        self._ordered = OrderedReads(self._handles, streams)
+        self._reader = reader = Reader(self._ordered if self.direct else self._handles)
         self._resources.callback(reader.stop)
         order: Limited[Unit] | ThereAndBack[Unit] = _new_order()
         if self.device_bytes:
@@ -147,11 +156,27 @@ class ParamStore(Keeper[Unit, Slot]):
         units = DeviceUnits[Unit](
             nbytes_of=lambda unit: unit.nbytes, bind=self._lay_over, unbind=self._lay_over_nothing
         )
-        self._on_device = DeviceWindow(self._window, self._device_pool, _new_order(), units)
+        if not self.direct:
+            self._on_device = DeviceWindow(self._window, self._device_pool, _new_order(), units)
+            return
+        self._pool.close()
+        self.resident_bytes, self.locked = 0, False
+        self._on_device = DirectWindow(
+            self._reader,
+            self._device_pool,
+            _new_order(),
+            units,
+            self._reads,
+            self._explained,
+            _AHEAD,
+            _AHEAD_BYTES,
+        )
 
     def _not_on_device(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
         there = self._on_device
-        return upcoming if there is None else (u for u in upcoming if not there.has(u))
+        if not isinstance(there, DeviceWindow):
+            return upcoming
+        return (u for u in upcoming if not there.has(u))
 
     def _let_compute(self, slots: Sequence[Slot | DeviceSlot[Unit]], stream: Any) -> None:
         if self._on_device is not None:
@@ -282,11 +307,20 @@ class ParamStore(Keeper[Unit, Slot]):
         for slot in slots:
             host = slot.host
             if isinstance(slot, DeviceSlot):
-                host = self._window.need(slot.unit, computing=False).host
                 assert slot.memory is not None
+                if self.direct:
+                    _device.asked_of(stream).wait()
+                    self._move(slot.memory, slot.unit, writing=True)
+                    continue
+                host = self._window.need(slot.unit, computing=False).host
                 self._device_pool.download(host, slot.memory, stream)
-            move_all(self._handles, host, self._places.moves(slot.unit, writing=True), writing=True)
+            self._move(host, slot.unit, writing=True)
         written.append(True)
+
+    def _move(self, memory: torch.Tensor, unit: Unit, writing: bool) -> None:
+        """Between the drive and memory that no stream is at work in, awaited."""
+        with self._ordered.on_stream():
+            move_all(self._handles, memory, self._places.moves(unit, writing), writing)
 
     def _scatter(self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool]) -> None:
         """A block that changed units is over. If it failed they have the values of the drive."""
@@ -307,11 +341,14 @@ class ParamStore(Keeper[Unit, Slot]):
             top.drop(slot.unit)
 
     def _read_again(self, slot: Slot | DeviceSlot[Unit]) -> None:
-        if isinstance(slot, DeviceSlot):
-            assert self._on_device is not None
+        if not isinstance(slot, DeviceSlot):
+            self._move(slot.host, slot.unit, writing=False)
+        elif isinstance(self._on_device, DeviceWindow):
             self._on_device.copy_again(slot)
         else:
-            move_all(self._handles, slot.host, self._places.moves(slot.unit), writing=False)
+            assert slot.memory is not None
+            self._device_pool.free().wait()
+            self._move(slot.memory, slot.unit, writing=False)
 
     def undo(self, gathered: Gathered) -> None:
         """End a block that failed; its units have the values of the drive when this returns."""
@@ -330,21 +367,30 @@ class ParamStore(Keeper[Unit, Slot]):
         self._owner.call(self._load, unit, here)
 
     def _load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
-        slots = self._window.hold([unit], computing=False)
+        window = self._top if self.direct else self._window
+        slots = window.hold([unit], computing=False)
         written: list[bool] = []
         try:
             with torch.no_grad():
+                if self.direct:
+                    self._device_pool.after_compute()
                 tensors = zip(unit.parameters, _over(slots[0]), strict=True)
                 for parameter, tensor in tensors:
                     if id(parameter) in given:
-                        tensor.copy_(given[id(parameter)])
+                        self._put(tensor, given[id(parameter)])
                         torch.autograd.graph.increment_version(parameter)
             self._write(slots, written, None)
         finally:
             self._loaded(slots, written)
 
+    def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if not self.direct:
+            tensor.copy_(value)
+        elif tensor.numel():
+            self._device_pool.upload(tensor, value.to(tensor.dtype).contiguous()).wait()
+
     def _loaded(self, slots: Sequence[Slot], written: list[bool]) -> None:
-        if self._on_device is None:
+        if not isinstance(self._on_device, DeviceWindow):
             self._scatter(slots, written)
             return
         self._window.let_go(slots)
@@ -365,20 +411,24 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def fill(self, slot: Slot) -> Fill:
         """From where the parameters are now."""
-        return Fill(
-            [
-                WantedBytes(
-                    move.file,
-                    move.file_offset,
-                    slot.host[move.slot_offset : move.slot_offset + move.nbytes],
-                    move.slot_offset,
-                )
-                for move in self._places.moves(slot.unit)
-            ]
-        )
+        return Fill(self._reads(slot.unit, slot.host))
+
+    def _reads(self, unit: Unit, memory: torch.Tensor) -> list[WantedBytes]:
+        return [
+            WantedBytes(
+                move.file,
+                move.file_offset,
+                memory[move.slot_offset : move.slot_offset + move.nbytes],
+                move.slot_offset,
+            )
+            for move in self._places.moves(unit)
+        ]
 
     def explain(self, slot: Slot, error: BaseException) -> BaseException:
         """Say whose files they were that are closed."""
+        return self._explained(error)
+
+    def _explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, ClosedError) or self.closed:
             return error
         return ClosedError(_TAKEN_ALONG)
@@ -494,7 +544,8 @@ class ParamStore(Keeper[Unit, Slot]):
     @property
     def bytes_read(self) -> int:
         """Read from the drive since this was made."""
-        return self._window.bytes_read
+        there = self._on_device
+        return self._window.bytes_read + (there.bytes_read if there is not None else 0)
 
 
 def store_of(parameter: torch.Tensor) -> ParamStore | None:

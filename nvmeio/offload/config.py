@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio.errors import AlignmentError
+from nvmeio import _device
+from nvmeio.errors import AlignmentError, BackendUnavailableError
+from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload._config_words import (
     AIO,
@@ -32,7 +34,7 @@ from nvmeio.offload._config_words import (
     number,
 )
 from nvmeio.offload._pipeline import Times
-from nvmeio.offload.module import SwappedModule
+from nvmeio.offload.module import SwappedModule, is_direct
 from nvmeio.offload.optimizer import DEFAULT_SUBGROUP_BYTES, SwappedOptimizer
 
 _DEFAULT_WINDOW_BUFFERS = 5  # DeepSpeed's buffer_count for parameters
@@ -78,6 +80,7 @@ def offload(
     *,
     params: Callable[[torch.nn.Module], Any] | None = None,
     init: Callable[[torch.nn.Module], object] | None = None,
+    module_device: str | torch.device | None = None,
     handle: AioHandle | None = None,
     **optimizer_args: Any,
 ) -> Offloaded:
@@ -100,13 +103,17 @@ def offload(
 
             ``sub_group_size``: elements of a subgroup. ``bf16``: ``{"enabled": True}`` steps in
             fp32 on master weights. ``aio``: the parameters of `AioHandle`; thread_count is
-            intra_op_parallelism. ``resume``: as for `SwappedOptimizer`.
+            intra_op_parallelism; use_gds has parameters go straight between drive and device
+            (offload_param on "nvme", a CUDA device, and no compat mode). ``resume``: as for
+            `SwappedOptimizer`.
 
             ``activation_checkpointing``: cpu_checkpointing (where a module on the CPU has its
             activations anyway; `SwappedActivations` has them on the drive). Which regions are
             checkpointed says the model.
         params: Parameter groups of the (swapped) module; None: all its parameters.
         init: As for `SwappedModule`.
+        module_device: Where a module with ``offload_param`` on "nvme" computes: the CPU or a CUDA
+            device. None: where its parameters are; the CPU for those on the meta device.
         handle: Moves the bytes; None makes one as "aio" says.
         optimizer_args: Arguments of the class.
 
@@ -144,20 +151,27 @@ def offload(
     resume = flag(config, "resume", False)
     if resume and state["device"] != "nvme":
         raise ValueError('resume: true needs offload_optimizer with device "nvme"')
-    known("aio", _or_empty(config, "aio"), AIO)
+    aio = known("aio", _or_empty(config, "aio"), AIO)
+    computes_on = _computes_on(module, weights, module_device)
+    gds = flag(aio, "use_gds", False)
+    if gds:
+        _check_gds(weights, computes_on)
     own_handle = None
     if handle is None and "nvme" in (state["device"], weights["device"]):
-        handle = own_handle = _handle(_or_empty(config, "aio"))
+        handle = own_handle = _gds_handle(aio, computes_on) if gds else _handle(aio)
     elif "aio" in config and handle is not None:
         raise ValueError("give either config['aio'] or a handle")
     made: Offloaded | None = None
     swapped = module
     try:
         if weights["device"] == "nvme":
+            window_bytes = _window_bytes(module, weights)
             swapped = SwappedModule(
                 module,
                 swap_dir=weights["nvme_path"],
-                resident_bytes=_window_bytes(module, weights),
+                resident_bytes=window_bytes,
+                device=computes_on,
+                device_bytes=window_bytes if gds else None,
                 init=init,
                 handle=handle,
             )
@@ -342,14 +356,68 @@ def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     return torch.float32 if flag(bf16, "enabled", False) else None
 
 
-def _handle(aio: Any) -> AioHandle:
-    words = dict(known("aio", aio, AIO))
-    if flag(words, "use_gds", False):
-        raise ValueError("aio: use_gds is impossible: state passes through host memory here")
+def _computes_on(
+    module: torch.nn.Module,
+    weights: Mapping[str, Any],
+    given: str | torch.device | None,
+) -> torch.device:
+    if given is not None:
+        if weights["device"] != "nvme":
+            raise ValueError(
+                'module_device is for offload_param with device "nvme": else the module stays '
+                "where it is"
+            )
+        return _device.usable("module_device", given)
+    found = (p.device for p in module.parameters() if p.device.type not in ("cpu", "meta"))
+    return next(found, torch.device("cpu"))
+
+
+def _check_gds(weights: Mapping[str, Any], computes_on: torch.device) -> None:
+    if weights["device"] != "nvme":
+        raise ValueError(
+            'aio: use_gds is for offload_param with device "nvme": the optimizer\'s state passes '
+            "through host memory, where its checksums are computed"
+        )
+    if computes_on.type != "cuda":
+        raise ValueError(
+            f"aio: use_gds is for a module on a CUDA device, and this one computes on the "
+            f'{computes_on.type.upper()}: give module_device="cuda", or leave it out'
+        )
+    if flag(weights, "pin_memory", False):
+        raise ValueError(
+            "offload_param: pin_memory asks for page-locked host memory, and with use_gds none is "
+            "taken for parameters: leave out one of them"
+        )
+
+
+def _gds_handle(aio: Mapping[str, Any], computes_on: torch.device) -> GdsHandle:
+    try:
+        # What goes through host memory after all, on this file system say, is an error.
+        handle = GdsHandle(**_handle_words(aio), allow_compat=False)
+    except BackendUnavailableError as refused:
+        raise ValueError(f"aio: use_gds: {refused}") from refused
+    except (TypeError, ValueError, AlignmentError) as refused:
+        raise ValueError(f"aio: {refused}") from refused
+    if not is_direct(handle, computes_on):
+        handle.close()
+        raise ValueError(
+            f'aio: use_gds: cuFile is in mode "{handle.mode}" here, which goes through host memory '
+            "(`nvmeio report` says why): leave it out, and parameters pass through a window there"
+        )
+    return handle
+
+
+def _handle_words(aio: Mapping[str, Any]) -> dict[str, Any]:
+    words = dict(aio)
     words.pop("use_gds", None)
     threads = words.pop("thread_count", None)
     if threads is not None and words.setdefault("intra_op_parallelism", threads) != threads:
         raise ValueError("aio: thread_count and intra_op_parallelism are the same; give one")
+    return words
+
+
+def _handle(aio: Mapping[str, Any]) -> AioHandle:
+    words = _handle_words(aio)
     try:
         return AioHandle(**words)
     except (TypeError, ValueError, AlignmentError) as refused:

@@ -11,6 +11,7 @@ import torch
 from nvmeio import _checks, _device
 from nvmeio._checks import Paths
 from nvmeio._closing import Closing
+from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
 from nvmeio.offload._inner import watch
@@ -64,7 +65,10 @@ class SwappedModule(Closing, torch.nn.Module):
             parts.
         init: For parameters on the meta device: called with each module that has some, in the
             order of `modules()`, once they have memory. None: its `reset_parameters`.
-        handle: Moves the bytes and stays open; None makes one for each drive.
+        handle: Moves the bytes and stays open; None makes one for each drive. With a `GdsHandle`
+            whose `mode` is "gds" or "p2p", and a CUDA device, parts go straight between drive and
+            device: no window in host memory is taken, whatever `resident_bytes` says, and the
+            module's is 0. In its other modes a part goes through host memory, as with any handle.
 
     Raises:
         BackendUnavailableError: There is no such device.
@@ -107,15 +111,19 @@ class SwappedModule(Closing, torch.nn.Module):
         _check_buffers(module, there)
         tiled = TiledLayers()
         try:
-            window_bytes = min(resident_bytes, device_bytes or resident_bytes)
+            direct = is_direct(handle, there)
+            window_bytes = device_bytes or resident_bytes
+            if not direct:
+                window_bytes = min(window_bytes, resident_bytes)
             most_bytes = stage_bytes or window_bytes // 4
             if sharded is None:
                 tiled.cut(module, most_bytes, window_bytes, there)
             made_by = _materialised(module)
             stages = find_stages(module, most_bytes) if sharded is None else sharded.stages
             units = find_units(stages) if sharded is None else sharded.units
-            device_bytes = _budget(module, stages, units, resident_bytes, there, device_bytes)
-            store = ParamStore(units, resident_bytes, there, device_bytes)
+            host_bytes = None if direct else resident_bytes
+            device_bytes = _budget(module, stages, units, host_bytes, there, device_bytes)
+            store = ParamStore(units, resident_bytes, there, device_bytes, direct)
             self._store = store
             self._sharded = sharded
             self._ending = store.open(swap_dir, handle)
@@ -263,7 +271,7 @@ class SwappedModule(Closing, torch.nn.Module):
 
     @property
     def resident_bytes(self) -> int:
-        """The window, in bytes."""
+        """The window in host memory, in bytes; 0 where parts do not come through there."""
         return self._store.resident_bytes
 
     @property
@@ -275,6 +283,11 @@ class SwappedModule(Closing, torch.nn.Module):
     def device_bytes(self) -> int:
         """The window on the device, in bytes; 0 for the CPU, which has no other."""
         return self._store.device_bytes
+
+    @property
+    def direct(self) -> bool:
+        """Whether parts come to the device straight from the drive; see `handle`."""
+        return self._store.direct
 
     @property
     def bytes_read(self) -> int:
@@ -328,6 +341,18 @@ class SwappedModule(Closing, torch.nn.Module):
 
 
 # Making
+
+
+_DIRECT_MODES = ("gds", "p2p")
+
+
+def is_direct(handle: AioHandle | None, device: torch.device) -> bool:
+    """Whether parts come to the device by DMA from the drive.
+
+    cuFile's compat mode goes through host memory of its own, with a copy more and nothing kept
+    there: the window in host memory is the better way then.
+    """
+    return isinstance(handle, GdsHandle) and device.type == "cuda" and handle.mode in _DIRECT_MODES
 
 
 _READ_AHEAD = 3  # parts: one computes, one comes, one is there to begin with
@@ -441,15 +466,19 @@ def _budget(
     module: torch.nn.Module,
     stages: Sequence[Stage],
     units: Sequence[Unit],
-    resident_bytes: int,
+    resident_bytes: int | None,
     device: torch.device,
     device_bytes: int | None,
 ) -> int:
-    """The window on the device, 0 for none; raises where a window does not hold a part."""
+    """The window on the device, 0 for none; raises where a window does not hold a part.
+
+    `resident_bytes` is None where there is none in host memory.
+    """
     largest, which = _largest(module, stages, units)
     if device_bytes is None and device.type != "cpu":
         device_bytes = _READ_AHEAD * largest
-    _check_budget("resident_bytes", resident_bytes, largest, which)
+    if resident_bytes is not None:
+        _check_budget("resident_bytes", resident_bytes, largest, which)
     if device_bytes is None:
         return 0
     _check_budget("device_bytes", device_bytes, largest, which)
