@@ -47,7 +47,7 @@ class Ending:
         self._pid = os.getpid()
         self._owner = owner
         self._closing = closing = _Closing(owner, end)
-        self._lease = owner.lease(closing.run_dropped)
+        self._claim = owner.claim(closing.run_dropped)
         _open[id(closing)] = closing
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Ending:
         self._closing.asked = True
         # Not for long: the collector may have come here while this thread holds a lock that the
         # end needs.
-        self._lease.end()
+        self._claim.end()
         gate = _thread.allocate_lock()
         gate.acquire()
         self._owner.post(gate.release)

@@ -7,13 +7,13 @@
 - A request is handed over with one C call (`SimpleQueue.put`), and waited for on a raw lock. An
   interrupt ends the waiting. The work goes on, the next request queues behind it, and nobody ever
   sees state that is half changed.
-- What a caller holds is a `Lease`. It ends when the caller says so, or when the last reference to
+- What a caller holds is a `Claim`. It ends when the caller says so, or when the last reference to
   it goes: as the frame is unwound, or with the answer that an interrupted caller never took. The
   callback of its weak reference is `SimpleQueue.put` itself, in C, so that this cannot be cut in
-  half either. No counter has to be put right by anybody. A lease that died is given back before
+  half either. No counter has to be put right by anybody. A claim that died is given back before
   the requests that wait; one that was ended, in its turn.
 
-So keep a lease where it dies with what it is for: in a local, or in an object that belongs to one
+So keep a claim where it dies with what it is for: in a local, or in an object that belongs to one
 pass. torch runs ``always_call`` hooks for `Exception` only; let nothing depend on them.
 """
 
@@ -43,14 +43,14 @@ _CLOSED = "it is closed"
 _FORKED = "this process was forked from its owner's: make a new one here"
 
 
-class Lease:
+class Claim:
     """What a caller holds of an owner's state; ends with `end`, or when nobody has it any more."""
 
     __slots__ = ("__weakref__", "_mark", "_requests")
 
     def __init__(self, requests: SimpleQueue[Any]) -> None:
         self._requests = requests
-        self._mark: weakref.ref[Lease] = weakref.ref(self, requests.put)
+        self._mark: weakref.ref[Claim] = weakref.ref(self, requests.put)
 
     def end(self) -> None:
         """Give it back now. Idempotent, from any thread; requests that come after see it gone."""
@@ -101,7 +101,7 @@ class OwnerThread:
                     raise ClosedError(self._state.closed)
             return reply.result()
         finally:
-            del reply  # a traceback that is kept must not keep the lease that an answer may hold
+            del reply  # a traceback that is kept must not keep the claim that an answer may hold
 
     def call_to_end(self, work: Callable[..., Value], *args: Any) -> Value:
         """`call`, for work on what is the caller's: an interrupt is raised when it has ended.
@@ -146,16 +146,16 @@ class OwnerThread:
         """Have `work(*args)` done; what it raises is logged."""
         self._requests.put(_Reply(work, args, posted=True))
 
-    def lease(self, release: Callable[..., object], *args: Any) -> Lease:
+    def claim(self, release: Callable[..., object], *args: Any) -> Claim:
         """Something to hold, whose end calls `release(*args)`; asked by what the owner runs.
 
-        Neither may refer to the lease.
+        Neither may refer to the claim.
         """
         if not self.is_here:
-            raise RuntimeError("leases are given by their owner: use call()")
-        lease = Lease(self._requests)
-        self._state.leases[lease._mark] = (release, args)
-        return lease
+            raise RuntimeError("claims are given by their owner: use call()")
+        claim = Claim(self._requests)
+        self._state.claims[claim._mark] = (release, args)
+        return claim
 
     @property
     def is_here(self) -> bool:
@@ -240,7 +240,7 @@ class _State:
     def __init__(self, closed: str) -> None:
         self.closed = closed
         self.requests: SimpleQueue[Any] = SimpleQueue()
-        self.leases: dict[weakref.ref[Lease], tuple[Callable[..., object], tuple[Any, ...]]] = {}
+        self.claims: dict[weakref.ref[Claim], tuple[Callable[..., object], tuple[Any, ...]]] = {}
         self.dropped: weakref.ref[OwnerThread] | None = None
         self.ident: int | None = None
         self.ended = False
@@ -260,7 +260,7 @@ class _State:
         self.end()
 
     def _next(self) -> Any:
-        """The next request; leases that died go first.
+        """The next request; claims that died go first.
 
         The answer of an interrupted call may die behind the call that comes after it.
         """
@@ -273,8 +273,8 @@ class _State:
                 taken.append(request)
         return taken.popleft()
 
-    def _release(self, mark: weakref.ref[Lease]) -> None:
-        found = self.leases.pop(mark, None)
+    def _release(self, mark: weakref.ref[Claim]) -> None:
+        found = self.claims.pop(mark, None)
         if found is not None:
             self._quietly(*found)
 
@@ -286,9 +286,9 @@ class _State:
             if isinstance(request, _Reply):
                 request.refuse(self.closed)
             request = None
-        for release, args in list(self.leases.values()):
+        for release, args in list(self.claims.values()):
             self._quietly(release, args)
-        self.leases.clear()
+        self.claims.clear()
 
     def _quietly(self, release: Callable[..., object], args: tuple[Any, ...]) -> None:
         try:

@@ -51,7 +51,7 @@ class SharedPart(NamedTuple):
     end: int
 
 
-class Source(NamedTuple):
+class RankSpan(NamedTuple):
     """Bytes [start, end) of what is read, in a file that one rank has; whole pages.
 
     Attributes:
@@ -87,7 +87,7 @@ class _LocalFiles(NamedTuple):
 
     handle: AioHandle
     file: File
-    sources: Sequence[Source]
+    sources: Sequence[RankSpan]
 
     def place(self, run: Run) -> tuple[File, int]:
         """The file that has a run of a part of this rank, and where in it."""
@@ -98,7 +98,7 @@ class _LocalFiles(NamedTuple):
         return source.file, run.start + source.shift
 
 
-def _index_of(sources: Sequence[Source], at: int) -> int:
+def _index_of(sources: Sequence[RankSpan], at: int) -> int:
     """Which of them has a byte."""
     return bisect_right(sources, at, key=attrgetter("start")) - 1
 
@@ -133,7 +133,7 @@ def rounds(sizes: Sequence[int], ranks: int, most: int) -> Iterator[list[SharedP
 
 
 def rounds_by_source(
-    regions: Sequence[Region], sources: Sequence[Source], ranks: int, most: int
+    regions: Sequence[Region], sources: Sequence[RankSpan], ranks: int, most: int
 ) -> Iterator[list[SharedPart]]:
     """The same, where each rank can read only what it has.
 
@@ -175,7 +175,7 @@ def read_together(
     handle: AioHandle,
     file: File,
     call: LongCall,
-    sources: Sequence[Source] = (),
+    sources: Sequence[RankSpan] = (),
 ) -> list[torch.Tensor]:
     """Read spans of one file, each rank its parts; the same spans on all of them.
 

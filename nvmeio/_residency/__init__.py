@@ -6,5 +6,5 @@ when the last tensor over it is gone), `calls` (how a module's call is framed, s
 ends with it).
 
 One `OwnerThread` a residency owns the window: its methods are called there and nowhere else. What
-callers hold are leases, which end with the call that they are for, however it ends.
+callers hold are claims, which end with the call that they are for, however it ends.
 """

@@ -13,7 +13,7 @@ A wrapper holds what it holds like this, and in no other way::
         del held
 
 An exception enters the ``finally`` and deletes the local without a moment at which a signal could
-be served, and the end of the object does the rest in C: a `Lease` tells its owner, an `Undone`
+be served, and the end of the object does the rest in C: a `Claim` tells its owner, an `Undone`
 undoes. Where an interrupt comes in between all the same (before Python 3.11), the frame's end does.
 """
 

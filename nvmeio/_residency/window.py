@@ -1,6 +1,6 @@
 """The window: which units are in memory, who holds them, which are on their way.
 
-All methods are called in the thread that owns it; a caller hands over a request and gets a lease.
+All methods are called in the thread that owns it; a caller hands over a request and gets a claim.
 So nothing here is ever cut in half by an interrupt: a unit is bound when all of its bytes are there
 and have been checked, and not before; one whose read fails goes.
 

@@ -27,7 +27,7 @@ from nvmeio._io.caller import Cancellation
 from nvmeio._io.exchange import Exchange
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import Calls, RankStore
-from nvmeio._io.shared_spans import Source, read_together
+from nvmeio._io.shared_spans import RankSpan, read_together
 from nvmeio._io.spans import Span
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._retention import Generation
@@ -52,7 +52,7 @@ class LoadingRanks:
         timeout_s: How long one may make no progress, in seconds.
     """
 
-    _sources: Sequence[Source] = ()  # who has what, where not all ranks have all of it
+    _sources: Sequence[RankSpan] = ()  # who has what, where not all ranks have all of it
 
     def __init__(self, store: RankStore, number: int, timeout_s: float) -> None:
         self._store = store

@@ -26,7 +26,7 @@ from nvmeio._io.exchange import NoExchange
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.scattered import read_scattered
-from nvmeio._io.shared_spans import Source
+from nvmeio._io.shared_spans import RankSpan
 from nvmeio._storage.locks import open_reading
 from nvmeio.checkpoint._drives import OwnDrives, Save, Survey
 from nvmeio.checkpoint._loading_ranks import LoadingRanks
@@ -62,7 +62,7 @@ class Cut(NamedTuple):
     number: int
     offset: int
     nbytes: int
-    source: Source
+    source: RankSpan
 
     @property
     def file(self) -> File:
@@ -215,7 +215,7 @@ def _read(cuts: Sequence[Cut], get_handle: Callable[[], AioHandle]) -> list[byte
 
 def _sources_of(
     told: Sequence[dict[str, Any]], mine: Sequence[OpenPart], own: int, path: str
-) -> list[Source]:
+) -> list[RankSpan]:
     """Who reads what; of a part that several have, the one with the least to read.
 
     Args:
@@ -231,7 +231,7 @@ def _sources_of(
             having.setdefault(PartHead(*fields), []).append(rank)
     heads = sorted(having, key=lambda head: (head.start, head.end))
     loads = [0] * len(told)
-    sources: list[Source] = []
+    sources: list[RankSpan] = []
     at, nbytes = 0, max((head.nbytes for head in heads), default=0)
     for head in heads:
         if head.start != at or head.nbytes != nbytes:
@@ -240,7 +240,7 @@ def _sources_of(
         loads[rank] += head.end - head.start
         if head.start < head.end:
             file = here[head] if rank == own else None
-            sources.append(Source(head.start, head.end, rank, file, HEAD_BYTES - head.start))
+            sources.append(RankSpan(head.start, head.end, rank, file, HEAD_BYTES - head.start))
         at = head.end
     if len(having) != len(sources) + sum(h.start == h.end for h in heads) or not 0 < nbytes <= at:
         ranges = ", ".join(f"[{head.start}, {head.end}) of {head.nbytes}" for head in heads)

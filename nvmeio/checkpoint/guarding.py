@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from nvmeio._formats.torch_layout import FileLayout, StorageRecord
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.checkpoint import _guard, _guarded_snapshot
 from nvmeio.checkpoint._ended import Ended
@@ -174,8 +174,8 @@ class TensorGuard:
         found = _guard.checked(optimizers)
         self._owner.call(self._guard.add, found)
 
-    def hold(self, tensors: Sequence[torch.Tensor], told: Told) -> tuple[Held, OwnedLease]:
-        """Hold what is guarded of these until the lease ends.
+    def hold(self, tensors: Sequence[torch.Tensor], told: Told) -> tuple[Held, OwnedClaim]:
+        """Hold what is guarded of these until the claim ends.
 
         Waits until the save before has ended, if it has begun.
 
@@ -203,7 +203,7 @@ class TensorGuard:
         """Give the memory back."""
         self._guard.release()
 
-    def _hold(self, tensors: Sequence[torch.Tensor], told: Told) -> tuple[Held, OwnedLease]:
+    def _hold(self, tensors: Sequence[torch.Tensor], told: Told) -> tuple[Held, OwnedClaim]:
         layout = _layout(tensors)
         watched = self._guard.watched(layout, devices=False)
         records = [layout.records[index] for index in watched]
@@ -220,18 +220,18 @@ class TensorGuard:
             for number, record in enumerate(records)
         ]
         held = Held(self._guard, live, storages)
-        lease = self._owner.lease(held.end)
+        claim = self._owner.claim(held.end)
         self._guard.hold(*(() if live is None else (live,)))
         self._last = held
-        return held, OwnedLease(self._owner, lease)
+        return held, OwnedClaim(self._owner, claim)
 
 
-class OwnedLease:
-    """A lease, and its owner: who has this keeps both."""
+class OwnedClaim:
+    """A claim, and its owner: who has this keeps both."""
 
-    def __init__(self, owner: OwnerThread, lease: Lease) -> None:
+    def __init__(self, owner: OwnerThread, claim: Claim) -> None:
         self._owner = owner
-        self._lease = lease
+        self._claim = claim
 
 
 def _layout(tensors: Sequence[torch.Tensor]) -> FileLayout:

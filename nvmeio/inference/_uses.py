@@ -2,11 +2,11 @@
 
 All of it belongs to one thread (`OwnerThread`). One caller at a time has the turn: a thread, for as
 long as it uses one unit, or a lockstep of micro-batches until all have ended. The others wait in
-the order in which they came, each on a lock of its own. What callers get are leases, so that the
+the order in which they came, each on a lock of its own. What callers get are claims, so that the
 turn of one that is interrupted goes on, and its unit goes.
 
 Units that stay in place are used without a turn, and without asking (`settled_use`): a thread that
-has asked once has a lease, shared by its uses, that only a close takes back.
+has asked once has a claim, shared by its uses, that only a close takes back.
 
 After a failure nothing is in flight and nothing is kept that was on its way.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _device
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio._io.threads import SLICE_S
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
@@ -44,10 +44,10 @@ class Use(NamedTuple):
     """A unit in place.
 
     Attributes:
-        lease: Ends the use.
+        claim: Ends the use.
     """
 
-    lease: Lease
+    claim: Claim
 
 
 class Doing(NamedTuple):
@@ -66,7 +66,7 @@ class Waiting(NamedTuple):
     """A place in the queue for the turn."""
 
     gate: Any
-    lease: Lease
+    claim: Claim
 
     def wait(self) -> None:
         """Block until it is worthwhile to ask again; an interrupt ends it at once."""
@@ -78,17 +78,17 @@ class Stay:
     """A thread's uses of what stays in place.
 
     Attributes:
-        lease: Held by each of these, and for the next one.
+        claim: Held by each of these, and for the next one.
         number: How many there were; counted by that thread alone.
     """
 
-    def __init__(self, lease: Lease, number: list[int]) -> None:
-        self.lease = lease
+    def __init__(self, claim: Claim, number: list[int]) -> None:
+        self.claim = claim
         self.number = number
 
 
 class Stays:
-    """Which threads have one; must refer neither to leases nor to the owner."""
+    """Which threads have one; must refer neither to claims nor to the owner."""
 
     def __init__(self) -> None:
         self.barred = 0  # by how many that close
@@ -206,7 +206,7 @@ class Uses:
 
     # --- what stays in place --------------------------------------------------------------------
 
-    def settled_use(self, unit: Unit, caller: int) -> Lease | None:
+    def settled_use(self, unit: Unit, caller: int) -> Claim | None:
         """Use a unit that stays in place; None if the owner must be asked. In the caller's thread.
 
         Args:
@@ -219,7 +219,7 @@ class Uses:
             if stay is None or shown is None or not shows(unit.targets, shown):
                 return None
             stay.number[0] += 1
-            return stay.lease
+            return stay.claim
         finally:
             del stay  # the traceback of an interrupt must not keep a close waiting
 
@@ -231,12 +231,12 @@ class Uses:
         self._settled[slot.unit] = slot.shown
         if caller not in self._stays:
             number = self._out.begin(caller)
-            self._stays[caller] = Stay(self._owner.lease(self._out.end, number), number)
+            self._stays[caller] = Stay(self._owner.claim(self._out.end, number), number)
 
-    def bar(self) -> Lease:
-        """Have everybody ask who uses what stays, for as long as the lease lives."""
+    def bar(self) -> Claim:
+        """Have everybody ask who uses what stays, for as long as the claim lives."""
         self._out.barred += 1
-        found = self._owner.lease(self._out.unbar)
+        found = self._owner.claim(self._out.unbar)
         self._settled.clear()
         self._stays.clear()
         return found
@@ -248,7 +248,7 @@ class Uses:
         gate = _thread.allocate_lock()
         gate.acquire()
         self._out.gates.append(gate)
-        return Waiting(gate, self._owner.lease(self._out.withdraw, gate))
+        return Waiting(gate, self._owner.claim(self._out.withdraw, gate))
 
     # --- turns ----------------------------------------------------------------------------------
 
@@ -285,14 +285,14 @@ class Uses:
             raise
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
-        return Use(self._owner.lease(self._leave, use, caller))
+        return Use(self._owner.claim(self._leave, use, caller))
 
-    def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Lease | Waiting:
-        """Give the turn to micro-batches, until the lease ends."""
+    def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Claim | Waiting:
+        """Give the turn to micro-batches, until the claim ends."""
         queued = self.await_turn(lockstep, waited)
         if queued is not None:
             return queued
-        return self._owner.lease(self._end_lockstep, lockstep)
+        return self._owner.claim(self._end_lockstep, lockstep)
 
     def await_turn(self, caller: Hashable, waited: Waiting | None) -> Waiting | None:
         """Give a caller the turn, or a place in the queue for it."""
@@ -313,7 +313,7 @@ class Uses:
         gate = _thread.allocate_lock()
         gate.acquire()
         self._queue.append(gate)
-        return Waiting(gate, self._owner.lease(self._withdraw, gate))
+        return Waiting(gate, self._owner.claim(self._withdraw, gate))
 
     def _withdraw(self, gate: Any) -> None:
         if gate in self._queue:

@@ -342,7 +342,7 @@ def _shares(unit: Unit, number: int) -> int:
     return 1 if experts is None or number not in experts.weights else experts.number
 
 
-class _Source:
+class _StoredWeights:
     """Weights as they are stored: read, converted, quantised where they are to be.
 
     Attributes:
@@ -395,7 +395,7 @@ def _write(
     call: LongCall,
 ) -> PackReport:
     """Write the packed file, or one for each rank or drive, and make it durable."""
-    source = _Source(checkpoint, handle, contents.quantised)
+    source = _StoredWeights(checkpoint, handle, contents.quantised)
     prefix, entries, total = contents.header(checkpoint.metadata)
     in_parts = contents.files > 1
     spans = [part for number in range(len(contents.records)) for part in contents.parts(number)]
@@ -438,7 +438,7 @@ def _write(
 def _filled(
     record: _Record,
     entries: Mapping[str, TensorEntry],
-    source: _Source,
+    source: _StoredWeights,
     sums_of: Mapping[str, list[int]],
 ) -> torch.Tensor:
     """A record's bytes; its checksums are put into `sums_of`."""

@@ -30,7 +30,7 @@ from nvmeio._closing import Closing
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._residency.saved import Origin, in_backward
@@ -128,7 +128,7 @@ class WeightStream(Closing):
 
     # --- the model's side: what the wrappers around its modules call ----------------------------
 
-    def use(self, unit: Unit) -> Lease:
+    def use(self, unit: Unit) -> Claim:
         """Have a unit's weights in place; blocks until they are.
 
         Args:
@@ -166,7 +166,7 @@ class WeightStream(Closing):
         unit: Unit,
         lockstep: Lockstep[Any] | None,
         doing: Doing | None,
-    ) -> Lease:
+    ) -> Claim:
         self._own_pass.waits()
         caller = threading.get_ident() if lockstep is None else lockstep
         found: Any = None
@@ -175,7 +175,7 @@ class WeightStream(Closing):
                 while True:
                     found = owner.call(uses.enter, unit, caller, found, self._cuda_stream(), doing)
                     if isinstance(found, Use):
-                        return found.lease
+                        return found.claim
                     found.wait()
         except BaseException:
             self._own_pass.spoil()
@@ -317,7 +317,7 @@ class WeightStream(Closing):
             owner, uses = self._check()
             held: Any = None
             try:
-                while not isinstance(held, Lease):
+                while not isinstance(held, Claim):
                     if held is not None:
                         held.wait()
                     held = owner.call(uses.hold, lockstep, held)
@@ -412,7 +412,7 @@ class WeightStream(Closing):
         finally:
             del waited, bar
 
-    def _bar(self) -> Lease | None:
+    def _bar(self) -> Claim | None:
         return None if self._uses is None else self._uses.bar()
 
     def _close(self, owner: OwnerThread, caller: int, waited: Any) -> Any:

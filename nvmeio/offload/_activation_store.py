@@ -1,6 +1,6 @@
 """The storages that autograd has saved: in memory, being written, or on the drive alone.
 
-All that changes belongs to one thread (`OwnerThread`). What a caller holds is a lease, which dies
+All that changes belongs to one thread (`OwnerThread`). What a caller holds is a claim, which dies
 with the graph that saved the tensor, however that ends.
 
 *What is written.* Only what nobody else has: once every tensor over a storage is gone but those
@@ -29,7 +29,7 @@ from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, open_owned
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._io.scratch_file import ScratchFile
 from nvmeio._storage import crc32, directories, private
@@ -98,8 +98,8 @@ class ActivationStore:
 
     # What callers ask for
 
-    def save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Lease]:
-        """Keep a storage's bytes for as long as the lease lives.
+    def save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Claim]:
+        """Keep a storage's bytes for as long as the claim lives.
 
         Raises:
             TransferError: They do not fit into memory, and could not be written (ENOSPC, EIO).
@@ -169,7 +169,7 @@ class ActivationStore:
 
     def keep(
         self, storage: torch.UntypedStorage, number: int | None = None
-    ) -> tuple[SavedStorage, Lease]:
+    ) -> tuple[SavedStorage, Claim]:
         """`save`, of what was saved when a number was the next one; None: now."""
         key = storage._cdata
         saved = self._in_memory.pop(key, None)
@@ -183,10 +183,10 @@ class ActivationStore:
             saved.number = number
         self._in_memory[key] = saved
         saved.holds += 1
-        lease = self._owner.lease(self._let_go, saved)
+        claim = self._owner.claim(self._let_go, saved)
         del storage
         self._make_room()
-        return saved, lease
+        return saved, claim
 
     def _make_room(self) -> None:
         """Begin to write what is too much, and wait while it is far too much.

@@ -22,7 +22,7 @@ import torch
 
 from nvmeio import _device
 from nvmeio._device import Beside, Mark
-from nvmeio._io.owner import Lease
+from nvmeio._io.owner import Claim
 from nvmeio._residency.lent import LentPool
 from nvmeio.errors import NvmeioError, TransferError
 from nvmeio.offload._activation_store import ActivationStore
@@ -37,7 +37,7 @@ class DeviceStorage(SavedStorage):
     On the device (`storage`), going down (`storage` and `copied`), or below (`below` alone).
     """
 
-    __slots__ = ("below", "copied", "device", "host", "lease", "streams", "to", "up")
+    __slots__ = ("below", "claim", "copied", "device", "host", "streams", "to", "up")
 
     def __init__(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         super().__init__(number, storage)
@@ -46,7 +46,7 @@ class DeviceStorage(SavedStorage):
         self.copied: Mark | None = None
         self.host: torch.Tensor | None = None  # where it goes
         self.below: SavedStorage | None = None
-        self.lease: Lease | None = None  # of that
+        self.claim: Claim | None = None  # of that
         self.to: Any = None  # for which stream it was brought last
         self.up: Mark | None = None  # when that copy is made
 
@@ -79,7 +79,7 @@ class DeviceActivations:
 
     # What callers ask for
 
-    def save(self, tensor: torch.Tensor) -> tuple[DeviceStorage, Lease]:
+    def save(self, tensor: torch.Tensor) -> tuple[DeviceStorage, Claim]:
         """Keep the bytes of a tensor's storage; see `ActivationStore.save`."""
         device = _device.device_of(tensor)
         stream = _device.stream_here(device)
@@ -108,7 +108,7 @@ class DeviceActivations:
 
     def _save(
         self, storage: torch.UntypedStorage, device: torch.device, stream: Any
-    ) -> tuple[DeviceStorage, Lease]:
+    ) -> tuple[DeviceStorage, Claim]:
         key = storage._cdata
         saved = self._there.pop(key, None)
         number = self._store.next_number()
@@ -123,10 +123,10 @@ class DeviceActivations:
             saved.streams.append(stream)
         self._there[key] = saved
         saved.holds += 1
-        lease = self._store.owner.lease(self._let_go, saved)
+        claim = self._store.owner.claim(self._let_go, saved)
         del storage
         self._make_room()
-        return saved, lease
+        return saved, claim
 
     def _make_room(self) -> None:
         """Begin to copy down what is too much, and wait while it is far too much."""
@@ -206,7 +206,7 @@ class DeviceActivations:
 
     def _hand_over(self, saved: DeviceStorage, storage: torch.UntypedStorage) -> None:
         try:
-            saved.below, saved.lease = self._store.keep(storage, saved.number)
+            saved.below, saved.claim = self._store.keep(storage, saved.number)
         except TransferError as failed:
             # Without its frames, which hold the copy.
             saved.failed_in, self._failed = self._round, failed.with_traceback(None)
@@ -232,7 +232,7 @@ class DeviceActivations:
         self._drop_ahead(saved)
         del self._below[saved.number]
         del self._numbers[bisect.bisect_left(self._numbers, saved.number)]
-        saved.below = saved.lease = None
+        saved.below = saved.claim = None
 
     # Up
 
@@ -341,7 +341,7 @@ class DeviceActivations:
                 up.mark().wait()
         for saved in [*self._there.values(), *self._below.values()]:
             saved.storage = saved.host = saved.copied = saved.ahead = None
-            saved.below = saved.lease = None
+            saved.below = saved.claim = None
         self._under_way_bytes = 0
         for kept in (self._there, self._below, self._down, self._under_way, self._numbers):
             kept.clear()

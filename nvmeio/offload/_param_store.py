@@ -1,7 +1,7 @@
 """The parameters of a swapped module, and the windows that they come through.
 
 All that changes belongs to one thread (`OwnerThread`); methods without an underscore are for
-callers and hand their work to it. What a caller holds is a lease, which ends with the call, the
+callers and hand their work to it. What a caller holds is a claim, which ends with the call, the
 block or the frame that it is for. Units come in the order in which forward first needed them, and
 in backward the other way round (`ThereAndBack`).
 
@@ -28,7 +28,7 @@ from nvmeio import _device
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.ending import Ending, open_owned
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio._io.profiling import profiled
 from nvmeio._residency.direct import DirectWindow, OrderedReads
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
@@ -69,12 +69,12 @@ class Gathered(NamedTuple):
     """Units that a block changes.
 
     Attributes:
-        lease: Ends the block. What was not written by then has the values of the drive again.
+        claim: Ends the block. What was not written by then has the values of the drive again.
         slots: Their memory.
         written: Not empty once they were.
     """
 
-    lease: Lease
+    claim: Claim
     slots: Sequence[Slot | DeviceSlot[Unit]]
     written: list[bool]
 
@@ -189,8 +189,8 @@ class ParamStore(Keeper[Unit, Slot]):
 
     # What computing asks for
 
-    def hold(self, units: Sequence[Unit]) -> Lease:
-        """Have units in memory for as long as the lease lives.
+    def hold(self, units: Sequence[Unit]) -> Claim:
+        """Have units in memory for as long as the claim lives.
 
         Raises:
             MemoryError: The budget is taken by what cannot go.
@@ -200,11 +200,11 @@ class ParamStore(Keeper[Unit, Slot]):
             stream = _device.stream_here(self.device)
             return self._owner.call(self._hold, units, in_backward(), stream)
 
-    def _hold(self, units: Sequence[Unit], backward: bool, stream: Any) -> Lease:
+    def _hold(self, units: Sequence[Unit], backward: bool, stream: Any) -> Claim:
         held = self._top.hold(units, backward=backward)
-        lease = self._owner.lease(self._top.let_go, held)
+        claim = self._owner.claim(self._top.let_go, held)
         self._let_compute(held, stream)
-        return lease
+        return claim
 
     def memory_of(self, unit: Unit) -> torch.Tensor:
         """A unit's bytes; they stay what they are for as long as this storage lives.
@@ -294,7 +294,7 @@ class ParamStore(Keeper[Unit, Slot]):
     def _gathered(self, slots: Sequence[Slot | DeviceSlot[Unit]]) -> Gathered:
         written: list[bool] = []
         self._gathered_now.append(slots)
-        return Gathered(self._owner.lease(self._scatter, slots, written), slots, written)
+        return Gathered(self._owner.claim(self._scatter, slots, written), slots, written)
 
     def write(self, gathered: Gathered) -> None:
         """Write what was gathered to where it lives."""

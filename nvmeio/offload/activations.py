@@ -9,7 +9,7 @@ import torch
 from nvmeio import _device
 from nvmeio._checks import Paths
 from nvmeio._closing import Closing
-from nvmeio._io.owner import Lease
+from nvmeio._io.owner import Claim
 from nvmeio._residency import calls
 from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backward, kept, unpack
 from nvmeio.handle import AioHandle
@@ -236,9 +236,9 @@ class _Saving(BaseException):
 class _Saved:
     """A tensor that autograd keeps, by its place in a saved storage."""
 
-    __slots__ = ("_activations", "_lease", "_place", "_size", "_storage", "_version", "_witness")
+    __slots__ = ("_activations", "_claim", "_place", "_size", "_storage", "_version", "_witness")
 
-    _lease: Lease
+    _claim: Claim
     _storage: SavedStorage
 
     def __init__(self, activations: SwappedActivations, tensor: torch.Tensor) -> None:
@@ -250,9 +250,9 @@ class _Saved:
         self._witness = tensor.detach()
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         if _device.is_device(tensor):
-            self._storage, self._lease = activations._on_device.save(tensor)
+            self._storage, self._claim = activations._on_device.save(tensor)
         else:
-            self._storage, self._lease = activations._store.save(tensor.untyped_storage())
+            self._storage, self._claim = activations._store.save(tensor.untyped_storage())
 
     def get(self) -> torch.Tensor:
         """The tensor, with the bytes that it had."""

@@ -20,7 +20,7 @@ import nvmeio
 from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
-from nvmeio._io.shared_spans import Source, rounds_by_source
+from nvmeio._io.shared_spans import RankSpan, rounds_by_source
 from nvmeio._io.span_plan import Region, Run, Span, plan
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint import _drives, _job_parts
@@ -210,7 +210,7 @@ def test_rounds_of_ranks_are_all_of_it_once_each_of_who_has_it(
     cuts = sorted(data.draw(st.integers(0, pages)) for _ in owners[1:])
     bounds = [page * PAGE_BYTES for page in (0, *cuts, pages)]
     sources = [
-        Source(low, high, owner, file, 0)
+        RankSpan(low, high, owner, file, 0)
         for owner, low, high in zip(owners, bounds, bounds[1:], strict=False)
         if low < high
     ]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import HeldEngine, run_python, spin_until, thread
-from test_dcp_ranks import run_ranks
+from test_dcp_ranks import run_steps
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -438,4 +438,4 @@ def test_interrupts_at_random_moments_leave_whole_checkpoints(tmp_path: Path) ->
 @pytest.mark.parametrize("world", [1, 2])
 def test_shards_of_fsdp_are_guarded(world: int, tmp_path: Path) -> None:
     """Each rank's own; the losses that follow are those of a training that went on."""
-    run_ranks(world, tmp_path, "save_guarded", "load_fsdp")
+    run_steps(world, tmp_path, "save_guarded", "load_fsdp")

@@ -17,7 +17,7 @@ import pytest
 
 from nvmeio._io import owner as owner_module
 from nvmeio._io import threads
-from nvmeio._io.owner import Lease, OwnerThread
+from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 
 
@@ -195,11 +195,11 @@ def test_an_interrupted_call_to_end_waits_for_its_work(owner: OwnerThread) -> No
 
 def test_lease_ends_once_however_it_ends(owner: OwnerThread) -> None:
     released: list[int] = []
-    first = owner.call(lambda: owner.lease(released.append, 1))
+    first = owner.call(lambda: owner.claim(released.append, 1))
     first.end()
     first.end()
     del first
-    second = owner.call(lambda: owner.lease(released.append, 2))
+    second = owner.call(lambda: owner.claim(released.append, 2))
     del second
     assert owner.call(list, released) == [1, 2]
 
@@ -209,14 +209,14 @@ def test_lease_of_an_interrupted_caller_ends(owner: OwnerThread) -> None:
     held: set[int] = set()
     numbers = iter(range(100_000))
 
-    def take() -> Lease:
+    def take() -> Claim:
         number = next(numbers)
         held.add(number)
-        return owner.lease(held.discard, number)
+        return owner.claim(held.discard, number)
 
     def use() -> None:
-        lease = owner.call(take)
-        lease.end()
+        claim = owner.call(take)
+        claim.end()
 
     count = 0
     for count in interrupted_at_every_bytecode(use):  # noqa: B007
@@ -225,14 +225,14 @@ def test_lease_of_an_interrupted_caller_ends(owner: OwnerThread) -> None:
 
 
 def test_lease_of_an_interrupted_call_ends_though_its_error_is_kept(owner: OwnerThread) -> None:
-    """The frame of `call` kept the answer that came later, and with it the lease."""
+    """The frame of `call` kept the answer that came later, and with it the claim."""
     released: list[int] = []
     entered, gate = threading.Event(), threading.Event()
 
-    def take() -> Lease:
+    def take() -> Claim:
         entered.set()
         gate.wait()
-        return owner.lease(released.append, 1)
+        return owner.claim(released.append, 1)
 
     def interrupt() -> None:
         entered.wait()
@@ -248,7 +248,7 @@ def test_lease_of_an_interrupted_call_ends_though_its_error_is_kept(owner: Owner
 
 def test_lease_asked_elsewhere_is_refused(owner: OwnerThread) -> None:
     with pytest.raises(RuntimeError, match="use call"):
-        owner.lease(print)
+        owner.claim(print)
 
 
 def test_closed_owner_refuses_calls(owner: OwnerThread) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 
 from nvmeio import _checks
 from nvmeio._formats.torch_layout import StorageRecord
-from nvmeio.checkpoint.guarding import Held, OwnedLease, TensorGuard, Told
+from nvmeio.checkpoint.guarding import Held, OwnedClaim, TensorGuard, Told
 
 Value = TypeVar("Value")
 
@@ -82,12 +82,12 @@ class GuardingStager(AsyncStager):
             "stagers copy it first"
         )
         tensors = [tensor for tensor in tensors_in(state_dict) if may_be_held(tensor)]
-        held, lease = self._guard.hold(
+        held, claim = self._guard.hold(
             [local_of(tensor) for tensor in tensors], Told("the distributed checkpoint", remedy)
         )
         staging = _Staging(held)
         made = {key: staging.of(value) for key, value in state_dict.items()}
-        staged = Staged(held, lease, staging.aliases)
+        staged = Staged(held, claim, staging.aliases)
         staged.update(made)
         self.guarded_bytes = held.nbytes
         return staged
@@ -116,17 +116,17 @@ class GuardingStager(AsyncStager):
 class Staged(dict[str, Any]):
     """A state dict for one save; see the module."""
 
-    def __init__(self, held: Held, lease: OwnedLease, aliases: list[torch.Tensor]) -> None:
+    def __init__(self, held: Held, claim: OwnedClaim, aliases: list[torch.Tensor]) -> None:
         super().__init__()
         self._held = held
-        self._lease: OwnedLease | None = lease
+        self._claim: OwnedClaim | None = claim
         self._aliases = aliases
 
     def items(self) -> Any:
         """Torch asks for them in the thread that saves."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            _here.taken = _Taken(self._held, lease)  # dies with the thread
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            _here.taken = _Taken(self._held, claim)  # dies with the thread
             if not self._held.take():
                 for alias in self._aliases:
                     local = local_of(alias)
@@ -142,7 +142,7 @@ class Staged(dict[str, Any]):
 
 class _Taken(NamedTuple):
     held: Held
-    lease: OwnedLease
+    claim: OwnedClaim
 
 
 _here = threading.local()
