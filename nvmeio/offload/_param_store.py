@@ -352,7 +352,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def undo(self, gathered: Gathered) -> None:
         """End a block that failed; its units have the values of the drive when this returns."""
-        gathered.lease.end()
+        gathered.claim.end()
         with contextlib.suppress(ClosedError):
             self._owner.call(int)
 
