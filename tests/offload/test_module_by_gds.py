@@ -93,6 +93,13 @@ def cuda(
 
 
 @pytest.fixture
+def late(cufile: FakeCuFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    """Computes as late as it may, and copies at once."""
+    with device(monkeypatch, Pace.LAZY, Pace.EAGER) as made:
+        yield made
+
+
+@pytest.fixture
 def lazy(cufile: FakeCuFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     with device(monkeypatch) as made:
         yield made
@@ -106,7 +113,7 @@ def places(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def direct(made: Any, folder: Path, **options: Any) -> Iterator[SwappedModule]:
+def direct(made: Any, folder: Any, **options: Any) -> Iterator[SwappedModule]:
     with (
         nvmeio.GdsHandle(task_bytes=16384, intra_op_parallelism=2) as handle,
         swapped(made, folder, handle=handle, **options) as module,
@@ -186,29 +193,45 @@ def test_training_equals_that_in_memory(
     ) as reference:
         wanted = train(theirs, reference, lambda x: x, 2, False)
     ours = model(3, dtype)
+    drives = [places / "0", places / "1"]
+    for each in drives:
+        each.mkdir()
     with (
         device(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda,
-        direct(ours, places) as module,
+        direct(ours, drives) as module,
         SwappedOptimizer(
-            torch.optim.AdamW, module.parameters(), swap_dir=places, device=where, **options
+            torch.optim.AdamW, module.parameters(), swap_dir=drives, device=where, **options
         ) as optimizer,
     ):
         found = train(module, optimizer, cuda.tensor, 2, False)
         for mine, other in zip(found, wanted, strict=True):
             assert torch.equal(cuda.value(mine), other)
+        # Where they lie now neighbours are others', and a part is many transfers.
+        part = ours[0].parameters()
+        with pytest.raises(KeyError), module.gather(*part), torch.no_grad():
+            raise KeyError
+        with module.gather(*ours[0].parameters()), torch.no_grad():
+            for p, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+                p.mul_(2)
+                other.mul_(2)
+        for evicted in (False, True):
+            if evicted:
+                module.evict()
+            x = torch.randn(3, WIDTH).to(dtype)
+            assert torch.equal(cuda.value(module(cuda.tensor(x))), theirs(x))
         for name, tensor in module.state_dict().items():
             assert torch.equal(cuda.value(tensor), theirs.state_dict()[name]), name
 
 
 def test_parameters_are_changed_within_gather_loaded_and_saved(
-    cuda: Accelerator, places: Path
+    late: Accelerator, places: Path
 ) -> None:
     ours, theirs = model(), model()
     with torch.no_grad():
         theirs[2].up.weight.mul_(2)
     losses = losses_of(theirs, lambda x: x)
     with direct(ours, places, device_bytes=8 * LARGEST) as module:
-        losses_of(module, cuda.tensor, passes=1)
+        losses_of(module, late.tensor, passes=1)
         weight = ours[2].up.weight
         with pytest.raises(KeyError), module.gather(weight), torch.no_grad():
             weight.zero_()
@@ -218,22 +241,22 @@ def test_parameters_are_changed_within_gather_loaded_and_saved(
         for evicted in (False, True):
             if evicted:
                 module.evict()
-            assert_equal(cuda, losses_of(module, cuda.tensor), losses)
+            assert_equal(late, losses_of(module, late.tensor), losses)
         x = torch.randn(3, WIDTH)
-        before, asked = theirs(x).detach(), module(cuda.tensor(x)).detach()
+        before, asked = theirs(x).detach(), module(late.tensor(x)).detach()
         with torch.no_grad():
             for p in theirs.parameters():
                 p.mul_(0.5)
         wanted = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
         module.load_state_dict(wanted)
-        assert_equal(cuda, [asked], [before])
-        assert_equal(cuda, losses_of(module, cuda.tensor), losses_of(theirs, lambda x: x))
+        assert_equal(late, [asked], [before])
+        assert_equal(late, losses_of(module, late.tensor), losses_of(theirs, lambda x: x))
         found = module.state_dict()
-        assert all(torch.equal(cuda.value(found[n]), t) for n, t in wanted.items())
+        assert all(torch.equal(late.value(found[n]), t) for n, t in wanted.items())
 
 
 def test_a_gather_that_raises_while_a_part_computes_has_not_happened(
-    cuda: Accelerator, places: Path
+    late: Accelerator, places: Path
 ) -> None:
     losses, _ = in_memory()
     ours = model()
@@ -248,27 +271,27 @@ def test_a_gather_that_raises_while_a_part_computes_has_not_happened(
 
     with direct(ours, places) as module:
         ours[2].register_forward_pre_hook(gathers)
-        assert_equal(cuda, losses_of(module, cuda.tensor), losses)
+        assert_equal(late, losses_of(module, late.tensor), losses)
         assert once
 
 
 def test_a_read_that_fails_is_told_and_made_again(
-    cuda: Accelerator, cufile: FakeCuFile, places: Path
+    late: Accelerator, cufile: FakeCuFile, places: Path
 ) -> None:
     losses, _ = in_memory()
     ours = model()
     with direct(ours, places) as module:
-        losses_of(module, cuda.tensor, passes=1)
+        losses_of(module, late.tensor, passes=1)
         module.evict()
         cufile.result, cufile.result_from = -5044, 5 * LARGEST
         with pytest.raises(nvmeio.TransferError) as failed:
-            losses_of(module, cuda.tensor)
+            losses_of(module, late.tensor)
         assert failed.value.errno == errno.EIO
         cufile.result = 0
         for p in ours.parameters():
             p.grad = None
         assert module._store.held == []
-        assert_equal(cuda, losses_of(module, cuda.tensor), losses)
+        assert_equal(late, losses_of(module, late.tensor), losses)
 
 
 def test_an_exception_that_is_kept_keeps_no_room_of_the_window(
