@@ -3,7 +3,7 @@
     the caller's thread, or one that a coroutine awaits   the save's own thread
     ───────────────────────────────────────────────────   ─────────────────────────────────────────
     plan the layout                  torch_layout
-    the ranks agree                  _ranks
+    the ranks agree                  _agreement, _ranks
     copy the storages         _snapshot, _live ─────────▶ take the oldest file, or a new one
     return: the state may change                          write it, with checksums  torch_writing
                                                           make it durable, name it        replace
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import time
 import traceback
@@ -36,6 +35,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.rank_store import RankStore
 from nvmeio._io.threads import Thread
 from nvmeio.checkpoint import _writers
+from nvmeio.checkpoint._agreement import Disagreement, agree, with_pieces_of_first
 from nvmeio.checkpoint._drives import OwnDrives
 from nvmeio.checkpoint._ended import Ended
 from nvmeio.checkpoint._guard import Guard
@@ -43,7 +43,6 @@ from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
 from nvmeio.checkpoint._live import Moved
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._same_state import explain, fingerprint, pieces_to_bytes, with_pieces
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, SnapshotPart
 from nvmeio.checkpoint._watched import Told
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
@@ -53,11 +52,6 @@ from nvmeio.operation import Operation
 from nvmeio.progress import Progress
 
 logger = logging.getLogger("nvmeio")
-
-_MESSAGES = (
-    *("plan", "agreed", "pieces", "place", "part", "end", "seen", "beat"),
-    *("same", "durable", "named"),  # of parts on drives of their own
-)
 
 # The rank with the store may end its process once all know that the save is over: they ask for it
 # every 20 ms. One that died meanwhile is not waited for any longer than this.
@@ -100,10 +94,6 @@ class Setup(NamedTuple):
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
         return Messages(self.store, number, self.timeout_s, self.directory)
-
-
-class Disagreement(ValueError):
-    """Known to every rank, so nobody has to be told."""
 
 
 class SaveJob(ABC):
@@ -250,25 +240,14 @@ class SaveJob(ABC):
             return layout
         plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
         plan |= {"writers": self.setup.writers, "node": _writers.node(), **self.plan()}
-        self.messages.put("plan", json.dumps(plan | fingerprint(layout)).encode())
-        plans = [json.loads(told) for told in self.messages.gather("plan")]
-        self.messages.check()  # one may have told its plan, and then given up
-        self.setup.messages(self.number - 1).forget(_MESSAGES)  # all have left it
-        wrong = explain(plans)
-        if wrong is not None:
-            raise Disagreement(f"{self.path}: {wrong}")
+        before = self.setup.messages(self.number - 1)
+        plans, same_pieces = agree(self.messages, before, self.path, plan, layout)
         self.writing = _writers.chosen(self.setup.writers, [each["node"] for each in plans])
         self.settle(plans)
         self.messages.put("agreed", b"")
-        same = all(each["pieces"] == plans[0]["pieces"] for each in plans)
-        return layout if same or self.LAYOUT != "one" else self._with_pieces_of_first(layout)
-
-    def _with_pieces_of_first(self, layout: FileLayout) -> FileLayout:
-        """Pickles say on which device each tensor was, so they may differ: rank 0's is written."""
-        if self.messages.rank == 0:
-            self.messages.put("pieces", pieces_to_bytes(layout))
+        if same_pieces or self.LAYOUT != "one":
             return layout
-        return with_pieces(layout, self.messages.get("pieces", 0))
+        return with_pieces_of_first(self.messages, layout)
 
     def _new_snapshot(self, source: FileLayout) -> Snapshot | GuardedSnapshot:
         setup = self.setup

@@ -39,8 +39,9 @@ from nvmeio._plan import PAGE_BYTES
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint import _writers
+from nvmeio.checkpoint._agreement import Disagreement
 from nvmeio.checkpoint._drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
-from nvmeio.checkpoint._job import Disagreement, SaveJob
+from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.errors import TransferError
 from nvmeio.files import File
