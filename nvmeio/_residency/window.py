@@ -317,6 +317,11 @@ class Window(Generic[Unit, SomeSlot]):
         for unit in [slot.unit for slot in self._slots.values() if not slot.holds]:
             self.drop(unit)
 
+    def drop_ahead(self) -> None:
+        """Let everything go that was begun and not needed yet."""
+        for unit in [each for each in self._ahead if not self._slots[each].holds]:
+            self.drop(unit)
+
     def drop_all(self) -> None:
         """Let everything go."""
         self._order.forget()

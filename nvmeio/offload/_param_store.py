@@ -201,7 +201,8 @@ class ParamStore(Keeper[Unit, Slot]):
             return self._owner.call(self._hold, units, in_backward(), stream)
 
     def _hold(self, units: Sequence[Unit], backward: bool, stream: Any) -> Claim:
-        held = self._top.hold(units, backward=backward)
+        with self._failing():
+            held = self._top.hold(units, backward=backward)
         claim = self._owner.claim(self._top.let_go, held)
         self._let_compute(held, stream)
         return claim
@@ -223,11 +224,25 @@ class ParamStore(Keeper[Unit, Slot]):
         return memory
 
     def _memory_of(self, unit: Unit, backward: bool, stream: Any) -> torch.Tensor:
-        slot = self._top.need(unit, backward=backward)
+        with self._failing():
+            slot = self._top.need(unit, backward=backward)
         self._let_compute([slot], stream)
         memory: torch.Tensor | None = slot.memory
         assert memory is not None
         return memory
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Where a unit cannot be brought, what was read ahead may have failed with it.
+
+        It is read again when it is needed, and whoever makes the call again is told nothing old.
+        """
+        try:
+            yield
+        except BaseException:
+            self._top.drop_ahead()
+            self._window.drop_ahead()
+            raise
 
     def unit_at(self, address: int) -> Unit | None:
         """The unit whose memory begins at an address."""
@@ -279,7 +294,8 @@ class ParamStore(Keeper[Unit, Slot]):
         return self._owner.call(self._gather, units, _device.stream_here(self.device))
 
     def _gather(self, units: Sequence[Unit], stream: Any) -> Gathered:
-        slots = self._top.hold(units, computing=False)
+        with self._failing():
+            slots = self._top.hold(units, computing=False)
         gathered = self._gathered(slots)
         self._let_compute(slots, stream)
         return gathered

@@ -167,6 +167,23 @@ def test_a_gather_that_raised_has_been_undone_when_its_block_is_over(tmp_path: P
         assert torch.equal(loss, loss_of(theirs, 0))
 
 
+def test_a_drive_that_failed_and_is_well_again_is_told_of_once(tmp_path: Path) -> None:
+    """What was read ahead, and failed as well, is read again."""
+    ours, theirs = gpt(), gpt()
+    fails = {"pread": 0}
+    with (
+        nvmeio.AioHandle(engine=FakeEngine(fail=lambda kind, *_: fails.get(kind, 0))) as handle,
+        swapped(ours, tmp_path, handle=handle) as module,
+    ):
+        loss_of(module, 0)
+        module.evict()
+        fails["pread"] = errno.EIO
+        with pytest.raises(nvmeio.TransferError):
+            loss_of(module, 0)
+        fails["pread"] = 0
+        assert torch.equal(loss_of(module, 0), loss_of(theirs, 0))
+
+
 class _Factors(torch.nn.Module):
     def __init__(self, *lengths: int) -> None:
         super().__init__()

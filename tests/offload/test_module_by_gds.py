@@ -283,7 +283,7 @@ def test_a_read_that_fails_is_told_and_made_again(
     with direct(ours, places) as module:
         losses_of(module, late.tensor, passes=1)
         module.evict()
-        cufile.result, cufile.result_from = -5044, 5 * LARGEST
+        cufile.result, cufile.result_from = -5044, 3 * LARGEST
         with pytest.raises(nvmeio.TransferError) as failed:
             losses_of(module, late.tensor)
         assert failed.value.errno == errno.EIO
