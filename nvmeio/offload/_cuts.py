@@ -9,8 +9,9 @@ import torch
 
 from nvmeio import _device
 from nvmeio.offload import _memory_plan
+from nvmeio.offload._absent import is_absent
 from nvmeio.offload._device_turns import BUFFERS
-from nvmeio.offload._param_store import is_absent, store_of
+from nvmeio.offload._param_store import store_of
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._stepping import Stepper

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from nvmeio.errors import ClosedError
-from nvmeio.offload._param_store import is_absent, store_of
+from nvmeio.offload._absent import is_absent
+from nvmeio.offload._param_store import store_of
 from nvmeio.offload._tensors import local
 
 

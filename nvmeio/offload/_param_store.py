@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,12 +38,12 @@ from nvmeio._residency.saved import in_backward
 from nvmeio._residency.window import Keeper, Window
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
+from nvmeio.offload._absent import absent, is_absent
 from nvmeio.offload._extents import Extent
 from nvmeio.offload._param_places import ParamPlaces
 from nvmeio.offload._pipeline import move_all
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
-from nvmeio.offload._subgroups import SlotSpan
 from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._tensors import lay, local
 
@@ -578,35 +577,3 @@ def _over(slot: Slot | DeviceSlot[Unit]) -> list[torch.Tensor]:
     """The parameters' tensors over the unit's memory."""
     assert slot.memory is not None
     return laid_over(slot.memory, ((s.offset, s.dtype, s.shape) for s in slot.unit.spans))
-
-
-def absent(span: SlotSpan, device: torch.device) -> torch.Tensor:
-    """What stands for a parameter that is on the drive: of its shape, and NaN where it can be.
-
-    One element of memory. Reading it gives no result that could pass for one, and writing to it is
-    refused by torch, since its elements share their memory.
-    """
-    mark = _MARK if math.prod(span.shape) == 1 else 0
-    value = torch.full((1 + mark,), _fill(span.dtype), dtype=span.dtype)
-    there = value if device.type == "cpu" else _device.moved(value, device)
-    return there[mark].expand(span.shape)
-
-
-_MARK = 1  # where the element of a shape of one lies in its storage: strides do not tell of it
-
-
-def is_absent(parameter: torch.Tensor) -> bool:
-    """Whether such a thing stands there."""
-    if parameter.is_meta or not parameter.numel():
-        return False
-    if parameter.numel() > 1:
-        return not any(parameter.stride())
-    nbytes = (1 + _MARK) * parameter.element_size()
-    if parameter.storage_offset() != _MARK or parameter.untyped_storage().nbytes() != nbytes:
-        return False
-    value, fill = parameter.detach(), _fill(parameter.dtype)  # torch does let one be written to
-    return bool(value.isnan().all() if fill else (value == fill).all())
-
-
-def _fill(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -23,7 +23,8 @@ import torch
 
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError
-from nvmeio.offload._param_store import ParamStore, is_absent, store_of
+from nvmeio.offload._absent import is_absent
+from nvmeio.offload._param_store import ParamStore, store_of
 from nvmeio.offload._stages import Stage, Unit
 from nvmeio.offload._subgroups import SlotSpan, aligned
 from nvmeio.offload._tensors import is_sharded, local, view

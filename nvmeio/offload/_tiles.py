@@ -17,7 +17,8 @@ from torch import nn
 
 from nvmeio._residency import tiled_linear
 from nvmeio._residency.tiled_linear import Rows
-from nvmeio.offload._param_store import absent, is_absent, store_of
+from nvmeio.offload._absent import absent, is_absent
+from nvmeio.offload._param_store import store_of
 from nvmeio.offload._stages import AS_ONE, unit_nbytes
 from nvmeio.offload._subgroups import SlotSpan
 from nvmeio.offload._tensors import lay

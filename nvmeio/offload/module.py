@@ -14,8 +14,9 @@ from nvmeio._closing import Closing
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments
+from nvmeio.offload._absent import is_absent
 from nvmeio.offload._inner import watch
-from nvmeio.offload._param_store import ParamStore, is_absent, store_of
+from nvmeio.offload._param_store import ParamStore, store_of
 from nvmeio.offload._saved_parameters import attach
 from nvmeio.offload._sharded import Sharded, is_fsdp
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
