@@ -28,6 +28,7 @@ from nvmeio.testing import FakeEngine
 # A busy machine is not a failure, and our fixtures may well live longer than one example.
 settings.register_profile(
     "nvmeio",
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

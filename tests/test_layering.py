@@ -409,17 +409,25 @@ def test_everything_is_logged_by_the_one_logger() -> None:
 # import nvmeio
 
 
-def test_importing_nvmeio_loads_no_more_than_it_needs() -> None:
-    """torch may load what it likes; nvmeio adds no command line, no numpy and no GPU library."""
+def test_importing_nvmeio_loads_no_more_than_it_needs_and_starts_nothing() -> None:
+    """torch may load what it likes; nvmeio adds no command line, no numpy and no GPU library.
+
+    And nothing starts: no thread, no file, no kernel queue.
+    """
     done = run_python(
         """
-        import json, re, sys
+        import json, os, re, sys, threading
         import torch
+        def started():
+            return threading.active_count(), len(os.listdir("/proc/self/fd"))
         def libraries():
             with open("/proc/self/maps") as maps:
                 return {line.split()[-1] for line in maps if ".so" in line}
-        modules, loaded = set(sys.modules), libraries()
+        modules, loaded, before = set(sys.modules), libraries(), started()
         import nvmeio
+        assert started() == before
+        with open("/proc/self/maps") as maps:
+            assert "[aio]" not in maps.read()
         print(json.dumps([sorted(set(sys.modules) - modules), sorted(libraries() - loaded)]))
         """,
         fresh=True,
@@ -444,22 +452,6 @@ def test_packages_are_there_without_an_import_of_their_own() -> None:
         fresh=True,
     )
     assert (done.stdout.split(), done.stderr) == (["offload", "pack"], "")
-
-
-def test_nothing_starts_when_nvmeio_is_imported() -> None:
-    done = run_python(
-        """
-        import os, threading
-        import torch
-        before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        import nvmeio, nvmeio.testing
-        assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-        with open("/proc/self/maps") as maps:
-            assert "[aio]" not in maps.read()
-        """,
-        fresh=True,
-    )
-    assert (done.stderr, done.returncode) == ("", 0)
 
 
 # Public names

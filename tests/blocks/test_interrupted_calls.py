@@ -30,7 +30,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 Interrupts = Callable[[Callable[[], object], int], Iterator[object]]
-HOW = pytest.mark.parametrize("interrupts", [at_places, at_random_times])
+# At random moments tests/interrupts does the same in a process of its own.
+HOW = pytest.mark.parametrize(
+    "interrupts", [at_places, pytest.param(at_random_times, marks=pytest.mark.stress)]
+)
 
 
 @pytest.fixture(autouse=True)

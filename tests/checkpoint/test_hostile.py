@@ -545,7 +545,7 @@ def test_calls_in_earnest(kind: str, path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_any_damage_is_told_or_harmless(data: st.DataObject, tmp_path: Path) -> None:
     """Headers, directory, pickle: never a crash, a hang, or an error without a name."""
     path = tmp_path / "damaged.pt"

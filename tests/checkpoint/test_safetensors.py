@@ -793,7 +793,7 @@ def nearly_valid(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
     return header, data
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(nearly_valid())
 def test_verdicts_agree_on_generated_headers(
     tmp_path: Path, case: tuple[dict[str, Any], bytes]
@@ -815,7 +815,7 @@ def valid_file() -> bytes:
     return struct.pack("<Q", len(text)) + text + bytes(30)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_verdicts_agree_on_damaged_files(tmp_path: Path, data: st.DataObject) -> None:
     """Bytes flipped, cut out or put in: what still parses must be the same to both."""

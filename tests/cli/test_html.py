@@ -96,7 +96,7 @@ def search(grid: Grid, ops: list[Op], budget_s: float) -> TuneResult:
 
 @pytest.fixture(scope="module")
 def whole() -> TuneResult:
-    return search(GRID, ["read", "write"], 60.0)
+    return search(GRID, ["read", "write"], 30.0)
 
 
 def browse(document: str, directory: Path, *flags: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_it_loads_nothing_from_anywhere(whole: TuneResult) -> None:
 @pytest.mark.parametrize(
     ("grid", "ops", "budget_s", "heads"),
     [
-        (GRID, ["read"], 60.0, {"The final", "One parameter at a time", "The search", "Latency"}),
+        (GRID, ["read"], 25.0, {"The final", "One parameter at a time", "The search", "Latency"}),
         (GRID, ["read", "write"], 3.0, {"One parameter at a time", "Latency"}),
         ({**GRID, "block_size": [MIB]}, ["write"], 20.0, {"The final", "The search"}),
         ({k: [v] for k, v in DEFAULT._asdict().items()}, ["read"], 5.0, {"Latency"}),

@@ -80,7 +80,7 @@ def around(room: torch.Tensor, shift: int, nbytes: int) -> bool:
 # Against a bytearray
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(places=PLACES, row_bytes=ROW_BYTES, size=st.integers(0, MAX_FILE), which=WHICH, shift=SHIFTS)
 @example(places=[0, 4096, 8192, 8192], row_bytes=4096, size=MAX_FILE, which=4, shift=0)
 @example(places=[0, 9000, 9000, 1], row_bytes=65_536, size=MAX_FILE, which=0, shift=0)
@@ -132,7 +132,7 @@ def apart(draw: st.DrawFn) -> tuple[list[int], int]:
     return draw(st.permutations(places)), row_bytes
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(rows=apart(), size=st.integers(0, MAX_FILE), which=WHICH, shift=SHIFTS)
 def test_a_scatter_writes_its_rows_and_nothing_else(
     handles: Callable[[int], nvmeio.AioHandle],

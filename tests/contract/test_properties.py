@@ -73,7 +73,7 @@ def surroundings_untouched(room: torch.Tensor, shift: int, nbytes: int) -> bool:
 # One transfer
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(file_offset=POSITIONS, nbytes=POSITIONS, size=POSITIONS, shift=SHIFTS, which=WHICH)
 @example(file_offset=4096, nbytes=8192, size=MAX_FILE, shift=0, which=1)
 def test_a_read_agrees_with_pread(
@@ -103,7 +103,7 @@ def test_a_read_agrees_with_pread(
     assert ways == operation.transferred == len(expected)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(file_offset=POSITIONS, nbytes=POSITIONS, size=POSITIONS, shift=SHIFTS, which=WHICH)
 def test_a_write_agrees_with_pwrite(
     handles: Handles,
@@ -159,7 +159,7 @@ def pieces(draw: st.DrawFn) -> list[Piece]:
     return draw(st.permutations(made))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(pieces=pieces(), size=POSITIONS, which=WHICH)
 def test_operations_on_different_bytes_of_one_file_do_not_disturb_each_other(
     handles: Handles,

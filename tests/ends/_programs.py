@@ -264,6 +264,15 @@ TELLING: dict[str, Callable[[nvmeio.AioHandle, Again], None]] = {
 }
 
 
+def ends_of(system: str) -> dict[str, Callable[[nvmeio.AioHandle, Again], None]]:
+    """The ways in which a program of this system ends."""
+    if system not in LOST:
+        return ENDS
+    if not system.endswith("dropped"):
+        return TELLING
+    return {end: TELLING[end] for end in ("normal", "ctrl-c", "no stderr")}
+
+
 def prepared(system: str, folder: Path) -> None:
     if system == "stream":
         _inference.saved_net(folder / "net.safetensors")
@@ -276,7 +285,7 @@ def main() -> None:
     system, folder = sys.argv[1], Path(sys.argv[2])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for end, ends in (TELLING if system in LOST else ENDS).items():
+    for end, ends in ends_of(system).items():
         place = folder / end
         place.mkdir()
         prepared(system, place)

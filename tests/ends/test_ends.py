@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ends._programs import ENDS, LOST, TELLING
+from ends._programs import LOST, ends_of
 from interrupts import _checkpoints, _inference, _offload
 from interrupts._checkpoints import state
 from programs import run_program
@@ -137,7 +137,7 @@ def statuses(system: str, folder: Path) -> dict[str, int]:
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     reports = {report["end"]: report["status"] for report in map(json.loads, lines)}
-    assert reports.keys() == (TELLING if system in LOST else ENDS).keys(), ran.stderr
+    assert reports.keys() == ends_of(system).keys(), ran.stderr
     return reports
 
 
@@ -169,4 +169,4 @@ def test_what_is_lost_is_told_by_the_status(system: str, tmp_path: Path) -> None
     by_interrupt = reports.pop("ctrl-c")
     assert by_interrupt in (-signal.SIGINT, 120), errors
     assert reports == dict.fromkeys(reports, 120), errors
-    assert all("Input/output error" in errors[end] for end in TELLING if end != "no stderr"), errors
+    assert all("Input/output error" in told for end, told in errors.items() if end != "no stderr")

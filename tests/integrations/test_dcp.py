@@ -346,7 +346,7 @@ def test_slices_go_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(committed) == list(range(len(asked)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data())
 def test_parts_fill_the_target_from_the_storage(data: st.DataObject) -> None:
     """Whatever is wanted of whatever layout, the parts read together what narrow gives."""

@@ -24,10 +24,14 @@ def in_memory(steps: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("drives", "stride"), [(1, 1), (2, 3), pytest.param(2, 1, marks=pytest.mark.stress)]
+    ("drives", "stride"),
+    [
+        *((1, 2), (2, 3)),
+        *(pytest.param(drives, 1, marks=pytest.mark.stress) for drives in (1, 2)),
+    ],
 )
 def test_killed_at_every_point(drives: int, stride: int, tmp_path: Path) -> None:
-    """Of two drives at every third one."""
+    """Of one drive at every second one, and of two at every third; at all of them in stress."""
     here = Path(__file__).parent
     root = str(Path(nvmeio.__file__).parent.parent)
     done = run_program(

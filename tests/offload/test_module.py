@@ -428,7 +428,7 @@ LIMITED = """
 
     def train(module, optimizer):
         losses = []
-        for step in range(3):
+        for step in range(2):
             x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(step))
             loss = module(x).square().mean()
             loss.backward()
