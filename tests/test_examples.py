@@ -53,7 +53,7 @@ RUNS = {
         "times the memory",
     ),
     "13_train_beyond_memory.py": (
-        ["--parameters", "70M", "--memory", "300M"],
+        ["--parameters", "50M", "--memory", "240M", "--steps", "2"],
         "the drive's endurance",
     ),
     "14_offload_by_hand.py": (["--size", "32M"], "three steps over weights"),
