@@ -136,8 +136,8 @@ def kill(folder: Path, turns: int, seed: int) -> None:
         assert saves > turns // 5 and within > turns // 20, (saves, within)
 
 
-def test_killed_at_80_random_moments(tmp_path: Path) -> None:
-    kill(tmp_path, 40, 1)
+def test_killed_at_50_random_moments(tmp_path: Path) -> None:
+    kill(tmp_path, 25, 1)
 
 
 @pytest.mark.stress

@@ -238,8 +238,8 @@ def test_the_group_is_destroyed(ranks: Any, tmp_path: Path) -> None:
         (2, 1, "plan", "one", "tcp"),
         (2, 0, "place", "one", "tcp"),
         (4, 2, "committing", "one", "tcp"),
-        (4, 0, "writing", "one", "tcp"),
-        (2, 1, "writing", "per_rank", "tcp"),
+        pytest.param(4, 0, "writing", "one", "tcp", marks=pytest.mark.stress),
+        pytest.param(2, 1, "writing", "per_rank", "tcp", marks=pytest.mark.stress),
         (2, 0, "committing", "per_rank", "tcp"),
         (4, 3, "committing", "per_rank", "rank 0"),
     ],
@@ -264,7 +264,7 @@ def test_a_rank_is_killed(
     ("world", "victim", "moment", "writers"),
     [
         (4, 2, "writing", 2),  # 0 and 2 write
-        (4, 2, "committing", 2),
+        pytest.param(4, 2, "committing", 2, marks=pytest.mark.stress),
         (4, 3, "before", 2),  # has nothing to write, and is missed all the same
         (2, 0, "committing", "per_node"),
     ],
@@ -283,7 +283,7 @@ def test_a_rank_is_killed_where_few_write(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_are_killed_at_random_moments(layout: str, ranks: Any, tmp_path: Path) -> None:
     moments = random.Random(3)
-    for turn in range(3):
+    for turn in range(2):
         ranks(
             2,
             "killed_sometime",

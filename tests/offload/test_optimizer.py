@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "nadam": (torch.optim.NAdam, {"lr": 1e-3}),
 }
 # One that differs by a bit differs in all that follow.
-STEPS = [40, pytest.param(200, marks=pytest.mark.stress)]
+STEPS = [12, pytest.param(200, marks=pytest.mark.stress)]
 # Small subgroups, so that parameters are split and there are several of each.
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
 
