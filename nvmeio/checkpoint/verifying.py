@@ -46,7 +46,7 @@ _ZIP64 = 1
 _TORCHS_MARK = "/.data/serialization_id"
 
 
-class Damage(NamedTuple):
+class Problem(NamedTuple):
     """Something that is wrong.
 
     Attributes:
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
     nbytes: int
     records: int
     unchecked: int
-    problems: list[Damage]
+    problems: list[Problem]
     what: str = ""
 
 
@@ -169,7 +169,7 @@ def _verify_safetensors(
         prefix = read_buffered(file, 0, begin)
         shares = _packed_shares(prefix, header, file.path)
     except IntegrityError as wrong:
-        problems.append(Damage("", str(wrong)))
+        problems.append(Problem("", str(wrong)))
         shares = None
     if shares is None:
         progress(nbytes)
@@ -191,7 +191,7 @@ def _verify_part(
         head = head_of(file)
     except IntegrityError as wrong:
         progress(nbytes)
-        return Verdict(file.path, "part", nbytes, 0, 0, [Damage("", str(wrong))])
+        return Verdict(file.path, "part", nbytes, 0, 0, [Problem("", str(wrong))])
     if head.sum is None:
         progress(nbytes)
         return Verdict(file.path, "part", nbytes, 1, 1, [], head.what)
@@ -230,7 +230,7 @@ class _PackedWalk:
     """Sums the bytes of a packed file as they come by, from first to last."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
-        self.problems: list[Damage] = []
+        self.problems: list[Problem] = []
         self._left = deque(shares)
         self._position = 0
         self._crc = 0
@@ -249,7 +249,7 @@ class _PackedWalk:
             if self._crc != share.sum:
                 told = f"bytes [{share.start}, {share.end}) are not what was written there: "
                 told += f"their CRC-32 is {self._crc:#010x} and should be {share.sum:#010x}"
-                self.problems.append(Damage(share.name, told))
+                self.problems.append(Problem(share.name, told))
             self._left.popleft()
             self._crc = 0
 
@@ -268,7 +268,7 @@ class _Verification:
         self._file = file
         self._handle = handle
         self._progress = progress
-        self._problems: list[Damage] = []
+        self._problems: list[Problem] = []
         self._unchecked = 0
 
     def run(self) -> Verdict:
@@ -276,7 +276,7 @@ class _Verification:
         try:
             checkpoint = TorchFile(self._file, self._handle.get, Load())
         except IntegrityError as wrong:
-            self._problems.append(Damage("", str(wrong)))
+            self._problems.append(Problem("", str(wrong)))
         else:
             if checkpoint.archive.is_script:
                 raise NoCheckpointError(f"{self._file.path} is a TorchScript archive")
@@ -298,9 +298,9 @@ class _Verification:
         try:
             spans_of(checkpoint, self._file, scan_pickle(checkpoint))
         except IntegrityError as wrong:
-            # Damage of the pickle's own bytes has been told, with the record's name.
+            # Problem of the pickle's own bytes has been told, with the record's name.
             if not any(problem.record.endswith("data.pkl") for problem in self._problems):
-                self._problems.append(Damage("", str(wrong)))
+                self._problems.append(Problem("", str(wrong)))
 
 
 class _Stretch(NamedTuple):
@@ -316,7 +316,7 @@ class _Walk:
     """Looks at the bytes of an archive as they come by, from first to last."""
 
     def __init__(self, archive: torch_zip.Archive, directory: bytes) -> None:
-        self.problems: list[Damage] = []
+        self.problems: list[Problem] = []
         self.unchecked = 0
         self._archive = archive
         self._directory = directory
@@ -361,16 +361,16 @@ class _Walk:
         entry = stretch.entry
         if stretch.what == "header":
             for wrong in self._wrong_in_header(entry, bytes(self._part)):
-                self.problems.append(Damage(entry.name, wrong))
+                self.problems.append(Problem(entry.name, wrong))
         elif stretch.what == "descriptor":
             if not torch_zip.descriptor_matches(bytes(self._part), entry):
                 told = "its data descriptor contradicts the central directory"
-                self.problems.append(Damage(entry.name, told))
+                self.problems.append(Problem(entry.name, told))
         elif entry.crc == 0 and self._crc != 0 and not self._is_summed:
             self.unchecked += 1  # nobody computed one: checksum=False, or torch told not to
         elif entry.crc != self._crc:
             told = f"its CRC-32 is {self._crc:#010x} and should be {entry.crc:#010x}"
-            self.problems.append(Damage(entry.name, told))
+            self.problems.append(Problem(entry.name, told))
 
     def _wrong_in_header(self, entry: ZipEntry, header: bytes) -> Iterator[str]:
         """What `parse` has not compared: it refuses what misleads, not every flipped bit."""

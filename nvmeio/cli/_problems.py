@@ -19,7 +19,7 @@ Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Finding:
     """Something that does not work, or works less well than it could.
 
     Attributes:
@@ -34,7 +34,7 @@ class Problem:
     fix: str
 
 
-def find_problems(facts: Facts) -> Iterator[Problem]:
+def find_problems(facts: Facts) -> Iterator[Finding]:
     """Everything that is wrong, the gravest first."""
     found = [
         *(problem for directory in facts.directories for problem in _of_directory(directory)),
@@ -46,36 +46,36 @@ def find_problems(facts: Facts) -> Iterator[Problem]:
     return iter(sorted(found, key=lambda problem: order.index(problem.severity)))
 
 
-def _of_directory(directory: Directory) -> Iterator[Problem]:
+def _of_directory(directory: Directory) -> Iterator[Finding]:
     if not directory.direct.supported:
         reason = f": {directory.direct.reason}" if directory.direct.reason else ""
-        yield Problem(
+        yield Finding(
             "error",
             f"no direct I/O in {directory.path}{reason}; transfers there go through the page cache",
             "df -h -t ext4 -t xfs -t btrfs  # then choose a directory on one of these",
         )
     if directory.tuned_problem:
-        yield Problem(
+        yield Finding(
             "warning",
             directory.tuned_problem,
             f"nvmeio tune --save {directory.path}  # once that file is deleted",
         )
 
 
-def _of_engine(engine: EngineChoice, aio: Aio) -> Iterator[Problem]:
+def _of_engine(engine: EngineChoice, aio: Aio) -> Iterator[Finding]:
     if engine.auto is None:
         remedy = "unset NVMEIO_LIBAIO" if aio.library is None else engine.remedy
-        yield Problem("error", f"no handle can be opened: {engine.reason}", remedy)
+        yield Finding("error", f"no handle can be opened: {engine.reason}", remedy)
         return
     for attempt in engine.attempts:
         if attempt.name == "libaio" and not attempt.ok:
-            yield Problem(
+            yield Finding(
                 "warning",
                 f"Linux AIO cannot be used ({attempt.detail}); the {engine.auto} engine stands in",
                 "docker run --security-opt seccomp=unconfined ...  # or allow io_setup in it",
             )
     if aio.max_nr is not None and not aio_is_plentiful(aio):
-        yield Problem(
+        yield Finding(
             "warning",
             f"{aio.nr} of {aio.max_nr} AIO events (fs.aio-max-nr) are taken on this machine; "
             f"a handle takes its queue depth, {QUEUE_DEPTH} by default, for every lane",
@@ -90,9 +90,9 @@ def aio_is_plentiful(aio: Aio) -> bool:
     return aio.max_nr - aio.nr >= COMFORTABLE_AIO_EVENTS
 
 
-def _of_memory(memory: MemoryLimits) -> Iterator[Problem]:
+def _of_memory(memory: MemoryLimits) -> Iterator[Finding]:
     if memory.huge_pages == "never":
-        yield Problem(
+        yield Finding(
             "warning",
             "transparent huge pages are off: transfers reach about two thirds of their speed",
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
@@ -101,7 +101,7 @@ def _of_memory(memory: MemoryLimits) -> Iterator[Problem]:
     if memory.memlock_exempt or limit is None or limit >= COMFORTABLE_MEMLOCK_BYTES:
         return
     raisable = hard is None or hard > limit
-    yield Problem(
+    yield Finding(
         "note",
         f"at most {binary_size(limit)} can be page-locked; only new_cpu_locked_tensor and "
         "empty_pinned need more, transfers are as fast without",
@@ -112,19 +112,19 @@ def _of_memory(memory: MemoryLimits) -> Iterator[Problem]:
     )
 
 
-def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> Iterator[Problem]:
+def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> Iterator[Finding]:
     if cufile.usable:
         if cuda_available and not cufile.udev:
-            yield Problem(
+            yield Finding(
                 "warning",
                 "udev's database (/run/udev/data) is missing: cuFile refuses files on disks",
                 "docker run -v /run/udev:/run/udev:ro ...  # in a container",
             )
         return
     if cufile.source == "NVMEIO_CUFILE" and cufile.path is None:
-        yield Problem("warning", cufile.reason, "unset NVMEIO_CUFILE")
+        yield Finding("warning", cufile.reason, "unset NVMEIO_CUFILE")
     elif cufile.path is not None and cuda_available:
-        yield Problem(
+        yield Finding(
             "warning",
             f"cuFile is installed and cannot be used: {cufile.reason}",
             "run outside the sandbox: docker run --runtime=runc ..."
@@ -133,7 +133,7 @@ def _of_cufile(cufile: CuFile, cuda_available: bool, torch_cuda: str | None) -> 
         )
     elif cuda_available:
         package = "nvidia-cufile-cu12" if (torch_cuda or "").startswith("12.") else "nvidia-cufile"
-        yield Problem(
+        yield Finding(
             "note",
             "there is a CUDA device and no cuFile: CUDA tensors will go through host memory",
             f"pip install {package}",

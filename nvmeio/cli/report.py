@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nvmeio.cli._problems import Problem, aio_is_plentiful, find_problems
+from nvmeio.cli._problems import Finding, aio_is_plentiful, find_problems
 from nvmeio.cli._quantities import binary_size as _size
 from nvmeio.cli._tune.space import in_words
 from nvmeio.cli.measure.machine import (
@@ -38,7 +38,7 @@ class Report:
     """The facts and what is wrong with them."""
 
     facts: Facts
-    problems: list[Problem]
+    problems: list[Finding]
 
     @property
     def exit_status(self) -> int:
@@ -140,7 +140,7 @@ def _table(*rows: tuple[bool | None, str, str, str]) -> Table:
     return table
 
 
-def _problems(problems: Sequence[Problem]) -> RenderableType:
+def _problems(problems: Sequence[Finding]) -> RenderableType:
     if not problems:
         return Text("\nNo problems found.", style="bold green")
     marks = {

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from nvmeio._formats.sniff import NoCheckpointError
-from nvmeio.checkpoint.verifying import Damage, Verdict, verify
+from nvmeio.checkpoint.verifying import Problem, Verdict, verify
 from nvmeio.cli._checkpoints import JsonOption, PathsArgument, checkpoints_in_all, in_words
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
 from nvmeio.cli._quantities import binary_size, counted, printable
@@ -58,7 +58,7 @@ def _verify_all(paths: list[Path], errors: Console) -> tuple[list[Verdict], int]
                 status = USAGE
             except TransferError as failed:
                 size = path.stat().st_size if path.exists() else 0
-                unreadable = [Damage("", f"cannot be read: {failed}")]
+                unreadable = [Problem("", f"cannot be read: {failed}")]
                 found.append(Verdict(str(path), "torch", size, 0, 0, unreadable))
     if any(verdict.problems for verdict in found):
         status = FAILED

@@ -46,7 +46,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> machine.Facts:
     )
 
 
-def problems(facts: machine.Facts, **spoiled: object) -> list[_problems.Problem]:
+def problems(facts: machine.Facts, **spoiled: object) -> list[_problems.Finding]:
     return list(_problems.find_problems(dataclasses.replace(facts, **spoiled)))
 
 
