@@ -76,7 +76,11 @@ class _Reading(Keeper[str, LentSlot[str]]):
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, whose memory ends with it."""
-        slot = self.window.need(name)
+        try:
+            slot = self.window.need(name)
+        except BaseException:
+            self.window.drop_ahead()  # failed as well, perhaps: read again when it is asked for
+            raise
         place = self._places[name]
         memory = slot.memory
         assert memory is not None

@@ -149,6 +149,27 @@ def test_errors_name_the_weight(tmp_path: Path) -> None:
             mine["x"]
 
 
+def test_a_drive_that_failed_and_is_well_again_is_told_of_once(tmp_path: Path) -> None:
+    """What had been read ahead meanwhile told its error when it was asked for, long after."""
+    offload_state_dict(tmp_path, {f"w{n}": torch.full((64, 64), float(n)) for n in range(6)})
+    failing = [0]
+    engine = FakeEngine(fail=lambda kind, offset, nbytes: failing[0])
+    with nvmeio.AioHandle(engine=engine) as handle:
+        mine = ours.NvmeWeights(save_folder=tmp_path, handle=handle)
+
+        def walk() -> None:
+            assert all(mine[f"w{n}"].eq(n).all() for n in range(6))
+
+        walk()
+        walk()  # from now on the order is known
+        failing[0] = errno.EIO
+        with pytest.raises(TransferError):
+            walk()
+        failing[0] = 0
+        walk()
+        mine.close()
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [("[", IntegrityError), ('{"w": {"dtype": "float32", "shape": [1000]}}', IntegrityError)],
