@@ -6,6 +6,8 @@ import warnings
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from nvmeio._running_loop import running_loop
+
 Me = TypeVar("Me")
 
 
@@ -73,6 +75,7 @@ class ClosingWork(Closing):
             _tell(exc, failed, self._work)
 
     async def __aenter__(self: Me) -> Me:
+        running_loop()  # its end takes one
         return self
 
     async def __aexit__(

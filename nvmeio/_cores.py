@@ -6,7 +6,6 @@ device's core is closed first, for its engine may work through the host's.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from nvmeio._core import Core
 from nvmeio._device import Copier
 from nvmeio._io.threads import run_interruptible, start
 from nvmeio._record import Record
+from nvmeio._running_loop import running_loop
 from nvmeio.engines.base import Counters, Options
 from nvmeio.engines.ring import RingEngine
 
@@ -122,7 +122,7 @@ class Cores:
 
     async def writes_to(self, inode: tuple[int, int]) -> None:
         """Await the writes to a file that have been started up to now."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         for core in self._all():
             for record in core.live.writes_to(inode):
                 await core.watchers.watch(record, loop)
@@ -143,6 +143,7 @@ class Cores:
 
     async def aclose(self) -> None:
         """`close` without blocking the loop."""
+        running_loop()  # before anything is refused
         for core in self._refusing():
             await core.aclose()
         self._collect()

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from nvmeio._io.threads import start
+from nvmeio._running_loop import running_loop
 
 logger = logging.getLogger("nvmeio")
 
@@ -38,7 +39,7 @@ async def in_a_thread(step: Callable[[], None]) -> None:
 
     In a thread of its own: the loop's executor may be full of work that waits for this step.
     """
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     done = loop.create_future()
 
     def run() -> None:

@@ -20,6 +20,7 @@ from nvmeio._completions import CompletionQueues
 from nvmeio._live_records import LiveRecords
 from nvmeio._loops import wake
 from nvmeio._record import Record
+from nvmeio._running_loop import running_loop
 from nvmeio._settling import Settler
 from nvmeio.engines.base import CompletionQueue, Engine
 
@@ -169,6 +170,6 @@ class Watchers:
 
     async def settle_live(self) -> None:
         """`wait_for_live`, awaited."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         while (record := self._live.any()) is not None:
             await self.watch(record, loop)

@@ -10,22 +10,28 @@ import concurrent.futures
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from nvmeio import _checks
+from nvmeio._begun import Begun
 from nvmeio._record import Record
+from nvmeio._running_loop import not_running
 from nvmeio._watching import Watchers
 
 logger = logging.getLogger("nvmeio")
 
+_running_loop = asyncio._get_running_loop
 
-class Operation(Coroutine[Any, Any, int]):
+
+class Operation(Begun[int]):
     """A transfer in flight, or what became of it.
 
-    Await it (any number of times, on any loop), hand it to `asyncio.create_task`, `gather`,
-    `wait_for` or a TaskGroup, or use it with no loop at all through `result`, `done`,
-    `exception`, `cancel` and `add_done_callback`. The value is the number of bytes moved.
+    Await it (any number of times, on any loop of asyncio's or uvloop's), hand it to
+    `asyncio.create_task`, `gather`, `wait_for` or a TaskGroup, or use it with no loop at all
+    through `result`, `done`, `exception`, `cancel` and `add_done_callback`. The value is the number
+    of bytes moved. `asyncio.wait`, which takes no coroutines, takes its task:
+    ``asyncio.wait([asyncio.ensure_future(operation)])``.
 
     Cancelling (of the operation, or of a task that awaits it) drops the blocks that the kernel has
     not yet taken and waits for those that it has. Only then is `CancelledError` raised: after it
@@ -33,19 +39,21 @@ class Operation(Coroutine[Any, Any, int]):
     happened is unknown.
     """
 
-    __slots__ = ("__weakref__", "_driven", "_record", "_watchers")
+    __slots__ = ("__weakref__", "_record", "_watchers")
 
     def __init__(self, watchers: Watchers, record: Record) -> None:
         self._watchers = watchers
         self._record = record
-        self._driven: dict[asyncio.Task[Any] | None, Generator[Any, Any, int]] | None = None
+        self._driven = None  # as `Begun.__init__` does it
 
     # --- awaiting -------------------------------------------------------------------------
 
     def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, int]:
         record = self._record
         if record.state == "pending":
-            loop = asyncio.get_running_loop()
+            loop = _running_loop()
+            if loop is None:
+                raise not_running()
             try:
                 if thrown is not None:
                     raise thrown
@@ -70,48 +78,6 @@ class Operation(Coroutine[Any, Any, int]):
         if record.state == "cancelled":
             raise asyncio.CancelledError(f"{self!r} was cancelled")
         return record.nbytes if record.error is None else self._value()
-
-    # An awaitable is enough for `await`; create_task and TaskGroup want a coroutine. Several tasks
-    # may be made of one operation, and each of them drives an await of its own.
-
-    def send(self, value: Any) -> Any:
-        """Coroutine protocol, for `asyncio.create_task`."""
-        return self._drive(lambda driven: driven.send(value), None)
-
-    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
-        """Coroutine protocol, for `asyncio.create_task`."""
-        error: BaseException = typ if val is None else val
-        if isinstance(error, type):
-            error = error()
-        if tb is not None:
-            error = error.with_traceback(tb)
-        return self._drive(lambda driven: driven.throw(error), error)
-
-    def close(self) -> None:
-        """Coroutine protocol: whoever awaited gives up; the transfer goes on."""
-        if self._driven:
-            driven = self._driven.pop(_current_task(), None)
-            if driven is not None:
-                driven.close()
-
-    def _drive(
-        self,
-        step: Callable[[Generator[Any, Any, int]], Any],
-        thrown: BaseException | None,
-    ) -> Any:
-        if self._driven is None:
-            self._driven = {}
-        task = _current_task()
-        driven = self._driven.get(task)
-        try:
-            if driven is None:
-                # Thrown into a generator that has not begun, an error would come straight back.
-                driven = self._driven[task] = self.__await__(thrown)
-                return driven.send(None)
-            return step(driven)
-        except BaseException:  # StopIteration too: this await is over
-            self._driven.pop(task, None)
-            raise
 
     # --- the future's face ------------------------------------------------------------------
 
@@ -232,13 +198,6 @@ class Operation(Coroutine[Any, Any, int]):
             callback(self)
         except Exception:
             logger.exception("a done callback of %r failed", self)
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop is running
-        return None
 
 
 class _OperationFuture(concurrent.futures.Future[int]):

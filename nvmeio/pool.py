@@ -31,6 +31,7 @@ from nvmeio import _checks
 from nvmeio._lease_queue import LeaseQueue, Waiter
 from nvmeio._memory import Mapping
 from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._running_loop import running_loop
 from nvmeio.errors import ClosedError
 
 __all__ = ["Lease", "PinnedPool"]
@@ -286,7 +287,7 @@ class Lease:
                 raise
 
     async def __aenter__(self) -> torch.Tensor:
-        served = asyncio.get_running_loop().create_future()
+        served = running_loop().create_future()
         # Weak: the loop keeps who waits, by the timer of its patience. What the pool kept of a
         # loop that is closed might keep the task that has the bytes.
         reached = weakref.ref(served)

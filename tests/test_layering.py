@@ -31,6 +31,8 @@ LAYERS = {
     "_plan": 0,
     "_checks": 0,
     "_closing": 0,
+    "_running_loop": 0,
+    "_begun": 0,
     "progress": 0,
     "_shim": 1,
     "_holds": 2,

@@ -33,6 +33,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nvmeio._io import threads
+from nvmeio._running_loop import running_loop
 from nvmeio.errors import ClosedError
 
 logger = logging.getLogger("nvmeio")
@@ -127,7 +128,7 @@ class OwnerThread:
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
         """The same, awaited; a cancelled task goes on at once, and the work is done."""
         self._check_pid()
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:

@@ -28,6 +28,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from nvmeio import _device
+from nvmeio._running_loop import running_loop
 
 Value = TypeVar("Value")
 
@@ -319,7 +320,7 @@ async def in_thread(work: Callable[[], Value], cancel: Callable[[], object] | No
     the task is cancelled again: under `asyncio.run` the first Ctrl-C cancels, the second ends the
     run, which cancels again and waits for its tasks, and the third ends that waiting.
     """
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     waiter = asyncio.Event()
 
     def wake() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any
 
+from nvmeio._begun import Begun, Value
 from nvmeio._io.threads import Job
+from nvmeio._running_loop import running_loop
 
-Value = TypeVar("Value")
 
-
-class UnderWay(Coroutine[Any, Any, Value]):
+class UnderWay(Begun[Value]):
     """Work in a thread of its own, which has begun; await it, or hand it to `asyncio`.
 
     Cancelling a task that awaits it cancels the work, and waits for its end. Where nobody awaits
@@ -27,10 +27,10 @@ class UnderWay(Coroutine[Any, Any, Value]):
     """
 
     def __init__(self, work: Callable[[], Value], cancel: Callable[[], object]) -> None:
+        super().__init__()
         self.seen = False
         self._cancel = cancel
         self._wakes: list[Callable[[], None]] = []
-        self._awaiting: Coroutine[Any, Any, Value] | None = None
         self._job = Job(work, "nvmeio-save", self._wake_all)
         self._job.start()
 
@@ -52,8 +52,12 @@ class UnderWay(Coroutine[Any, Any, Value]):
         for wake in list(self._wakes):
             wake()
 
-    async def _result(self) -> Value:
-        loop = asyncio.get_running_loop()
+    async def _result(self, thrown: BaseException | None) -> Value:
+        if self._job.done:  # on any loop, and on none
+            if thrown is not None:
+                raise thrown
+            return self.result()
+        loop = running_loop()
         ended = asyncio.Event()
 
         def wake() -> None:
@@ -62,6 +66,8 @@ class UnderWay(Coroutine[Any, Any, Value]):
 
         self._wakes.append(wake)
         try:
+            if thrown is not None:
+                raise thrown
             while not self._job.done:
                 await ended.wait()
         except asyncio.CancelledError as cancelled:
@@ -73,24 +79,5 @@ class UnderWay(Coroutine[Any, Any, Value]):
             raise cancelled from self._job.error
         return self.result()
 
-    def __await__(self) -> Generator[Any, Any, Value]:
-        return self._result().__await__()
-
-    def send(self, value: Any) -> Any:
-        """Coroutine protocol, for `asyncio.create_task`."""
-        if self._awaiting is None:
-            self._awaiting = self._result()
-        return self._awaiting.send(value)
-
-    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
-        """Coroutine protocol, for `asyncio.create_task`."""
-        if self._awaiting is None:
-            self._awaiting = self._result()
-            if isinstance(typ, asyncio.CancelledError) or typ is asyncio.CancelledError:
-                self._awaiting.send(None)  # a task that is cancelled before it began
-        return self._awaiting.throw(typ) if val is None else self._awaiting.throw(typ, val, tb)
-
-    def close(self) -> None:
-        """Coroutine protocol: nobody awaits it any more; the work goes on."""
-        if self._awaiting is not None:
-            self._awaiting.close()
+    def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, Value]:
+        return self._result(thrown).__await__()

@@ -17,6 +17,7 @@ from nvmeio._io.caller import run_with_caller
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
+from nvmeio._running_loop import running_loop
 from nvmeio._storage.directories import check_above
 from nvmeio.checkpoint import _guard, _retention, _writers
 from nvmeio.checkpoint._drives import OwnDrives, Save
@@ -286,7 +287,7 @@ class Checkpointer(ClosingWork):
             await each
         if before:
             job = self._saver.last
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         over = asyncio.Event()
 
         def wake() -> None:

@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import torch
 
 from nvmeio import _checks
+from nvmeio._begun import Begun
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
 
-class Gather:
+class Gather(Begun[torch.Tensor]):
     """Records that are being read; the value is the tensor that holds them.
 
     Made by `Records.gather`. Await it, or call `result` where there is no event loop.
@@ -27,12 +28,13 @@ class Gather:
     __slots__ = ("_handle", "operation", "out")
 
     def __init__(self, operation: Operation, out: torch.Tensor, handle: AioHandle) -> None:
+        super().__init__()
         self.operation = operation
         self.out = out
         self._handle = handle  # stays open, though the records be dropped
 
-    def __await__(self) -> Generator[Any, Any, torch.Tensor]:
-        yield from self.operation.__await__()
+    def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, torch.Tensor]:
+        yield from self.operation.__await__(thrown)
         return self.out
 
     def result(self, timeout: float | None = None) -> torch.Tensor:

@@ -196,6 +196,37 @@ async def test_a_second_save_waits_for_the_first(
     assert held.steps() == [0, 1]
 
 
+@on_every_loop
+async def test_several_tasks_may_be_made_of_a_save(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """Looking up now and then from a long wait failed: the second task drove the first one's."""
+    await held.save(state_of(0), 0)
+    saving = held.save(state_of(1), 1)
+    for _ in range(2):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(saving), 0.01)
+    tasks = [asyncio.create_task(saving) for _ in range(3)]
+    engine_held.gate.set()
+    reports = await asyncio.gather(*tasks)
+    assert reports == [await saving] * 3
+    assert reports[0].step == 1
+
+
+@on_every_loop
+async def test_a_task_of_a_save_that_is_cancelled_before_it_began_cancels_the_save(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    await held.save(state_of(0), 0)
+    saving = asyncio.create_task(held.save(state_of(1), 1))
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    engine_held.gate.set()
+    await held.wait()
+    assert held.steps() == [0]
+
+
 async def test_waiting_is_for_what_was_saved_before(
     held: nvmeio.Checkpointer, engine_held: HeldEngine
 ) -> None:

@@ -56,6 +56,27 @@ async def test_tasks_gather_wait_and_as_completed(handle: nvmeio.AioHandle, file
 
 
 @on_every_loop
+@needs_3_11
+async def test_asyncio_wait_takes_tasks_of_operations_and_refuses_them_bare(
+    handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
+) -> None:
+    """As its documentation says: `asyncio.wait` refuses coroutines, and `create_task` all else.
+
+    The refusal is Python's, and comes when the transfer runs: nothing of that may be lost by it.
+    """
+    tensor = target()
+    operation = handle_held.async_pread(tensor, file)
+    with pytest.raises(TypeError, match="use tasks explicitly"):
+        await asyncio.wait([operation])  # type: ignore[type-var]
+    assert not operation.done()
+    engine_held.gate.set()
+    tasks = {asyncio.ensure_future(operation)}
+    assert await asyncio.wait(tasks, timeout=WAIT_S) == (tasks, set())
+    assert await operation == SIZE
+    assert raw(tensor) == CONTENT
+
+
+@on_every_loop
 async def test_who_resumes_an_await_before_its_end_is_told(
     new_handle: Callable[..., nvmeio.AioHandle], file: Path
 ) -> None:

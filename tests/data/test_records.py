@@ -432,6 +432,25 @@ def test_a_batch_outlives_its_records(file: Path) -> None:
     assert torch.equal(gather.result(PATIENCE_S), ROWS)
 
 
+@on_every_loop
+async def test_a_batch_is_taken_by_whatever_takes_an_operation(records: Records) -> None:
+    """create_task and TaskGroup refused it, when its reads had begun: it was no coroutine."""
+    waited = await asyncio.wait_for(asyncio.shield(records.gather([7])), PATIENCE_S)
+    assert torch.equal(waited, ROWS[7:8])
+    gather = records.gather([1, 2])
+    tasks = [
+        asyncio.create_task(gather),
+        asyncio.ensure_future(gather),
+        asyncio.create_task(gather),
+    ]
+    done, _ = await asyncio.wait(tasks, timeout=PATIENCE_S)
+    assert all(task.result() is gather.out for task in done)
+    assert len(done) == 3
+    assert torch.equal(gather.out, ROWS[1:3])
+    both = await asyncio.gather(records.gather([3]), records.gather([4]))
+    assert torch.equal(torch.cat(both), ROWS[3:5])
+
+
 def test_a_cancelled_batch_says_so(
     handle_held: nvmeio.AioHandle, engine_held: HeldEngine, file: Path
 ) -> None:

@@ -1,0 +1,51 @@
+"""The event loop that awaiting takes: asyncio's, which uvloop's is too.
+
+Under another library, or none, whoever awaits is told which one runs and what works there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+# How those who have a loop of their own have something done in a thread.
+_THREADS = {"trio": "trio.to_thread.run_sync", "curio": "curio.run_in_thread"}
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The loop that runs in this thread.
+
+    Raises:
+        RuntimeError: None of asyncio's does.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        raise not_running()
+    return loop
+
+
+def not_running() -> RuntimeError:
+    """What `running_loop` raises; says whose loop runs instead, and what to do there."""
+    library = _library()
+    if library:
+        in_thread = _THREADS.get(library, f"{library}'s way to run something in a thread")
+        return RuntimeError(
+            f"nvmeio awaits on asyncio's event loops (uvloop is one), and {library} runs here. "
+            "Have a thread make the call that blocks, as in "
+            f"`await {in_thread}(operation.result)`"
+        )
+    return RuntimeError(
+        "no event loop of asyncio runs here (uvloop is one), and nvmeio awaits on those. Make the "
+        "call that blocks instead, such as operation.result()"
+    )
+
+
+def _library() -> str:
+    """The library whose loop runs here, by name; "" where none is known."""
+    # Not imported for that: who runs such a loop has.
+    sniffio, curio = sys.modules.get("sniffio"), sys.modules.get("curio.meta")
+    if sniffio is not None:
+        with contextlib.suppress(RuntimeError):  # it knows of none
+            return str(sniffio.current_async_library())
+    return "curio" if curio is not None and curio.curio_running() else ""
