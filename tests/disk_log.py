@@ -183,6 +183,8 @@ class DiskLog:
                 call(path, *args, dir_fd=dir_fd)
                 if full is not None:
                     thing = ("directory", None) if name == "mkdir" else None
+                    if thing is not None:  # it may have the inode of a file that was removed
+                        self._numbers.pop(os.lstat(full).st_ino, None)
                     self.note("name", os.path.dirname(full), full, thing)
 
         return change

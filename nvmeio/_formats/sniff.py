@@ -99,7 +99,8 @@ def _foreign(path: str, head: bytes, what: str) -> NoCheckpointError:
     elif head.startswith(PART_MAGIC):
         remedy = (
             "it is the part of one rank, whose others are on other drives: "
-            "nvmeio.Checkpointer([directory, …], shared=False).restore() puts them together"
+            "nvmeio.Checkpointer([directory, …], shared=False, "
+            "read_only=True).restore() puts them together"
         )
     elif not head.strip(b"\0"):
         remedy = "it begins with zeros, as a file does whose data a crash has lost"

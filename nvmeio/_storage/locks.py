@@ -152,8 +152,12 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def lock_directory(directory: str) -> int:
+def lock_directory(directory: str, hint: str = "") -> int:
     """Become the only one that saves into a directory.
+
+    Args:
+        directory: Is there.
+        hint: What the error says beside the usual, where somebody else has the lock.
 
     Returns:
         A descriptor that holds the lock until `unlock_directory`, or until this process ends. In
@@ -173,7 +177,8 @@ def lock_directory(directory: str) -> int:
             operation="open",
             path=directory,
             detail="another Checkpointer saves into this directory, in this process or in another: "
-            "close it, or choose another directory",
+            "close it, choose another directory, or restore from this one with read_only=True"
+            + hint,
         )
     _held.add(fd)
     return fd

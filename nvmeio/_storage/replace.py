@@ -233,6 +233,27 @@ def replace_file(path: str | os.PathLike[str], data: bytes, durable: bool = True
         replacement.commit(durable)
 
 
+def check_writable(directory: str, otherwise: str) -> None:
+    """Whether files can be made in a directory: tried with one of no bytes, which is removed.
+
+    Args:
+        directory: Is there.
+        otherwise: What the error says to do.
+
+    Raises:
+        TransferError: They cannot (EROFS, EACCES, ENOSPC, …).
+    """
+    path = temporary_name(directory, "writable")
+    try:
+        os.close(create(path, 0o600))
+        with contextlib.suppress(FileNotFoundError):  # somebody who removes leftovers was here
+            os.unlink(path)
+    except OSError as failed:
+        code = failed.errno or errno.EIO
+        detail = f"{os.strerror(code)}: no file can be made in this directory; {otherwise}"
+        raise TransferError(code, operation="open", path=directory, detail=detail) from failed
+
+
 def remove_leftovers(directory: str) -> list[str]:
     """Remove the temporary files of writers that are dead.
 

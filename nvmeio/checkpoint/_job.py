@@ -43,6 +43,7 @@ from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
 from nvmeio.checkpoint._live import Moved
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
+from nvmeio.checkpoint._retention import Lineage
 from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, SnapshotPart
 from nvmeio.checkpoint._watched import Told
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
@@ -75,6 +76,7 @@ class Setup(NamedTuple):
         writers: Which ranks write a file that all have; see `_writers`.
         drives: This rank's own, where the ranks share no directory.
         kept: What planning a save leaves for the next one.
+        lineage: Whether saves go on from what is there; None where the caller says what to replace.
     """
 
     directory: str
@@ -90,6 +92,7 @@ class Setup(NamedTuple):
     writers: str | int = "all"
     drives: OwnDrives | None = None
     kept: KeptSkeleton | None = None
+    lineage: Lineage | None = None
 
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
@@ -165,10 +168,13 @@ class SaveJob(ABC):
 
     def plan(self) -> dict[str, Any]:
         """What this kind of save tells the others, beside what it saves."""
-        return {"shared": True}
+        lineage, directory = self.setup.lineage, self.setup.directory
+        return {"shared": True, **({} if lineage is None else lineage.plan(directory))}
 
-    def settle(self, plans: Sequence[dict[str, Any]]) -> None:  # noqa: B027
-        """All ranks have told what they save, and it is the same; nothing else to decide here."""
+    def settle(self, plans: Sequence[dict[str, Any]]) -> None:
+        """All ranks have told what they save, and it is the same."""
+        if self.setup.lineage is not None:
+            self.setup.lineage.check(plans, plans[0]["latest"], self.step, self.path)
 
     def wait_until_agreed(self) -> None:
         """Until all ranks have; in the background, before anything is written.

@@ -119,17 +119,23 @@ class PartOfEachRank(SaveJob):
         """What this rank has, and by what others see it."""
         mark = None if self._mark is None else self._mark.name
         told = {"shared": False, "mark": mark, "token": secrets.token_hex(8)}
-        return told | self._drives.has()
+        goes_on = self.setup.lineage is None or self.setup.lineage.goes_on
+        return told | self._drives.has() | {"goes_on": goes_on}
 
     def settle(self, plans: Sequence[dict[str, Any]]) -> None:
         """Decide what becomes of what is there, the same on all ranks."""
         if any(each["mark"] for each in plans):
             self._see_that_drives_differ(plans)
         self.setup.claim()
+        survey = Survey(plans)
+        newest = max(survey.whole(), default=None)
+        if self.setup.lineage is not None:
+            latest = None if newest is None else newest.step
+            self.setup.lineage.check(plans, latest, self.step, self._drives.directories[0])
         if self.messages.rank in self.writing:
             self._number = self.writing.index(self.messages.rank)
         new = Save(0, plans[0]["token"], self.step, self.KIND, len(self.writing))
-        self._decision = decide(Survey(plans), new, self.setup.keep, self.setup.recycle)
+        self._decision = decide(survey, new, self.setup.keep, self.setup.recycle)
 
     def _see_that_drives_differ(self, plans: Sequence[dict[str, Any]]) -> None:
         mine, own = self._drives.directories[0], self.messages.rank

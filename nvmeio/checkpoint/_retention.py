@@ -20,7 +20,8 @@ import re
 import shutil
 import stat
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from nvmeio._storage.durable import rename, write_all
 from nvmeio._storage.locks import lock_alone
@@ -56,6 +57,55 @@ class Generation(NamedTuple):
     step: int
     path: str
     of_ranks: bool
+
+
+class Lineage:
+    """Whether a Checkpointer goes on from what is in its directory, or begins anew in it.
+
+    A new run counts its steps from 0. In the directory of an old one each of its saves would
+    overwrite a checkpoint that nobody has asked for yet, so the first of them is refused.
+
+    Args:
+        overwrite: The caller has said that they may.
+
+    Attributes:
+        goes_on: One was restored, or saved, or `overwrite` was said.
+    """
+
+    def __init__(self, overwrite: bool) -> None:
+        self.goes_on = overwrite
+
+    def plan(self, directory: str) -> dict[str, Any]:
+        """What this rank tells the others before a save."""
+        there = [] if self.goes_on else generations(directory)
+        found = latest(directory, there) or (there[-1] if there else None)
+        return {"goes_on": self.goes_on, "latest": None if found is None else found.step}
+
+    def check(
+        self, plans: Sequence[dict[str, Any]], newest: int | None, step: int, path: str
+    ) -> None:
+        """Whether a step may be saved; the same on all ranks.
+
+        Args:
+            plans: What each of them has told.
+            newest: The step that `restore` would load.
+            step: The one to save.
+            path: Where it will be.
+
+        Raises:
+            TransferError: It would begin anew over what is there (EEXIST).
+        """
+        if newest is not None and step <= newest and not any(each["goes_on"] for each in plans):
+            raise TransferError(
+                errno.EEXIST,
+                operation="save",
+                path=path,
+                detail=f"step {newest} is the latest there, and this Checkpointer restored none: "
+                f"saves from step {step} on would overwrite what is there, one after the other. To "
+                "go on from a checkpoint, restore it with this Checkpointer first; else choose "
+                "another directory, or say overwrite=True",
+            )
+        self.goes_on = True
 
 
 def file_path(directory: str, step: int) -> str:

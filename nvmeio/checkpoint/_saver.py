@@ -6,6 +6,9 @@ thread that writes holds this, not that.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import logging
 import os
 import threading
@@ -20,6 +23,7 @@ from nvmeio._io.inflight import Cancelled
 from nvmeio._io.rank_store import RankStore
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
+from nvmeio._storage.replace import check_writable
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._drives import OwnDrives
 from nvmeio.checkpoint._guard import Guard
@@ -28,10 +32,11 @@ from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._job_parts import OwnFileOfEachRank, PartOfEachRank
 from nvmeio.checkpoint._loading_ranks import LoadingRanks
 from nvmeio.checkpoint._part_ranks import PartRanks
+from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._snapshot import SnapshotMemory
 from nvmeio.checkpoint._under_way import UnderWay
-from nvmeio.errors import ClosedError
+from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -39,6 +44,12 @@ logger = logging.getLogger("nvmeio")
 
 # How often a wait looks whether it was cancelled.
 _LOOK_S = 0.05
+
+_READ_ONLY = "a Checkpointer that only restores is made with read_only=True"
+_ONE_DIRECTORY = (
+    "; where it is another rank of this group, they save into the same directory, with "
+    "shared=False: give each rank one of its own, or leave shared=False out where all ranks see one"
+)
 
 JOBS: dict[str, type[SaveJob]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
 JOBS_ON_OWN_DRIVES: dict[str, type[SaveJob]] = {
@@ -64,8 +75,10 @@ class Saver:
         recycle: bool,
         writers: str | int,
         drives: OwnDrives | None,
+        overwrite: bool,
     ) -> None:
         self.directory = directory
+        self.lineage = _retention.Lineage(overwrite)
         self.setup = Setup(
             directory=directory,
             keep=keep,
@@ -80,6 +93,7 @@ class Saver:
             writers=writers,
             drives=drives,
             kept=KeptSkeleton(),
+            lineage=self.lineage,
         )
         self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
         self._handle = handle
@@ -93,6 +107,7 @@ class Saver:
         self._released = False
         self.under_way: list[UnderWay[SaveReport]] = []  # and what nobody was told of
         self.closed = False
+        self._stopped = False  # while it opens
         _savers.add(self)
 
     # Saving
@@ -219,14 +234,64 @@ class Saver:
         store = self.setup.store.within("restore", self.directory, "restore")
         return store, self._loads, self.setup.timeout_s
 
+    def open(self) -> None:
+        """Take the directory: what would refuse the first save is told now, to all ranks.
+
+        Raises:
+            TransferError: It cannot be made, or written in; another Checkpointer saves there.
+        """
+        setup = self.setup
+        try:
+            if setup.store.rank == 0 or setup.drives is not None:
+                make_directory(self.directory)
+                check_writable(self.directory, _READ_ONLY)
+                self._lock()
+            elif setup.writers == "all" and os.path.isdir(self.directory):
+                check_writable(self.directory, _READ_ONLY)  # rank 0 makes it
+        except BaseException as failed:
+            restores = setup.store.within("restore", self.directory, "restore")
+            for store in (setup.store, restores):
+                Messages(store, 1, setup.timeout_s, self.directory).fail(failed)
+            raise
+
+    def stop_opening(self) -> None:
+        """Have `open` wait for nobody any more."""
+        self._stopped = True
+
     def _claim(self) -> None:
         """Make the directory, and be the only one that saves there."""
         if self._lock_fd >= 0 and not leads_to(self.directory, self._lock_fd):
             self._unlock()  # removed, or replaced by another one
         if self._lock_fd < 0:
             make_directory(self.directory)
-            self._lock_fd = lock_directory(self.directory)
+            self._lock()
         _retention.remove_dead(self.directory)
+
+    def _lock(self) -> None:
+        """Take the directory's lock, after those of this process that nobody has any more.
+
+        One that was dropped has it until it is collected, and until what it saves is durable.
+        """
+        shared = self.setup.drives is None or self.setup.store.size == 1
+        looked = False
+        while self._lock_fd < 0:
+            try:
+                self._lock_fd = lock_directory(self.directory, "" if shared else _ONE_DIRECTORY)
+                return
+            except TransferError as busy:
+                if busy.errno != errno.EBUSY or self._stopped:
+                    raise
+                if looked and not any(saver.ends_in(self.directory) for saver in _known()):
+                    raise
+            if not looked:
+                gc.collect()
+                looked = True
+            time.sleep(_LOOK_S / 10)
+
+    def ends_in(self, directory: str) -> bool:
+        """Whether this has been closed or dropped, and gives that directory back soon."""
+        here = self.closed and os.getpid() == self._pid
+        return here and self._lock_fd >= 0 and leads_to(directory, self._lock_fd)
 
     def _unlock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
@@ -357,6 +422,12 @@ class SaveCall:
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
+def _known() -> list[Saver]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread makes or drops one just now
+            return list(_savers)
+
+
 def _no_thread(failed: BaseException) -> None:
     logger.error("the end of a Checkpointer was not waited for: %s", failed)
 
@@ -364,7 +435,7 @@ def _no_thread(failed: BaseException) -> None:
 def _at_exit() -> None:
     """All that was begun is finished; what failed, and nobody was told of, is raised."""
     failure: BaseException | None = None
-    for saver in list(_savers):
+    for saver in _known():
         if saver.released:
             continue
         try:

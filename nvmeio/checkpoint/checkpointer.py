@@ -64,7 +64,9 @@ class Checkpointer(ClosingWork):
     read the *oldest* file for long, or map it (``torch.load(mmap=True)``), should hold a shared
     flock too, or make a hard link of it, which is never overwritten; or pass ``recycle=False``.
 
-    Several processes may restore from a directory while one saves into it.
+    One Checkpointer saves into a directory, from when it is made until it is closed or dropped.
+    Others, in this process and in others, restore from it meanwhile: those are made with
+    ``read_only=True``, and take no more than the right to read.
 
     With a process group all its ranks save together, and each must call every save in the same
     order with the same step. Nothing is sent through the group, so that the background never meets
@@ -78,9 +80,9 @@ class Checkpointer(ClosingWork):
     they have, and send each other what they read.
 
     Args:
-        directory: Made by the first save if it is missing, one level. One Checkpointer saves into
-            it. With ``shared=False`` each rank's own, or a list: it saves into the first, and
-            restores from all of them.
+        directory: Made if it is missing, one level. That it can be written in, and that no other
+            Checkpointer saves there, is tried at once. With ``shared=False`` each rank's
+            own, or a list: it saves into the first, and restores from all of them.
         keep: How many checkpoints stay whole at every moment, 1 or more. A directory with more
             loses its oldest ones at the first save.
         handle: Moves the bytes, and stays open. None opens one with the setting that is stored
@@ -104,10 +106,18 @@ class Checkpointer(ClosingWork):
             parts. The same on all ranks.
         shared: Whether the ranks' directory is one that all of them see. False: each has one of its
             own, on its own drive; what the ranks have is compared at the first save.
+        overwrite: Let the first save be of a step that is not after the latest one there, though
+            none of them was restored by this Checkpointer. Without, it is refused: a new run in an
+            old run's directory would overwrite that one's checkpoints. Saves after it go by the
+            order of saving, whatever their steps.
+        read_only: Restore only, from a directory that need not be writable, that another one saves
+            into, or that is not there yet. Nothing is made, locked or removed; saves are refused.
 
     Raises:
         TypeError, ValueError: A parameter is none of these.
-        TransferError: `directory` is a file.
+        TransferError: `directory` is a file, cannot be made, or cannot be written in; another
+            Checkpointer saves into it. With a process group the other ranks are told: their first
+            save, or restore together, raises.
 
     Cost: the memory of one snapshot, allocated by the first save and kept; 48 MiB of staging, and
     the handle's own.
@@ -129,6 +139,8 @@ class Checkpointer(ClosingWork):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         writers: str | int = "all",
         shared: bool = True,
+        overwrite: bool = False,
+        read_only: bool = False,
     ) -> None:
         with being_made(process_group):
             paths = _checked_directories(directory, shared)
@@ -145,6 +157,7 @@ class Checkpointer(ClosingWork):
             writers = _writers.checked(writers, layout, ranks_of(process_group))
             self._store = store_of(process_group, path)
         self._keep = keep
+        self._read_only = bool(read_only)
         self._closing: UnderWay[None] | None = None
         self._saver = Saver(
             path,
@@ -158,7 +171,14 @@ class Checkpointer(ClosingWork):
             recycle=bool(recycle),
             writers=writers,
             drives=None if shared else OwnDrives(paths),
+            overwrite=bool(overwrite),
         )
+        if not read_only:
+            try:
+                run_interruptible(self._saver.open, self._saver.stop_opening)
+            except BaseException:
+                run_interruptible(self._saver.abandon)
+                raise
 
     # Saving
 
@@ -179,6 +199,8 @@ class Checkpointer(ClosingWork):
                 returns.
             step: The number of the checkpoint, 0 or more. One that exists is replaced, at once. A
                 smaller one than before is the latest all the same: the order is that of saving.
+                The first one has to be after the latest that is there, unless one was restored by
+                this Checkpointer (whichever), or it was made with ``overwrite=True``.
             progress: Told, in the background, how far the writing is:
                 ``progress(what, done_bytes, total_bytes)``, of this rank's part; see
                 `nvmeio.progress`. What it raises is why the save fails.
@@ -189,10 +211,13 @@ class Checkpointer(ClosingWork):
         Raises:
             Exception: The failure of the save before, which nobody has seen yet. The state was not
                 saved: call again.
-            TransferError: Another Checkpointer saves into the directory; with several ranks, one
-                failed or is gone; where the state is larger than `memory_bytes`, the disk is full
-                or the drive failed.
-            ValueError: `step` is negative; the ranks do not save the same.
+            TransferError: This is the first save, and would begin anew over what is there (a
+                `FileExistsError`; nothing was changed, and another save may follow). Another
+                Checkpointer has the directory since it was replaced; with several ranks, one failed
+                or is gone; where the state is larger than `memory_bytes`, the disk is full or the
+                drive failed.
+            ValueError: `step` is negative; the ranks do not save the same; this was made with
+                ``read_only=True``.
             TypeError: `step` is no int.
             MemoryError: There is no room for the snapshot.
             ClosedError: It is closed, or belongs to the parent of this forked process.
@@ -224,6 +249,11 @@ class Checkpointer(ClosingWork):
 
     def _save_call(self, step: int, progress: Progress | None) -> SaveCall:
         try:
+            if self._read_only:
+                raise ValueError(
+                    f"the Checkpointer of {self.directory} was made with read_only=True, and saves "
+                    "nothing: make another one without"
+                )
             return SaveCall(_checked_step(step), progress)
         except Exception as refused:
             if self._store.size == 1:
@@ -396,9 +426,16 @@ class Checkpointer(ClosingWork):
             _checks.integer("rank", rank, 0)
         size, own, drives = self._store.size, self._store.rank, self._saver.setup.drives
         wanted = Wanted[Any](self.directory, number, rank, size, own, begun.next)
-        if drives is None:
-            return partial(restore, wanted)
-        return partial(restore_parts, wanted, drives)
+        load = partial(restore, wanted)
+        if drives is not None:
+            load = partial(restore_parts, wanted, drives)
+
+        def work(how: HowToLoad) -> Any:
+            state = load(how)
+            self._saver.lineage.goes_on = True
+            return state
+
+        return work
 
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.

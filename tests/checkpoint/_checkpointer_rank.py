@@ -205,7 +205,7 @@ def sync_nothing() -> None:
 def save(me: Rank) -> None:
     """New files, then recycled ones, in every way to save."""
     reports = []
-    with me.new(keep=1) as checkpointer:
+    with me.new(keep=1, overwrite=True) as checkpointer:
         for step in (1, 2):
             me.saved(checkpointer, step)
         me.meet_others()
@@ -571,7 +571,7 @@ def refused(me: Rank) -> None:
     What was counted was each rank's own: no save of theirs came about again.
     """
     refusals: list[dict[str, Any]] = [{"process_group": "world"}, {"keep": 0}]
-    for wrong in refusals:
+    for step, wrong in enumerate(refusals, 1):
         if me.rank == 0:
             with me.raises((TypeError, ValueError), f"{next(iter(wrong))} must be"):
                 nvmeio.Checkpointer(me.folder, **{"process_group": dist.group.WORLD, **wrong})
@@ -589,7 +589,7 @@ def refused(me: Rank) -> None:
                 checkpointer.restore(together=True)
         me.meet_others()
         with me.new() as checkpointer:
-            me.saved(checkpointer, 2)
+            me.saved(checkpointer, step)
             me.meet_others()
     # Or it comes again while they wait; then nothing is left out
     if me.rank == 0:
@@ -875,17 +875,47 @@ def busy(me: Rank) -> None:
     """Somebody else saves there: all ranks are told."""
     if me.rank == 0:
         other = nvmeio.Checkpointer(me.folder)
-        other.save_sync({}, 0)
-        other.wait_sync()
-    with me.new() as checkpointer:
-        with me.raises(nvmeio.TransferError, "another Checkpointer") as told:
+    me.meet_others()
+    for restoring in (False, True):
+        with (
+            me.raises(nvmeio.TransferError, "another Checkpointer") as told,
+            me.new() as checkpointer,  # refused to rank 0, and the others hear of it
+        ):
+            if restoring:
+                checkpointer.restore(together=True)
             checkpointer.save_sync(me.state(1), 1)
         assert told[0].errno == errno.EBUSY
         me.meet_others()
-        if me.rank == 0:
-            other.close()
-        me.meet_others()
+    if me.rank == 0:
+        other.close()
+    with me.new() as checkpointer:
         me.saved(checkpointer, 1)
+        me.meet_others()
+
+
+def anew(me: Rank) -> None:
+    """A new run in an old run's directory: all ranks are refused, or none."""
+    with me.new() as checkpointer:
+        me.saved(checkpointer, 5)
+        me.meet_others()
+    with me.new() as checkpointer:
+        with me.raises(FileExistsError, "step 5 is the latest", "overwrite=True"):
+            checkpointer.save_sync(me.state(2), 2)
+        me.meet_others()
+        assert checkpointer.steps() == [5]
+        me.meet_others()
+        # One restores, and sends it to the others maybe; from drives of their own it takes all.
+        if me.rank == me.world - 1 or checkpointer._saver.setup.drives is not None:
+            checkpointer.restore()
+        me.saved(checkpointer, 2)
+        me.meet_others()
+    with me.new(overwrite=me.rank == 0) as checkpointer:
+        me.saved(checkpointer, 1)
+        me.meet_others()
+    with me.new(read_only=me.rank == 0) as checkpointer:
+        error = ValueError if me.rank == 0 else nvmeio.TransferError
+        with me.raises(error, "read_only=True"):
+            checkpointer.save_sync(me.state(9), 9)
         me.meet_others()
 
 
@@ -928,7 +958,8 @@ WORK: dict[str, Callable[..., bool | None]] = {
         resume,
         leave,
         subgroups,
-        devices,
+        busy,
+        anew,
         busy,
         drop,
     )

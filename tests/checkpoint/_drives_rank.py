@@ -31,6 +31,7 @@ from checkpoint._checkpointer_rank import (
 )
 
 import nvmeio
+from nvmeio._storage import locks
 from nvmeio.checkpoint import _job_parts, _part_ranks, _ranks, _restoring_parts
 
 
@@ -84,10 +85,19 @@ def shares(me: Rank) -> None:
 def mistakes(me: Rank) -> None:
     """Directories that are not what `shared` says, and what does not go together."""
     with_drives(me, "mistakes", "one")
+    become_writer = locks.become_writer
     mine = me.folder
     me.folder = me.notes / "same"
+    with (
+        me.raises(nvmeio.TransferError, "EBUSY", "the same directory", "leave shared=False out"),
+        me.new() as checkpointer,  # one of them has its lock
+    ):
+        checkpointer.save_sync(replicated(1), 1)
+    me.meet_others()
+    locks.become_writer = lambda fd: True  # a file system without locks
     with me.new() as checkpointer, me.raises(ValueError, "ranks 0 and 1", "the same directory"):
         checkpointer.save_sync(replicated(1), 1)
+    locks.become_writer = become_writer
     me.meet_others()
     assert os.listdir(me.folder) == []
     me.folder = mine
@@ -247,7 +257,8 @@ def lost(me: Rank) -> None:
         # A drive that fails while it is read
         me.read_errno = errno.EIO if me.rank == 1 else 0
         with me.raises(nvmeio.TransferError, "EIO", "" if me.rank else "rank 1 of 2"):
-            Rank.new(me, shared=False, handle=checkpointer._saver.open_handle).restore(6)
+            handle = checkpointer._saver.open_handle
+            Rank.new(me, shared=False, read_only=True, handle=handle).restore(6)
         me.read_errno = 0
         assert same(checkpointer.restore(6), me.state(6))
 

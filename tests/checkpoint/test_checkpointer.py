@@ -413,7 +413,7 @@ async def test_a_wrong_step(step: Any, error: Any, new: Any, directory: Path) ->
             checkpointer.restore(step)
         with pytest.raises(error, match="step must be"):
             await checkpointer.async_restore(step)
-    assert not directory.exists()
+    assert names(directory) == []
 
 
 def test_steps_of_every_kind(new: Any, directory: Path) -> None:
@@ -456,11 +456,8 @@ def test_a_directory_that_is_deep_relative_or_a_link(
         checkpointer.wait_sync()
         assert checkpointer.steps() == [2, 3]
     (tmp_path / "dangling").symlink_to("nowhere")
-    with (
-        nvmeio.Checkpointer(tmp_path / "dangling") as checkpointer,
-        pytest.raises(nvmeio.TransferError, match="dangling"),
-    ):
-        checkpointer.save_sync(state_of(0), 0)
+    with pytest.raises(nvmeio.TransferError, match="dangling"):
+        nvmeio.Checkpointer(tmp_path / "dangling")
 
 
 # A save that nobody awaits

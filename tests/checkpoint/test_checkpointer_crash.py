@@ -41,7 +41,8 @@ def whole(found):
 
 def write_for_ever(turn, count, tell):
     options = {"handle": nvmeio.AioHandle(engine="threads")} if turn % 3 else {}
-    ckpt = nvmeio.Checkpointer(folder, keep=KEEP, layout=layout, recycle=turn % 5 != 0, **options)
+    ckpt = nvmeio.Checkpointer(folder, keep=KEEP, layout=layout, recycle=turn % 5 != 0,
+                               overwrite=True, **options)
     step = max((ckpt.latest_step() or 0) + moments.choice((1, 1, 1, 0, -2)), 0)
     while True:
         ckpt.save_sync(state(count, step), step)
@@ -54,7 +55,7 @@ def write_for_ever(turn, count, tell):
         count, step = count + 1, step + 1
 
 torch.set_num_threads(1)
-looking = nvmeio.Checkpointer(folder, layout=layout)
+looking = nvmeio.Checkpointer(folder, layout=layout, read_only=True)
 began = time.monotonic()
 with nvmeio.Checkpointer(folder, keep=KEEP, layout=layout) as first:
     for step in range(KEEP):
@@ -115,7 +116,7 @@ while turn < turns or (within <= turns // 20 and turn < 5 * turns):
     within += bool(left)
     left_before = left
 
-with nvmeio.Checkpointer(folder, keep=KEEP, layout=layout) as last:
+with nvmeio.Checkpointer(folder, keep=KEEP, layout=layout, overwrite=True) as last:
     last.save_sync(state(count + 1, 0), 0)
 assert looking.latest_step() == 0 and looking.restore()["count"] == count + 1
 assert all(name == "latest" or name.startswith("step-") for name in os.listdir(folder))
@@ -195,8 +196,8 @@ def test_what_is_being_written_is_no_leftover(
         checkpointer.save_sync(state_of(step), step)
         engine_held.wait_until_begun(begun + 1)
         nvmeio.save(state_of(9), directory / "other.pt")
-        with nvmeio.Checkpointer(directory) as other, pytest.raises(nvmeio.TransferError):
-            other.save_sync({}, 5)
+        with pytest.raises(nvmeio.TransferError, match="another Checkpointer"):
+            nvmeio.Checkpointer(directory)
         engine_held.gate.set()
         report = checkpointer.wait_sync()
         assert report is not None and report.recycled

@@ -233,6 +233,7 @@ def test_the_directory_is_removed(
 
 def test_the_directory_turns_into_a_file(new: Any, directory: Path) -> None:
     checkpointer = new()
+    directory.rmdir()
     directory.write_bytes(b"")
     with pytest.raises(NotADirectoryError):
         checkpointer.save_sync(state_of(0), 0)
@@ -249,21 +250,17 @@ def test_a_directory_that_is_not_writable(new_handle: Any) -> None:
     try:
         folder.chmod(0o755)
         checkpointer = nvmeio.Checkpointer(folder, handle=handle)
-        below = nvmeio.Checkpointer(folder / "below", handle=handle)
         os.seteuid(65534)
         try:
             checkpointer.save_sync(state_of(0), 0)
             with pytest.raises(PermissionError, match="must be writable"):
                 checkpointer.wait_sync()
-            with pytest.raises(PermissionError, match="below"):
-                below.save_sync(state_of(0), 0)
         finally:
             os.seteuid(0)
         assert names(folder) == []
-        for each in (checkpointer, below):
-            each.save_sync(state_of(1), 1)
-            each.close()
-            assert each.steps() == [1]
+        checkpointer.save_sync(state_of(1), 1)
+        checkpointer.close()
+        assert checkpointer.steps() == [1]
     finally:
         shutil.rmtree(folder)
 
@@ -549,7 +546,7 @@ async def test_use_after_close(new: Any, directory: Path) -> None:
 
 def test_closing_without_a_save(new: Any, directory: Path) -> None:
     new().close()
-    assert not directory.exists()
+    assert names(directory) == []
 
 
 async def test_closing_beside_saves(new: Any) -> None:
@@ -573,22 +570,12 @@ def test_dropped_while_it_writes(directory: Path, engine_held: HeldEngine, new_h
         del checkpointer
         spin_until(lambda: gc.collect() >= 0 and bool(told.list))
     engine_held.gate.set()
-    with nvmeio.Checkpointer(directory) as another:
-        spin_until(lambda: another.latest_step() == 0)
-        spin_until(lambda: saves(another))
+    with nvmeio.Checkpointer(directory) as another:  # once nobody else has the directory
+        assert another.latest_step() == 0
+        another.save_sync(state_of(1), 1)
+        another.wait_sync()
         assert another.steps() == [0, 1]
         assert_same(another.restore(0), state_of(0))
-
-
-def saves(checkpointer: nvmeio.Checkpointer) -> bool:
-    """Once nobody else has the directory any more."""
-    try:
-        checkpointer.save_sync(state_of(1), 1)
-    except nvmeio.TransferError as busy:
-        assert busy.errno == errno.EBUSY
-        return False
-    checkpointer.wait_sync()
-    return True
 
 
 def test_dropped_with_a_failure(
@@ -613,5 +600,5 @@ def test_dropped_when_all_is_well(directory: Path) -> None:
     checkpointer.wait_sync()
     del checkpointer
     with nvmeio.Checkpointer(directory) as another:
-        spin_until(lambda: gc.collect() >= 0 and saves(another))
+        another.save_sync(state_of(1), 1)
     assert another.steps() == [0, 1]

@@ -76,15 +76,13 @@ def test_restoring_is_careful(new: Any) -> None:
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_nothing_to_restore(missing: bool, new: Any, directory: Path) -> None:
-    checkpointer = new()
-    if not missing:
-        directory.mkdir()
+    checkpointer = new(read_only=missing)
     assert checkpointer.steps() == [] and checkpointer.latest_step() is None
     with pytest.raises(FileNotFoundError, match="no complete checkpoint yet"):
         checkpointer.restore()
     with pytest.raises(FileNotFoundError, match="no step 3; there is none at all"):
         checkpointer.restore(3)
-    assert directory.exists() is not missing  # only a save makes it
+    assert directory.exists() is not missing  # who only restores makes nothing
 
 
 def test_the_order_of_a_save(
@@ -668,7 +666,7 @@ def test_layouts_may_follow_each_other(directory: Path) -> None:
 def test_a_step_in_both_layouts(directory: Path) -> None:
     """The one that was completed last is restored."""
     for layout in ("one", "per_rank"):
-        with nvmeio.Checkpointer(directory, layout=layout) as checkpointer:
+        with nvmeio.Checkpointer(directory, layout=layout, overwrite=True) as checkpointer:
             checkpointer.save_sync({"layout": layout}, 1)
     assert checkpointer.steps() == [1]
     assert checkpointer.restore() == checkpointer.restore(1) == {"layout": "per_rank"}

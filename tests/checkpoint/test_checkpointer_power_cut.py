@@ -115,7 +115,7 @@ def test_what_was_durable_is_there_after_a_loss_of_power(
         image = tmp_path / f"image{number}"
         log.image(at, image, chance)
         durable = max((e.what[0] for e in log.events[:at] if e.kind == "durable"), default=-1)
-        there = nvmeio.Checkpointer(image / "checkpoints", KEEP, handle)
+        there = nvmeio.Checkpointer(image / "checkpoints", KEEP, handle, read_only=True)
         steps = there.steps()
         latest = there.latest_step()
         assert durable < 0 or (latest is not None and latest >= durable)
@@ -160,7 +160,7 @@ def test_ranks_with_drives_of_their_own_find_one_step_after_a_loss_of_power(
         log.image(at, image, chance)
         durable = max((e.what[0] for e in log.events[:at] if e.kind == "durable"), default=-1)
         drives = [image / f"rank-{rank:05d}" for rank in range(world)]
-        there = nvmeio.Checkpointer(drives, KEEP, handle, shared=False)
+        there = nvmeio.Checkpointer(drives, KEEP, handle, shared=False, read_only=True)
         steps, latest = there.steps(), there.latest_step()
         assert durable < 0 or (latest is not None and latest >= durable)
         assert len(steps) >= min(durable + 1, KEEP)

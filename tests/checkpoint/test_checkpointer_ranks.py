@@ -200,6 +200,12 @@ def test_a_directory_that_somebody_else_has(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "busy", tmp_path)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_new_run_in_an_old_directory(layout: str, ranks: Any, tmp_path: Path) -> None:
+    """What was there went, one save after the other."""
+    ranks(2, "anew", tmp_path, layout)
+
+
 def test_a_rank_that_does_not_come(ranks: Any, tmp_path: Path) -> None:
     ranks(2, "late", tmp_path)
 

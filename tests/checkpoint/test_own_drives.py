@@ -34,6 +34,7 @@ def ranks() -> Iterator[Callable[..., None]]:
         (2, [("save", "one"), ("save", "per_rank"), ("some_write", "one"), ("guard", "one")]),
         (2, [("guard", "per_rank"), ("fail", "one"), ("fail", "per_rank")]),
         (2, [("disagree", "one"), ("cancel", "one"), ("late", "one"), ("many", "one")]),
+        (2, [("anew", "one"), ("anew", "per_rank")]),
         (4, [("save", "one"), ("some_write", "one"), ("fail", "one"), ("save", "per_rank")]),
     ],
 )
@@ -80,7 +81,7 @@ def test_other_ranks_and_one_process_restore(ranks: Any, tmp_path: Path) -> None
         ranks(world, "restore", tmp_path, saved_by=4)
     for layout in ("one", "per_rank"):
         drives = [tmp_path / f"save-{layout}" / f"drive-{rank}" for rank in range(4)]
-        alone = nvmeio.Checkpointer(drives, shared=False)
+        alone = nvmeio.Checkpointer(drives, shared=False, read_only=True)
         wanted = replicated(6) if layout == "one" else [own(6, rank) for rank in range(4)]
         assert alone.steps() == [5, 6]
         found = alone.restore()
@@ -88,7 +89,7 @@ def test_other_ranks_and_one_process_restore(ranks: Any, tmp_path: Path) -> None
         nvmeio.save(found, tmp_path / "whole.pt")
         assert same(torch.load(tmp_path / "whole.pt"), wanted)
         with pytest.raises(FileNotFoundError, match=r"nobody has 3; .* give each of them several"):
-            nvmeio.Checkpointer(drives[:3], shared=False).restore()
+            nvmeio.Checkpointer(drives[:3], shared=False, read_only=True).restore()
         assert same(alone.restore(5, rank=2), own(5, 2) if layout == "per_rank" else replicated(5))
 
 

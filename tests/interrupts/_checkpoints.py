@@ -266,7 +266,7 @@ class Checkpointers(Scenario):
 
     async def awork(self) -> Any:
         async with nvmeio.Checkpointer(
-            self.folder / "saved", keep=1, handle=self.given
+            self.folder / "saved", keep=1, handle=self.given, overwrite=True
         ) as checkpointer:
             await checkpointer.save(state(self.step), self.step)
         with_ = nvmeio.Checkpointer(self.folder / "saved", keep=1, handle=self.given)

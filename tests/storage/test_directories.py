@@ -21,7 +21,7 @@ STATE = {"weight": torch.ones(40, 30)}
 
 
 def checkpointer(path: Path) -> None:
-    with nvmeio.Checkpointer(path) as made:
+    with nvmeio.Checkpointer(path, overwrite=True) as made:
         made.save_sync(STATE, 1)
 
 
