@@ -19,7 +19,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
@@ -66,6 +66,13 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
         super().__init__(auto_mkdir=auto_mkdir, **storage_options)
         self._handle = handle
 
+    def __reduce__(self) -> Any:
+        """A copy in another process opens handles of its own: this one's stays here."""
+        if self._handle is None:
+            return super().__reduce__()
+        options = {**self.storage_options, "auto_mkdir": self.auto_mkdir, "handle": None}
+        return _made_again, (type(self), options)
+
     @property
     def fsid(self) -> str:
         """What tells this file system's paths from those of others."""
@@ -92,7 +99,7 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
     ) -> Any:
         path = self._strip_protocol(path)
         if mode == "rb" and os.path.isfile(path) and os.path.getsize(path) > _SMALL_BYTES:
-            return io.BufferedReader(_Reading(path, self._handle), _SMALL_BYTES)
+            return _Buffered(self, path)
         if mode not in ("wb", "xb"):
             return super()._open(path, mode, block_size, autocommit=autocommit, **kwargs)
         if self.auto_mkdir:
@@ -102,8 +109,36 @@ class NvmeFileSystem(LocalFileSystem):  # type: ignore[misc]
         return _Writing(path, self._handle, autocommit)
 
 
+def _made_again(kind: type[NvmeFileSystem], options: dict[str, Any]) -> NvmeFileSystem:
+    return kind(**options)
+
+
+def _opened_again(fs: NvmeFileSystem, path: str, position: int) -> Any:
+    file = fs._open(path, "rb")
+    file.seek(position)
+    return file
+
+
+class _Buffered(io.BufferedReader):
+    """A file that is read through nvmeio, with what fsspec's own local ones have."""
+
+    def __init__(self, fs: NvmeFileSystem, path: str) -> None:
+        super().__init__(_Reading(path, fs._handle), _SMALL_BYTES)
+        self.fs = fs
+        self.path = path
+        self.size = os.stat(path).st_size
+
+    @property
+    def mode(self) -> str:
+        return "rb"
+
+    def __reduce__(self) -> Any:
+        """Opened again where it is unpickled, at the same position, by the same name."""
+        return _opened_again, (self.fs, self.path, self.tell())
+
+
 class _Reading(io.RawIOBase):
-    """A file that is read through nvmeio."""
+    """What is below that."""
 
     def __init__(self, path: str, handle: AioHandle | None) -> None:
         super().__init__()
@@ -212,6 +247,12 @@ class _Writing(Discarding, io.RawIOBase):
             self.discard()
             raise
         super().close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            f"{self.name} is open for writing, and the bytes so far are in this process: close it, "
+            "and pickle its name"
+        )
 
     def commit(self) -> None:
         """Give the file its name; for transactions."""

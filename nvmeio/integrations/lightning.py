@@ -87,8 +87,19 @@ class NvmeCheckpointIO:
             ValueError: The path is a URL.
             TransferError: The disk is full, or failed; an older file is untouched.
         """
-        target = _prepared(path, storage_options)
+        target = self._prepared(path, storage_options)
         save(checkpoint, target, checksum=self._checksum, handle=self._handle)
+
+    def _prepared(self, path: str | os.PathLike[str], storage_options: Any | None) -> str:
+        if storage_options is not None:  # in Lightning's words: others may look for them
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is "
+                f"not supported for `{type(self).__name__}`. Please implement your custom "
+                "`CheckpointIO` to define how you'd like to use `storage_options`."
+            )
+        target = _local(path)
+        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+        return target
 
     def load_checkpoint(
         self,
@@ -188,7 +199,7 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
             TypeError, ValueError: As `NvmeCheckpointIO.save_checkpoint`.
             TransferError: An earlier save failed. This one was not begun.
         """
-        self._saver.save(checkpoint, _prepared(path, storage_options))
+        self._saver.save(checkpoint, self._prepared(path, storage_options))
         if threading.get_ident() != self._thread:
             self.wait()
 
@@ -300,14 +311,6 @@ def _register(plugin: type) -> None:
     """
     for name in lightning_modules(_PLUGIN_MODULES):
         importlib.import_module(name).CheckpointIO.register(plugin)
-
-
-def _prepared(path: str | os.PathLike[str], storage_options: Any | None) -> str:
-    if storage_options is not None:
-        raise TypeError("storage_options are for remote file systems; NvmeCheckpointIO has none")
-    target = _local(path)
-    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-    return target
 
 
 def _local(path: str | os.PathLike[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,54 @@ def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
     with fsspec.open(url(tmp_path / "state.pt"), "rb") as file:
         found = torch.load(file, weights_only=True)
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 3 * MiB])
+@pytest.mark.parametrize("protocol", ["nvmeio", "file"])
+def test_a_file_that_is_read_is_pickled_with_its_position(
+    protocol: str, nbytes: int, tmp_path: Path
+) -> None:
+    """As fsspec's own: dask and Ray send them to workers. A large one could not be pickled."""
+    data = random_bytes(nbytes)
+    (tmp_path / "file").write_bytes(data)
+    fs = fsspec.filesystem(protocol)
+    with fs.open(str(tmp_path / "file"), "rb") as file:
+        assert file.read(600) == data[:600]
+        assert (file.mode, file.size, file.path) == ("rb", nbytes, str(tmp_path / "file"))
+        copy = pickle.loads(pickle.dumps(file))
+        with copy:
+            assert copy.tell() == 600
+            assert copy.fs == fs
+            assert copy.read() == data[600:]
+        assert file.tell() == 600
+        assert file.read() == data[600:]
+
+
+@pytest.mark.parametrize("protocol", ["nvmeio", "file"])
+def test_a_file_that_is_written_is_not_pickled(protocol: str, tmp_path: Path) -> None:
+    fs = fsspec.filesystem(protocol)
+    with fs.open(str(tmp_path / "file"), "wb") as file:
+        file.write(b"some")
+        with pytest.raises(ValueError, match=r"open.* writ"):
+            pickle.dumps(file)
+        file.write(b" more")
+    assert (tmp_path / "file").read_bytes() == b"some more"
+
+
+def test_a_file_is_pickled_without_the_handle_of_the_caller(tmp_path: Path) -> None:
+    """The handle stays where it is: what is unpickled moves its bytes by one of its own."""
+    data = random_bytes(3 * MiB)
+    (tmp_path / "file").write_bytes(data)
+    with nvmeio.AioHandle() as handle:
+        for arguments, named in (((True, handle), {}), ((), {"handle": handle})):
+            fs = files.NvmeFileSystem(*arguments, **named, skip_instance_cache=True)
+            with fs.open(str(tmp_path / "file"), "rb") as file:
+                sent = pickle.dumps(file)
+            moved = handle.stats.bytes_read
+            with pickle.loads(sent) as copy:
+                assert copy.read() == data
+                assert copy.fs.auto_mkdir == fs.auto_mkdir
+            assert handle.stats.bytes_read == moved
 
 
 def test_a_handle_of_the_caller_is_used(tmp_path: Path) -> None:

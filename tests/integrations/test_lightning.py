@@ -355,8 +355,14 @@ def test_directories_are_removed_too(plugin: NvmeCheckpointIO, tmp_path: Path) -
 
 
 def test_what_cannot_be_is_refused(plugin: NvmeCheckpointIO, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="storage_options"):
+    stock = importlib.import_module("lightning.fabric.plugins.io.torch_io").TorchCheckpointIO()
+    with pytest.raises(TypeError, match="storage_options") as refused:
+        stock.save_checkpoint({}, tmp_path / "a", storage_options={})
+    with pytest.raises(TypeError, match="storage_options") as caught:
         plugin.save_checkpoint({}, tmp_path / "a", storage_options={})
+    assert str(caught.value) == str(refused.value).replace(
+        "TorchCheckpointIO", type(plugin).__name__
+    )
     for call in (
         lambda: plugin.save_checkpoint({}, "s3://a/b"),
         lambda: plugin.load_checkpoint("s3://a"),
