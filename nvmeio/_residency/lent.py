@@ -100,22 +100,26 @@ def lease_now(pool: PinnedPool, nbytes: int) -> tuple[Lease, torch.Tensor] | Non
 
 
 def laid_over(
-    memory: torch.Tensor, places: Iterable[tuple[int, torch.dtype, tuple[int, ...]]]
+    memory: torch.Tensor,
+    places: Iterable[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]],
 ) -> list[torch.Tensor]:
-    """Contiguous tensors over memory, each from a byte on that suits its dtype.
+    """Tensors over memory: from a byte on that suits a dtype, of a shape, with strides.
+
+    Strides of () are those of row-major order.
 
     By one call of torch each: with every call a thread lets go of the interpreter's lock, and waits
     for it again in the middle of the model's computation.
     """
     found: list[torch.Tensor] = []
     typed: dict[torch.dtype, torch.Tensor] = {}
-    for start, dtype, shape in places:
+    for start, dtype, shape, strides in places:
         if 0 in shape:
             found.append(torch.empty(shape, dtype=dtype, device=memory.device))
             continue
         if dtype not in typed:
             typed[dtype] = memory.view(dtype)
-        found.append(typed[dtype].as_strided(shape, _strides(shape), start // dtype.itemsize))
+        first = start // dtype.itemsize
+        found.append(typed[dtype].as_strided(shape, strides or _strides(shape), first))
     return found
 
 

@@ -357,11 +357,11 @@ class SlotPools:
                     out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
                 else:
                     own = _device.empty(weight.converted_bytes, self.device)
-                    (out,) = laid_over(own, [(0, weight.dtype, weight.shape)])
+                    (out,) = laid_over(own, [(0, weight.dtype, weight.shape, ())])
             else:
                 if room is None:
                     raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
-                (out,) = laid_over(room, [(at, weight.dtype, weight.shape)])
+                (out,) = laid_over(room, [(at, weight.dtype, weight.shape, ())])
                 at += round_up(weight.converted_bytes, TENSOR_ALIGNMENT)
             if unit.experts is None or index not in unit.experts.weights:
                 _convert(weight, parts, out)
@@ -443,7 +443,7 @@ def _weights_in(slot: Slot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
     unit = slot.unit
     parts = [part for weight in unit.weights for part in weight.parts]
     places = zip(unit.layout.starts, parts, strict=True)
-    laid = iter(laid_over(slot.memory, ((start, p.dtype, p.shape) for start, p in places)))
+    laid = iter(laid_over(slot.memory, ((start, p.dtype, p.shape, ()) for start, p in places)))
     for weight in unit.weights:
         yield weight, list(itertools.islice(laid, len(weight.parts)))
 

@@ -16,7 +16,7 @@ from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._subgroups import Piece, Subgroup, cut
-from nvmeio.offload._tensors import local
+from nvmeio.offload._tensors import local, own_strides, strides_of
 
 
 class Cuts(NamedTuple):
@@ -113,22 +113,32 @@ class Cuts(NamedTuple):
         step_dtype = how.master_dtype or tensor.dtype
         if how.master_dtype is not None and not tensor.dtype.is_floating_point:
             step_dtype = tensor.dtype
-        contiguous = param_store is not None or tensor.is_contiguous()
-        staged = (
-            step_dtype != tensor.dtype
-            or param_store is not None
-            or not contiguous
-            or where != how.device
-        )
+        if param_store is None:
+            strides, grad_strides = strides_of(tensor), own_strides(tensor)
+            in_order = tensor.is_contiguous()
+        else:
+            strides = grad_strides = param_store.strides_of(parameter)
+            in_order = not strides
+        staged = step_dtype != tensor.dtype or param_store is not None or where != how.device
         kinds = self.stepper.kinds(group, group_number, step_dtype, param.shape)
         stored = staged or how.recoverable
         whole = Piece(
-            number, 0, tensor.numel(), param.shape, step_dtype, tensor.dtype, kinds, staged, stored
+            number,
+            0,
+            tensor.numel(),
+            param.shape,
+            step_dtype,
+            tensor.dtype,
+            kinds,
+            staged,
+            stored,
+            strides,
+            grad_strides,
         )
         nbytes = whole.record_nbytes + (
             whole.numel * tensor.dtype.itemsize if self.settings.on_disk else 0
         )
-        if self.stepper.splits(step_dtype) and contiguous and nbytes > most_bytes:
+        if self.stepper.splits(step_dtype) and in_order and nbytes > most_bytes:
             each = nbytes / max(1, whole.numel)
             for start, stop in cut(whole.numel, each, most_bytes):
                 param.pieces.append(

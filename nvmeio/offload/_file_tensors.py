@@ -35,7 +35,10 @@ class FilePart(NamedTuple):
 
 
 def file_tensor(
-    parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...]
+    parts: Sequence[FilePart],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """One tensor over parts of files, end to end.
 
@@ -47,6 +50,7 @@ def file_tensor(
         parts: In order; together the tensor's bytes.
         dtype: Of the elements.
         shape: Of the tensor.
+        strides: Of its elements in these bytes, without gaps; () for row-major order.
 
     Cost: no memory where all parts but the last are whole pages on page boundaries; else a copy.
 
@@ -56,7 +60,7 @@ def file_tensor(
     if not total:
         return torch.empty(shape, dtype=dtype)
     if not _maps(parts):
-        return _copied(parts, dtype, shape)
+        return _shaped(_copied(parts, dtype), shape, strides)
     lead = parts[0].offset % PAGE_BYTES
     room = mmap.mmap(-1, lead + total)
     at = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -76,7 +80,11 @@ def file_tensor(
         at += nbytes
     # The object owns the addresses, and with them what was mapped over them since.
     flat = torch.frombuffer(room, dtype=dtype, count=total // dtype.itemsize, offset=lead)
-    return flat.view(shape)
+    return _shaped(flat, shape, strides)
+
+
+def _shaped(flat: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, strides) if strides else flat.view(shape)
 
 
 def _maps(parts: Sequence[FilePart]) -> bool:
@@ -84,7 +92,7 @@ def _maps(parts: Sequence[FilePart]) -> bool:
     return len(parts) == 1 or (inner and all(each.offset % PAGE_BYTES == 0 for each in parts))
 
 
-def _copied(parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _copied(parts: Sequence[FilePart], dtype: torch.dtype) -> torch.Tensor:
     data = bytearray(sum(each.nbytes for each in parts))
     at = 0
     for each in parts:
@@ -98,4 +106,4 @@ def _copied(parts: Sequence[FilePart], dtype: torch.dtype, shape: tuple[int, ...
         ) as mapped:
             data[at : at + each.nbytes] = mapped[lead : lead + each.nbytes]
         at += each.nbytes
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+    return torch.frombuffer(data, dtype=dtype)

@@ -44,6 +44,7 @@ class Manifest:
         groups: The options of the parameter groups.
         sums: Of each span of each piece, its CRC-32; -1 where it has none. Empty where there are
             none at all.
+        strides: Of spans that are not in row-major order, by number of the piece and name.
         durable: The data has reached the drive.
         boot: Which boot of the machine wrote it.
     """
@@ -55,6 +56,7 @@ class Manifest:
     small: list[dict[str, Any]]
     groups: list[dict[str, Any]]
     sums: list[int] = field(default_factory=list)
+    strides: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     durable: bool = False
     boot: str = ""
 
@@ -218,6 +220,7 @@ def _tensors_of(manifest: Manifest) -> dict[str, Any]:
         "rest": rest,
         "groups": _plain(manifest.groups),
         "sums": torch.tensor(manifest.sums, dtype=torch.int64),
+        "strides": manifest.strides,
     }
 
 
@@ -288,7 +291,9 @@ def _read(body: bytes) -> Manifest:
         raise ValueError("options or state that are no dictionaries")
     sums = tensors["sums"].tolist() if "sums" in tensors else []
     signature = str(told["signature"])
-    return Manifest(told["generation"], signature, current, begun, small, groups, sums, boot=boot)
+    strides = {int(n): dict(by_name) for n, by_name in tensors.get("strides", {}).items()}
+    generation = told["generation"]
+    return Manifest(generation, signature, current, begun, small, groups, sums, strides, boot=boot)
 
 
 def _columns(

@@ -14,6 +14,7 @@ from nvmeio.offload._extents import Extent, extents_of, moves_of, parts_of
 from nvmeio.offload._file_tensors import file_tensor
 from nvmeio.offload._pipeline import Move
 from nvmeio.offload._stages import Unit
+from nvmeio.offload._subgroups import SlotSpan
 from nvmeio.offload._tensors import like, local
 
 
@@ -62,13 +63,18 @@ class ParamPlaces:
         locate = self._elsewhere.get(id(parameter))
         if locate is not None:
             return locate()
+        span = self.span_of(parameter)
+        offset = self._unit_of[id(parameter)].file_offset + span.offset
+        return extents_of(self._file, offset, 0, math.prod(span.shape), span.dtype.itemsize)
+
+    def span_of(self, parameter: torch.Tensor) -> SlotSpan:
+        """Where a parameter lies in its unit, and how."""
         unit = self._unit_of[id(parameter)]
-        for each, span in zip(unit.parameters, unit.spans, strict=True):
-            if each is parameter:
-                offset = unit.file_offset + span.offset
-                numel = math.prod(span.shape)
-                return extents_of(self._file, offset, 0, numel, span.dtype.itemsize)
-        raise KeyError(parameter)
+        return next(
+            span
+            for each, span in zip(unit.parameters, unit.spans, strict=True)
+            if each is parameter
+        )
 
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
         """From now on the parameter is read from where `locate` says, which waits for nobody."""
@@ -89,10 +95,10 @@ class ParamPlaces:
             for each in (parameter, *rest)
             for file, offset, start, stop in self.where(each)
         ]
-        shape = tuple(local(parameter).shape)
+        shape, strides = tuple(local(parameter).shape), self.span_of(parameter).strides
         if rest:
             shape = (sum(each.shape[0] for each in (parameter, *rest)), *shape[1:])
-        return like(parameter, file_tensor(parts_of(spans), parameter.dtype, shape))
+        return like(parameter, file_tensor(parts_of(spans), parameter.dtype, shape, strides))
 
 
 def _follows(last: Move, move: Move, limit: int) -> bool:

@@ -45,7 +45,7 @@ from nvmeio.offload._pipeline import move_all
 from nvmeio.offload._rank_steps import directory_name
 from nvmeio.offload._stages import Unit
 from nvmeio.offload._swap_dirs import SwapDirs
-from nvmeio.offload._tensors import lay, local
+from nvmeio.offload._tensors import laid, lay, local, strides_of
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
@@ -402,7 +402,8 @@ class ParamStore(Keeper[Unit, Slot]):
         if not self.direct:
             tensor.copy_(value)
         elif tensor.numel():
-            self._device_pool.upload(tensor, value.to(tensor.dtype).contiguous()).wait()
+            like = laid(value.to(tensor.dtype), strides_of(tensor))
+            self._device_pool.upload(tensor, like).wait()
 
     def _loaded(self, slots: Sequence[Slot], written: list[bool]) -> None:
         if not isinstance(self._on_device, DeviceWindow):
@@ -501,6 +502,10 @@ class ParamStore(Keeper[Unit, Slot]):
         """Where the parameter's elements are now; from any thread."""
         return self._places.where(parameter)
 
+    def strides_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """How its elements lie there, without gaps; () for row-major order."""
+        return self._places.span_of(parameter).strides
+
     def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
         """From now on the parameter is read from where `locate` says, which waits for nobody."""
         self._owner.call(self._places.relocate, parameter, locate)
@@ -576,4 +581,5 @@ def _new_order() -> ThereAndBack[Unit]:
 def _over(slot: Slot | DeviceSlot[Unit]) -> list[torch.Tensor]:
     """The parameters' tensors over the unit's memory."""
     assert slot.memory is not None
-    return laid_over(slot.memory, ((s.offset, s.dtype, s.shape) for s in slot.unit.spans))
+    places = ((s.offset, s.dtype, s.shape, s.strides) for s in slot.unit.spans)
+    return laid_over(slot.memory, places)

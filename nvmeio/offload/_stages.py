@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.offload._subgroups import SlotSpan, aligned
+from nvmeio.offload._tensors import own_strides
 
 # These reach into their children's parameters without calling the children.
 AS_ONE = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase)
@@ -92,8 +93,15 @@ def _nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
 
 
-def find_units(stages: Sequence[Stage]) -> list[Unit]:
-    """Parameters by who needs them: those of one stage alone are one unit, tied ones another."""
+def find_units(
+    stages: Sequence[Stage], strides: Mapping[int, tuple[int, ...]] | None = None
+) -> list[Unit]:
+    """Parameters by who needs them: those of one stage alone are one unit, tied ones another.
+
+    Args:
+        stages: All of them.
+        strides: Of parameters, by id, that have no memory to tell them by.
+    """
     users: dict[int, list[Stage]] = {}
     parameters: dict[int, torch.nn.Parameter] = {}
     for stage in stages:
@@ -109,28 +117,27 @@ def find_units(stages: Sequence[Stage]) -> list[Unit]:
         unit.parameters.append(parameter)
     offset = 0
     for unit in by_users.values():
-        _place(unit)
+        unit.spans, unit.nbytes = _laid_out(unit.parameters, strides or {})
         unit.file_offset = offset
         offset += unit.nbytes
     return list(by_users.values())
 
 
-def _place(unit: Unit) -> None:
-    unit.spans, unit.nbytes = _laid_out(unit.parameters)
-
-
 def unit_nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
     """What a unit of these takes."""
-    return _laid_out(parameters)[1]
+    return _laid_out(parameters, {})[1]
 
 
-def _laid_out(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[SlotSpan], int]:
+def _laid_out(
+    parameters: Sequence[torch.nn.Parameter], given: Mapping[int, tuple[int, ...]]
+) -> tuple[list[SlotSpan], int]:
     at = 0
     spans = []
     for parameter in parameters:
         shape = tuple(parameter.shape)
+        strides = given.get(id(parameter), own_strides(parameter.detach()))
         nbytes = math.prod(shape) * parameter.dtype.itemsize
         at = aligned(at, nbytes)
-        spans.append(SlotSpan(at, nbytes, parameter.dtype, shape))
+        spans.append(SlotSpan(at, nbytes, parameter.dtype, shape, strides))
         at += nbytes
     return spans, round_up(max(at, 1), PAGE_BYTES)

@@ -58,17 +58,19 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self, param: SwappedParam, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
         held = [self._swapper.resident_view(piece, name) for piece in param.pieces]
-        if any(each is not None for each in held):
+        if len(held) == 1 and held[0] is not None:
+            whole = held[0]
+        elif any(each is not None for each in held):
             flat = [
                 (self._mapped(piece, name, dtype) if view is None else view).reshape(-1)
                 for piece, view in zip(param.pieces, held, strict=True)
             ]
-            whole = flat[0] if len(flat) == 1 else torch.cat(flat)
-            whole = whole.view(shape)
+            whole = torch.cat(flat).view(shape)
         else:
             files = self._swapper.store.files
             parts = [part for piece in param.pieces for part in files.file_parts(piece, name)]
-            whole = file_tensor(parts, dtype, shape)
+            strides = param.pieces[0].spans[name].strides  # of several, each is a run of elements
+            whole = file_tensor(parts, dtype, shape, strides)
         return like(param.parameter, whole) if shape == param.shape else whole
 
     def _mapped(self, piece: Any, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from nvmeio.offload import _weights
 from nvmeio.offload._pipeline import Move, SlotTurn
 from nvmeio.offload._subgroups import WEIGHTS, Piece, Subgroup
 from nvmeio.offload._swapped import Swapped
-from nvmeio.offload._tensors import local, part, view
+from nvmeio.offload._tensors import local, part, strides_of, view
 
 MASTER = "master"
 
@@ -30,6 +30,7 @@ class StateLoad:
         small: The state outside of the files, by piece number.
         begun: Whether the state of a piece exists, by its number.
         sums: The checksums of the pieces, by number.
+        strides: Of their state, by number and name.
     """
 
     def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
@@ -40,6 +41,7 @@ class StateLoad:
         self.small: dict[int, dict[str, Any]] = {}
         self.begun: dict[int, bool] = {}
         self.sums: dict[int, dict[str, int]] = {}
+        self.strides: dict[int, dict[str, tuple[int, ...]]] = {}
         self._resident: list[Subgroup] = []
         for subgroup in swapped.subgroups:
             if subgroup.resident:
@@ -108,14 +110,17 @@ class StateLoad:
         self, piece: Piece, entry: dict[str, Any], slot: torch.Tensor
     ) -> dict[str, Any]:
         """Copy what is swapped into the slot; what is not."""
-        small = {}
+        small: dict[str, Any] = {}
+        strides = self.strides[piece.number] = {}
         for name, value in entry.items():
             if name in piece.spans:
                 kind = next(kind for kind in piece.kinds if kind.name == name)
                 given = local(value)
                 if kind.shape is None:
                     given = part(given, piece.start, piece.stop, piece.shape)
-                view(slot, piece.spans[name]).copy_(given)
+                strides[name] = strides_of(given)
+                span = piece.spans[name]._replace(strides=strides[name])
+                view(slot, span).copy_(given)
             elif name != MASTER:
                 small[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return small

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nvmeio._checks import Paths
@@ -13,9 +13,12 @@ from nvmeio.offload._generation_sync import GenerationSync
 from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._rank_steps import DurableSteps, agreed
 from nvmeio.offload._state_files import NAMES, StateFiles
-from nvmeio.offload._subgroups import Subgroup
+from nvmeio.offload._subgroups import WEIGHTS, SlotSpan, Subgroup
 from nvmeio.offload._swap_dirs import SwapDirs
+from nvmeio.offload._tensors import fits
 from nvmeio.offload._transactions import Transaction
+
+_PieceFacts = tuple[int, bool, dict[str, int], dict[str, SlotSpan]]  # current, begun, sums, spans
 
 
 class StateStore:
@@ -50,7 +53,7 @@ class StateStore:
         self.generation = 0
         self._sync = GenerationSync(directory, self.files, handles, self._ranks)
         self._resumed: Manifest | None = None  # may have to be made durable
-        self._before: list[tuple[int, bool, dict[str, int]]] = []  # of the generation before
+        self._before: list[_PieceFacts] = []  # of the generation before
         self._small_before: list[dict[str, Any]] = []
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
@@ -100,6 +103,7 @@ class StateStore:
         small: dict[int, dict[str, Any]],
         groups: list[dict[str, Any]],
         sums: Mapping[int, dict[str, int]],
+        strides: Mapping[int, Mapping[str, tuple[int, ...]]] | None = None,
     ) -> None:
         """What was written since `prepare` is current from now on.
 
@@ -109,6 +113,7 @@ class StateStore:
             small: What changed of the state outside of the files, by number.
             groups: The options of the parameter groups.
             sums: The checksums of what was written, by number.
+            strides: The order of state elements where it changes, by number and name.
 
         Raises:
             TransferError: The manifest could not be written: the generation before is current.
@@ -127,15 +132,23 @@ class StateStore:
             for piece, one in zip(self.files.pieces, summed, strict=True)
             for name in piece.spans
         ]
+        relaid = strides or {}
+        spans = [_laid(piece.spans, relaid.get(piece.number)) for piece in self.files.pieces]
         manifest = Manifest(
-            self.generation + 1, self.files.signature(), current, started, values, groups, flat
+            self.generation + 1,
+            self.files.signature(),
+            current,
+            started,
+            values,
+            groups,
+            flat,
+            _strides_of(spans),
         )
         _manifest.store(self._directory.path, manifest)
         self.generation += 1
         self._small_before, self.small = self.small, values
-        self._before = [(piece.current, piece.begun, piece.sums) for piece in self.files.pieces]
-        for piece, which, has, one in zip(self.files.pieces, current, started, summed, strict=True):
-            piece.current, piece.begun, piece.sums = which, bool(has), one
+        self._before = [(p.current, p.begun, p.sums, p.spans) for p in self.files.pieces]
+        self._be(zip(current, map(bool, started), summed, spans, strict=True))
         self._start_syncing(manifest)
 
     @property
@@ -172,8 +185,7 @@ class StateStore:
         _manifest.drop(self._directory.path, self.generation, durable=self._durable)
         self.generation -= 1
         self.small = self._small_before
-        for piece, (which, has, one) in zip(self.files.pieces, self._before, strict=True):
-            piece.current, piece.begun, piece.sums = which, has, one
+        self._be(self._before)
 
     def settle(self) -> None:
         """Wait until the last generation is durable: the next overwrites the one before it.
@@ -217,6 +229,7 @@ class StateStore:
         self._resumed = manifest
         self.generation = manifest.generation
         self.small = manifest.small
+        self._take_strides(manifest)
         flat = iter(manifest.sums)
         for piece, which, has in zip(
             self.files.pieces, manifest.current, manifest.begun, strict=True
@@ -225,6 +238,38 @@ class StateStore:
             found = {name: next(flat, -1) for name in piece.spans}
             piece.sums = {name: total for name, total in found.items() if total >= 0}
         return manifest
+
+    def _be(self, facts: Iterable[_PieceFacts]) -> None:
+        for piece, each in zip(self.files.pieces, facts, strict=True):
+            piece.current, piece.begun, piece.sums, piece.spans = each
+
+    def _take_strides(self, manifest: Manifest) -> None:
+        """Take the elements' order from a manifest; row-major where it tells of none.
+
+        Raises:
+            IntegrityError: It is none, or a module has its parameters in another one.
+        """
+        for piece in self.files.pieces:
+            strides = manifest.strides.get(piece.number, {})
+            for name, span in piece.spans.items():
+                wanted = tuple(strides.get(name, ()))
+                if not fits(wanted, span.shape):
+                    raise IntegrityError(
+                        f"the manifest in {self._directory.path} is whole, and has impossible "
+                        f"strides for {name} of parameter {piece.param}: go on from a checkpoint",
+                        expected=f"strides that fill the memory of shape {span.shape}",
+                        found=wanted,
+                    )
+                if piece.lent and name == WEIGHTS and wanted != span.strides:
+                    raise IntegrityError(
+                        f"parameter {piece.param} of the SwappedModule has another memory format "
+                        f"than what is in {self._directory.path}: give the module the one that it "
+                        "had (memory_format=torch.channels_last, or contiguous), or begin anew "
+                        "with resume=False",
+                        expected=span.strides or "row-major order",
+                        found=wanted or "row-major order",
+                    )
+                piece.lay(name, wanted)
 
     def _check_fits(self, manifest: Manifest) -> None:
         if manifest.signature != self.files.signature():
@@ -252,3 +297,25 @@ class StateStore:
             if self._ranks is not None:
                 self._ranks.leave()
             self.files.close()
+
+
+def _laid(
+    spans: dict[str, SlotSpan], strides: Mapping[str, tuple[int, ...]] | None
+) -> dict[str, SlotSpan]:
+    """Spans of which some are laid otherwise."""
+    if not strides:
+        return spans
+    return {
+        name: span._replace(strides=strides.get(name, span.strides)) for name, span in spans.items()
+    }
+
+
+def _strides_of(
+    spans_of_pieces: Iterable[Mapping[str, SlotSpan]],
+) -> dict[int, dict[str, tuple[int, ...]]]:
+    """By number of the piece and name of the span, where they are not in row-major order."""
+    strides = {
+        number: {name: span.strides for name, span in spans.items() if span.strides}
+        for number, spans in enumerate(spans_of_pieces)
+    }
+    return {number: by_name for number, by_name in strides.items() if by_name}

@@ -241,7 +241,8 @@ class StateSwapper:
             check()
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             step.step_resident()
-            self.store.commit(step.moved, step.begun, step.small, options_of(groups), step.sums)
+            options = options_of(groups)
+            self.store.commit(step.moved, step.begun, step.small, options, step.sums, step.strides)
         except BaseException as failed:
             self._undo(step, failed)
             raise
@@ -306,7 +307,7 @@ class StateSwapper:
         load.load_resident()
         pieces = self.store.files.pieces
         small = {n: self._placed(pieces[n], each, groups) for n, each in load.small.items()}
-        self.store.commit(load.moved, load.begun, small, list(groups), load.sums)
+        self.store.commit(load.moved, load.begun, small, list(groups), load.sums, load.strides)
         if load.has_masters:
             try:
                 self._weights.give_back(self._swapped.subgroups)

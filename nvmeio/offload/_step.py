@@ -16,7 +16,7 @@ from nvmeio.offload._pipeline import Move, SlotTurn
 from nvmeio.offload._stepping import Stepper, Work
 from nvmeio.offload._subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swapped import Swapped
-from nvmeio.offload._tensors import local, part, view
+from nvmeio.offload._tensors import laid, local, part, strides_of, view
 
 
 class Step:
@@ -35,6 +35,7 @@ class Step:
         in_memory: State that stays in memory was stepped: this cannot be undone.
         small: The state outside of the files of the pieces that were stepped, by number.
         sums: Their checksums, by number.
+        strides: Of the state that was made anew, by number and name.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Step:
         self.in_memory = False
         self.small: dict[int, dict[str, Any]] = {}
         self.sums: dict[int, dict[str, int]] = {}
+        self.strides: dict[int, dict[str, tuple[int, ...]]] = {}
         self._moved: list[Piece] = []
         self._resident: list[tuple[Subgroup, list[Piece]]] = []
         for subgroup in swapped.subgroups:
@@ -166,20 +168,29 @@ class Step:
 
     def _compute(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Step some pieces of a subgroup in a slot."""
-        works = []
+        works: list[Work] = []
+        places: list[torch.Tensor | None] = []
         for piece in pieces:
             param = self._swapped.param_of(piece)
-            weights = (
+            place = weights = (
                 view(slot, piece.spans[WEIGHTS])
                 if piece.staged
                 else part(local(param.parameter), piece.start, piece.stop, piece.shape)
             )
+            gradient, alike = self._gradient(subgroup, piece, param, slot), None
+            if self._groups[param.group].get("fused"):
+                alike = strides_of(weights)
+                weights, gradient = laid(weights, alike), laid(gradient, alike)
             stepped = torch.nn.Parameter(weights)
-            stepped.grad = self._gradient(subgroup, piece, param, slot)
-            works.append(Work(piece, param.group, stepped, slot))
+            stepped.grad = gradient
+            works.append(Work(piece, param.group, stepped, slot, alike))
+            places.append(None if weights is place else place)
         small = self._stepper.step(works, self._groups, self._swapped.store.small)
-        for work in works:
+        for work, copied_to in zip(works, places, strict=True):
+            self.strides[work.piece.number] = work.strides
             param = self._swapped.param_of(work.piece)
+            if copied_to is not None:
+                copied_to.copy_(work.weights.detach())
             if work.piece.staged:
                 _weights.weights_out(subgroup, work.piece, param, slot)
             elif work.piece.stored:
@@ -205,12 +216,15 @@ class Step:
                 )
             mine = part(local(given), piece.start, piece.stop, piece.shape)
             gradient = _device.on_host(mine) if self._device is None else mine
+            if param.param_store is not None:  # backward saw no strides where it was on the drive
+                gradient = laid(gradient, piece.grad_strides)
             if factor is not None:
                 gradient = gradient * factor
         if gradient.dtype == piece.step_dtype:
             return gradient
         if piece.scratch is None:
             return gradient.to(piece.step_dtype)
-        wide = view(slot, piece.scratch, subgroup.nbytes)
+        scratch = piece.scratch._replace(strides=strides_of(gradient))
+        wide = view(slot, scratch, subgroup.nbytes)
         wide.copy_(gradient)
         return wide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from nvmeio import _device
 from nvmeio.offload import _probe
 from nvmeio.offload._subgroups import WEIGHTS, Piece
-from nvmeio.offload._tensors import view
+from nvmeio.offload._tensors import laid, strides_of, view
 
 
 @dataclass(eq=False)
@@ -24,12 +24,16 @@ class Work:
         group: The number of its parameter group.
         weights: What the optimizer steps on; its `grad` is set.
         slot: The memory that holds the piece's state.
+        alike: The strides that its state must have; None for whatever it has.
+        strides: Of the state that this step makes anew, by name.
     """
 
     piece: Piece
     group: int
     weights: torch.nn.Parameter
     slot: torch.Tensor
+    alike: tuple[int, ...] | None = None
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Stepper:
@@ -166,7 +170,9 @@ def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:
     }
     for name, span in work.piece.spans.items():
         if name != WEIGHTS:
-            state[name] = view(work.slot, span)
+            there = view(work.slot, span)
+            of_each = work.alike is not None and there.shape == work.weights.shape
+            state[name] = laid(there, work.alike or ()) if of_each else there
     return state
 
 
@@ -178,6 +184,9 @@ def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]
             if name == WEIGHTS:
                 continue
             value = after.pop(name, None)
+            if not work.piece.begun:
+                work.strides[name] = () if value is None else strides_of(value)
+                span = span._replace(strides=work.strides[name])
             place = view(work.slot, span)
             if value is None:
                 place.zero_()

@@ -38,12 +38,16 @@ class Kind(NamedTuple):
 
 
 class SlotSpan(NamedTuple):
-    """Bytes of a tensor: `offset` counts from the start of the subgroup (or of its gradients)."""
+    """Bytes of a tensor: `offset` counts from the start of the subgroup (or of its gradients).
+
+    `strides` say how its elements lie in them, without gaps; () is row-major order.
+    """
 
     offset: int
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
 
 
 class SlotRun(NamedTuple):
@@ -67,6 +71,8 @@ class Piece:
         kinds: The state that is swapped.
         staged: The step works on the weights in the slot, and the parameter gets a copy.
         stored: The weights have a place on the drive.
+        strides: Of the weights on the drive, as in `SlotSpan`.
+        grad_strides: Of the gradient there: those that autograd gives it.
         number: Position among all pieces.
         spans: By name: `WEIGHTS` and the kinds.
         grad: Where the gradient lies among those of the subgroup.
@@ -86,6 +92,8 @@ class Piece:
     kinds: tuple[Kind, ...]
     staged: bool
     stored: bool
+    strides: tuple[int, ...] = ()
+    grad_strides: tuple[int, ...] = ()
     number: int = -1
     spans: dict[str, SlotSpan] = field(default_factory=dict)
     grad: SlotSpan | None = None
@@ -99,6 +107,10 @@ class Piece:
     def numel(self) -> int:
         """Elements."""
         return self.stop - self.start
+
+    def lay(self, name: str, strides: tuple[int, ...]) -> None:
+        """Have the elements of a span lie otherwise within its bytes."""
+        self.spans[name] = self.spans[name]._replace(strides=strides)
 
     @property
     def record_nbytes(self) -> int:
@@ -172,6 +184,7 @@ def place(subgroup: Subgroup) -> None:
     for piece in subgroup.pieces:
         if piece.stored:
             at = _put(piece, WEIGHTS, Kind(WEIGHTS, piece.step_dtype), at)
+            piece.lay(WEIGHTS, piece.strides)
     for name in names:
         at = round_up(at, PAGE_BYTES)
         for piece in subgroup.pieces:
@@ -183,7 +196,7 @@ def place(subgroup: Subgroup) -> None:
     for piece in subgroup.pieces:
         nbytes = piece.numel * piece.grad_dtype.itemsize
         grads = aligned(grads, nbytes)
-        piece.grad = SlotSpan(grads, nbytes, piece.grad_dtype, piece.shape)
+        piece.grad = SlotSpan(grads, nbytes, piece.grad_dtype, piece.shape, piece.grad_strides)
         grads += nbytes
         if piece.staged and piece.grad_dtype != piece.step_dtype:
             wide = piece.numel * piece.step_dtype.itemsize

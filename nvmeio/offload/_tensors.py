@@ -1,4 +1,10 @@
-"""Parameters as local, flat memory; sharded ones (DTensor) by their own shard."""
+"""Parameters as local, flat memory; sharded ones (DTensor) by their own shard.
+
+What lies in files and buffers has no gaps, and is in the order that torch gives a tensor's likes:
+that of the tensor itself (channels_last, transposed). Torch's fused kernels on the CPU take the
+memory of weights, gradient and state element by element, whatever the strides; others round bf16
+differently where the orders differ.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +71,48 @@ def view(memory: torch.Tensor, span: SlotSpan, base: int = 0) -> torch.Tensor:
     start = base + span.offset
     if not span.nbytes:
         return torch.empty(span.shape, dtype=span.dtype, device=memory.device)
-    return memory[start : start + span.nbytes].view(span.dtype).view(span.shape)
+    flat = memory[start : start + span.nbytes].view(span.dtype)
+    return flat.as_strided(span.shape, span.strides) if span.strides else flat.view(span.shape)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How torch lays a tensor like this one, without gaps; () for row-major order."""
+    if tensor.is_contiguous():
+        return ()
+    like = torch.empty_like(tensor, device="meta")
+    return () if like.is_contiguous() else tuple(like.stride())
+
+
+def own_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides; () for row-major order, and where it has gaps.
+
+    Those that autograd gives the gradient of a parameter.
+    """
+    strides = strides_of(tensor)
+    return strides if strides == tensor.stride() else ()
+
+
+def fits(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether elements of a shape with these strides fill memory, each with a place of its own."""
+    if not strides:
+        return True
+    reach = 1
+    for step, size in sorted(zip(strides, shape, strict=False)):
+        if size != 1 and step != reach:
+            return False
+        reach *= size
+    return len(strides) == len(shape)
+
+
+def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with these strides, () for row-major order: itself, or a copy without gaps."""
+    if not strides:
+        return tensor.contiguous()
+    lies = zip(tensor.stride(), strides, tensor.shape, strict=True)
+    if all(step == wanted or size == 1 for step, wanted, size in lies):
+        return tensor
+    copied = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copied.copy_(tensor)
 
 
 def part(tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Move
 from nvmeio.offload._subgroups import Piece, Subgroup
 from nvmeio.offload._swap_dirs import SwapDirs
-from nvmeio.offload._tensors import is_sharded, local
+from nvmeio.offload._tensors import is_sharded, laid, local
 from nvmeio.offload._transactions import Transaction, Transactions
 
 
@@ -111,7 +111,7 @@ class GradientSwapper:
             return
         self._look_for_zero_grad()
         self._check_not_clipped()
-        gradient = _device.on_host(local(parameter.grad)).contiguous()
+        gradient = laid(_device.on_host(local(parameter.grad)), param.pieces[0].grad_strides)
         try:
             self._sheets.add_to(param, gradient)
             norm = torch.linalg.vector_norm(gradient)

@@ -20,7 +20,7 @@ from nvmeio.offload._param_store import ParamStore, store_of
 from nvmeio.offload._saved_parameters import attach
 from nvmeio.offload._sharded import Sharded, is_fsdp
 from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
-from nvmeio.offload._tensors import is_sharded, sharded_alike
+from nvmeio.offload._tensors import is_sharded, own_strides, sharded_alike
 from nvmeio.offload._tiles import TiledLayers, whole_parameters
 
 
@@ -119,9 +119,9 @@ class SwappedModule(Closing, torch.nn.Module):
             most_bytes = stage_bytes or window_bytes // 4
             if sharded is None:
                 tiled.cut(module, most_bytes, window_bytes, there)
-            made_by = _materialised(module)
+            made_by, strides = _materialised(module)
             stages = find_stages(module, most_bytes) if sharded is None else sharded.stages
-            units = find_units(stages) if sharded is None else sharded.units
+            units = find_units(stages, strides) if sharded is None else sharded.units
             host_bytes = None if direct else resident_bytes
             device_bytes = _budget(module, stages, units, host_bytes, there, device_bytes)
             store = ParamStore(units, resident_bytes, there, device_bytes, direct)
@@ -423,14 +423,18 @@ def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
                 each._buffers[name] = moved[id(buffer)]
 
 
-def _materialised(module: torch.nn.Module) -> dict[int, torch.nn.Module]:
+def _materialised(
+    module: torch.nn.Module,
+) -> tuple[dict[int, torch.nn.Module], dict[int, tuple[int, ...]]]:
     """Replace parameters on the meta device by such on the CPU, without memory yet.
 
     Returns:
-        For each of these, by id, the module that has it, in the order of `modules()`.
+        For each of these, by id, the module that has it, in the order of `modules()`; and the
+        strides that it is to have.
     """
     made: dict[int, torch.nn.Parameter] = {}
     owners: dict[int, torch.nn.Module] = {}
+    strides: dict[int, tuple[int, ...]] = {}
     for each in module.modules():
         for name, parameter in each._parameters.items():
             if parameter is None or not parameter.is_meta:
@@ -439,8 +443,9 @@ def _materialised(module: torch.nn.Module) -> dict[int, torch.nn.Module]:
                 empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
                 made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
                 owners[id(made[id(parameter)])] = each
+                strides[id(made[id(parameter)])] = own_strides(parameter.detach())
             each._parameters[name] = made[id(parameter)]
-    return owners
+    return owners, strides
 
 
 def _make(

@@ -176,3 +176,28 @@ def _run(kind: str, folder: Path) -> list[int]:
     else:
         assert codes == (0, 0), "\n".join(outputs)
     return list(codes)
+
+
+@pytest.mark.parametrize("gradients", ["memory", "disk"])
+def test_a_shard_that_lies_column_by_column_is_stepped_as_a_whole_tensor(
+    gradients: str, tmp_path: Path
+) -> None:
+    """A fused step took the shard's memory in one order for its gradient's in another."""
+    tensor = dist.tensor
+    mesh = init_device_mesh("cpu", (1,))
+    weights = torch.arange(77.0).reshape(11, 7).sin().T
+    of_each = torch.arange(77.0).reshape(7, 11).cos()
+    mine = tensor.distribute_tensor(weights, mesh, [tensor.Shard(0)])
+    ours: Any = torch.nn.Parameter(mine)
+    theirs = torch.nn.Parameter(weights.clone())
+    reference = torch.optim.Adam([theirs], fused=True)
+    with SwappedOptimizer(
+        torch.optim.Adam, [ours], swap_dir=tmp_path, fused=True, gradients=gradients
+    ) as optimizer:
+        for _ in range(3):
+            (ours * tensor.distribute_tensor(of_each, mesh, [tensor.Shard(0)])).sum().backward()
+            (theirs * of_each).sum().backward()
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close(ours.to_local(), theirs, rtol=1e-6, atol=1e-7)

@@ -10,19 +10,22 @@ from nvmeio._residency.lent import LentPool, laid_over, lease_now
 
 def test_tensors_are_laid_over_memory_as_views_of_it() -> None:
     memory = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
-    places: list[tuple[int, torch.dtype, tuple[int, ...]]] = [
-        (64, torch.float32, (3, 5, 2)),
-        (256, torch.bfloat16, (7,)),
-        (512, torch.float32, ()),
-        (1024, torch.uint8, (4, 1)),
-        (1536, torch.float32, (0, 5)),
+    places: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]] = [
+        (64, torch.float32, (3, 5, 2), ()),
+        (256, torch.bfloat16, (7,), ()),
+        (512, torch.float32, (), ()),
+        (1024, torch.uint8, (4, 1), ()),
+        (1536, torch.float32, (0, 5), ()),
+        (2048, torch.float32, (3, 5), (1, 3)),
     ]
-    for (start, dtype, shape), tensor in zip(places, laid_over(memory, places), strict=True):
+    for place, tensor in zip(places, laid_over(memory, places), strict=True):
+        start, dtype, shape, strides = place
         assert tensor.dtype == dtype
         assert tensor.shape == shape
-        assert tensor.stride() == torch.empty(shape).stride()
+        assert tensor.stride() == (strides or torch.empty(shape).stride())
         expected = memory[start : start + tensor.nbytes]
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected)
+        in_order = tensor.mT if strides else tensor
+        assert torch.equal(in_order.reshape(-1).view(torch.uint8), expected)
         if tensor.numel():
             assert tensor.data_ptr() == memory.data_ptr() + start
 
@@ -48,7 +51,7 @@ def test_lent_memory_is_free_with_the_last_tensor_over_it() -> None:
     pool = LentPool(4096)
     slot = pool.take("unit", 4096)
     assert slot is not None and slot.memory is not None
-    (kept,) = laid_over(slot.memory, [(128, torch.float32, (8,))])
+    (kept,) = laid_over(slot.memory, [(128, torch.float32, (8,), ())])
     slot.memory = None
     assert pool.take("another", 4096) is None
     del kept
