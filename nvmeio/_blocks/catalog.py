@@ -10,13 +10,14 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nvmeio._blocks.slots import BlockPlace, Index
-from nvmeio._blocks.table import NotATable, Table
+from nvmeio._blocks.table import WRITER_BYTES, NotATable, Table
 from nvmeio._io.ending import wait_for_those_that_end
 from nvmeio._plan import round_up
 from nvmeio._storage.directories import make_directory
@@ -74,6 +75,7 @@ class Catalog:
             self._recover()
             if writer:
                 self._grow_to(1)
+                self._table.sign(secrets.token_bytes(WRITER_BYTES), None)
             self.close = undo.pop_all().close
 
     def locked(self, change: Callable[..., Value], *args: Any) -> Value:
@@ -90,6 +92,22 @@ class Catalog:
         """Take over what another process has changed."""
         if self.is_behind:
             self._recover()
+
+    @property
+    def signature(self) -> bytes:
+        """A number of the opening that writes the store."""
+        return self._table.writer
+
+    def sign(self, tag: bytes | None) -> None:
+        """Say in the table what the blocks are of that are stored from now on; None knows not."""
+        before = self._table.tag
+        if tag is not None and before != tag and len(self.index):
+            logger.warning(
+                "%s: its %d blocks were stored with other weights, or with another dtype or hash "
+                "seed: those that were are not used, and make room for new ones",
+                *(self._path, len(self.index)),
+            )
+        self._table.sign(self.signature, tag)
 
     # Opening
 

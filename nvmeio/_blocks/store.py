@@ -21,7 +21,6 @@ checksums tell what is whole.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -33,8 +32,8 @@ import torch
 from nvmeio import _checks, files
 from nvmeio._blocks.catalog import Catalog
 from nvmeio._blocks.in_place import InPlace
+from nvmeio._blocks.names import Key, names_of
 from nvmeio._blocks.slots import BlockPlace
-from nvmeio._blocks.table import DIGEST_BYTES
 from nvmeio._blocks.transfers import SlotPiece, Transfers
 from nvmeio._blocks.worker import Worker, may_be_interrupted
 from nvmeio._closing import Closing
@@ -48,10 +47,7 @@ from nvmeio.handle import AioHandle
 
 # Slots are whole pages, so that neither edge of a block is written through the page cache.
 PAGE_BYTES = 4096
-_DIRECTORY = "nvmeio-blocks"
-
-Key = str | bytes
-
+DIRECTORY = "nvmeio-blocks"
 
 Value = TypeVar("Value")
 
@@ -86,6 +82,9 @@ class BlockStore(Closing):
         capacity_bytes: What the blocks may take on the drive, rounded down to whole slots.
         writer: False reads what another process stores; nothing can be stored or removed.
         handle: Moves the bytes and stays open; None makes one.
+        identity: What the blocks are of besides their names, such as weights: what was stored with
+            another is not found, which the log says. None: nobody can tell, so that what is stored
+            is found until the store is closed.
 
     Raises:
         ValueError: A size is not positive, or there is no room for one block; the name has a "/".
@@ -107,6 +106,7 @@ class BlockStore(Closing):
         *,
         writer: bool = True,
         handle: AioHandle | None = None,
+        identity: str | None = "",
     ) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes must be positive, not {block_bytes}")
@@ -119,8 +119,9 @@ class BlockStore(Closing):
         if "/" in name or name.startswith("."):
             raise ValueError(f"{name!r} is no name for a store: it becomes part of file names")
         self.block_bytes = block_bytes
-        self.path = Path(directory) / _DIRECTORY / f"{name}.blocks"
+        self.path = Path(directory) / DIRECTORY / f"{name}.blocks"
         self._writer = writer
+        self._identity = identity
         self._loaded = 0
         self._closed_message = f"the block store {self.path} is closed"
         self._loads = Worker("nvmeio-blocks-loads", self._closed_message)
@@ -146,6 +147,9 @@ class BlockStore(Closing):
                 self.path, self.block_bytes, self.slot_bytes, slots, self._writer
             )
             undo.callback(self._catalog.close)
+            self._name(0)
+            if self._writer:
+                self._catalog.sign(self._names.tag)
             self._file = undo.enter_context(files.open(self.path, "r+" if self._writer else "r"))
             moves: list[InPlace | None] = [None, None]
             if handle is None:
@@ -166,18 +170,23 @@ class BlockStore(Closing):
         if self._catalog.is_behind:
             self._change(self._loads, self._catalog.follow)
         where = self._catalog.index.where
-        return [_digest(key) in where for key in keys]
+        return [digest in where for digest in self._digests(keys)]
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Have blocks count as used just now."""
         if keys:
-            digests = [_digest(key) for key in keys]
+            digests = self._digests(keys)
             self._change(self._stores, self._catalog.touch, digests, wait=False)
 
     @property
     def is_writer(self) -> bool:
         """Whether this process writes the store."""
         return self._writer
+
+    @property
+    def generation(self) -> int:
+        """How often `new_generation` was called."""
+        return self._names.generation
 
     @property
     def stats(self) -> Stats:
@@ -188,6 +197,16 @@ class BlockStore(Closing):
 
     def __len__(self) -> int:
         return len(self._catalog.index)
+
+    def _digests(self, keys: Sequence[Key]) -> list[bytes]:
+        names = self._names
+        if not self._writer and names.is_of_another(self._catalog.signature):
+            self._name(names.generation)
+            names = self._names
+        return [names.digest(key) for key in keys]
+
+    def _name(self, generation: int) -> None:
+        self._names = names_of(self._identity, self._catalog.signature, generation)
 
     # Storing
 
@@ -222,7 +241,7 @@ class BlockStore(Closing):
     ) -> tuple[list[bytes], list[torch.Tensor]]:
         self._check_writer()
         self._check(keys, blocks)
-        return [_digest(key) for key in keys], [block.contiguous() for block in blocks]
+        return self._digests(keys), [block.contiguous() for block in blocks]
 
     def _check(self, keys: Sequence[Key], blocks: Sequence[torch.Tensor]) -> None:
         self._check_open()
@@ -294,7 +313,7 @@ class BlockStore(Closing):
         self._check(keys, blocks)
         if not all(block.is_contiguous() for block in blocks):
             raise ValueError("a block is read into contiguous memory only")
-        return [_digest(key) for key in keys], list(blocks)
+        return self._digests(keys), list(blocks)
 
     def _load(self, digests: list[bytes], blocks: list[torch.Tensor]) -> list[bool]:
         """In its turn."""
@@ -333,7 +352,7 @@ class BlockStore(Closing):
         """Forget blocks; the server evicts itself, then."""
         self._check_writer()
         # A load that failed says so before it answers; others wait for the stores before.
-        digests = [_digest(key) for key in keys]
+        digests = self._digests(keys)
         if self._loads.is_here:
             self._catalog.locked(self._catalog.remove, digests)
         else:
@@ -343,6 +362,16 @@ class BlockStore(Closing):
         """Forget all blocks; the files keep their size."""
         self._check_writer()
         self._call(self._stores, self._catalog.locked, self._catalog.clear)
+
+    def new_generation(self) -> None:
+        """Find nothing of what was stored before: what the blocks are of is another now.
+
+        What is stored from now on is found until the store is closed, or this is called again; the
+        next opening finds what was stored before the first call. Nothing is written: the blocks
+        make room as others do. Processes that read the store call this as often as its writer.
+        """
+        self._check_open()
+        self._name(self._names.generation + 1)
 
     def _check_writer(self) -> None:
         if not self._writer:
@@ -419,11 +448,6 @@ class BlockStore(Closing):
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
         return f"<BlockStore {self.path} {state}{len(self)} of {self._catalog.index.slots} blocks>"
-
-
-def _digest(key: Key) -> bytes:
-    data = key.encode() if isinstance(key, str) else key
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def _finish(worker: Worker) -> None:

@@ -31,6 +31,10 @@ _MAGIC = b"nvmeio blocks 1\0"
 _HEADER = struct.Struct("<16sQQ")  # magic, bytes of a block, slots
 _HEADER_CRC_AT = _HEADER.size
 _LATEST_AT = 64  # of the header: the sequence number of the newest change
+_WRITER_AT = 128  # a number of the process that has it open for writing
+_TAG_AT = 160  # what the blocks are of, as far as it was said when they were last written
+WRITER_BYTES = 16
+TAG_BYTES = 32
 # Digest, sequence number, nbytes, checksum of the block, checksum of the record.
 _RECORD = struct.Struct("<32sQQII")
 _SEQUENCE_WORD = DIGEST_BYTES // 8
@@ -107,6 +111,22 @@ class Table:
         """The sequence number of the newest change, whoever made it."""
         (found,) = struct.unpack_from("<Q", self._map, _LATEST_AT)
         return int(found)
+
+    @property
+    def writer(self) -> bytes:
+        """The number of the process that writes it, or did last."""
+        return self._map[_WRITER_AT : _WRITER_AT + WRITER_BYTES]
+
+    @property
+    def tag(self) -> bytes:
+        """What its blocks are of; zeros where nobody has said."""
+        return self._map[_TAG_AT : _TAG_AT + TAG_BYTES]
+
+    def sign(self, writer: bytes, tag: bytes | None) -> None:
+        """Say who writes it, and what the blocks are of; None leaves that as it was."""
+        os.pwrite(self._file.fileno(), writer, _WRITER_AT)
+        if tag is not None:
+            os.pwrite(self._file.fileno(), tag, _TAG_AT)
 
     def put(self, slot: int, digest: bytes, nbytes: int, crc: int) -> None:
         """Say what a slot holds."""

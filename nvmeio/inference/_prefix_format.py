@@ -14,7 +14,7 @@ import torch
 # Large enough for a drive's full rate with a batch in flight, small enough for half of one to be
 # lost in each layer. A head is one.
 BLOCK_BYTES = 256 << 10
-_FORMAT = 1
+_FORMAT = 2  # 1 told weights by fewer of their values
 
 
 class Layer(NamedTuple):

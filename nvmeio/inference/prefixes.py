@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -51,10 +51,14 @@ class PrefixCache:
             saved longest ago makes room. Say the same each time: with another the store begins
             empty.
         handle: Moves the bytes and stays open; None makes one for each call.
+        fingerprint: How the model's weights are told from others: "samples" looks at 16 blocks of
+            4 KiB of each, so that training and merging are seen, and the change of a few elements
+            may not be; "full" reads all of them, at each call of a model in memory.
+        weights_id: A name for this version of the weights, in place of looking at them.
 
     Raises:
         TypeError: It is no such model.
-        ValueError: The capacity has no room for a block.
+        ValueError: The capacity has no room for a block, or `fingerprint` is neither of the two.
 
     Of each block a CRC-32 is kept and compared. What was damaged or killed half way, or made room
     for others, is not there. Several processes and threads may use one directory.
@@ -72,6 +76,8 @@ class PrefixCache:
         capacity_bytes: int | str = "16G",
         *,
         handle: AioHandle | None = None,
+        fingerprint: Literal["samples", "full"] = "samples",
+        weights_id: str | None = None,
     ) -> None:
         _transformers.require()
         config = getattr(model, "config", None)
@@ -84,8 +90,12 @@ class PrefixCache:
             raise ValueError(
                 f"capacity_bytes must be {_prefix_format.BLOCK_BYTES} or more, not {self._capacity}"
             )
+        if fingerprint not in ("samples", "full"):
+            raise ValueError(f'fingerprint must be "samples" or "full", not {fingerprint!r}')
         self._handle = handle
-        self._weights: str | None = None
+        self._fingerprint = fingerprint
+        self._weights_id = weights_id
+        self._files: dict[str, _identity.Values] | None = None
 
     # Saving
 
@@ -148,12 +158,14 @@ class PrefixCache:
         return Head(secrets.token_hex(8), *known, (sequences, tokens), tuple(described))
 
     def _identity(self, handle: AioHandle) -> str:
-        """Of the weights; those of a streamed model stay as they are, or it says so."""
-        if not hasattr(self._model, "weight_stream"):
-            return _identity.weights(self._model, handle)
-        if self._weights is None:
-            self._weights = _identity.weights(self._model, handle)
-        return self._weights
+        """Of the weights."""
+        if self._weights_id is not None:
+            return f"named {self._weights_id}"
+        stream = getattr(self._model, "weight_stream", None)
+        if self._files is None:  # these stay as they are, or the stream says so
+            how = self._fingerprint
+            self._files = {} if stream is None else _identity.of_files(stream, handle, how)
+        return _identity.weights(self._model, self._files, self._fingerprint)
 
     def _check_capacity(self, head: Head) -> None:
         least = (len(head.all_blocks("")) + 1) * _prefix_format.BLOCK_BYTES

@@ -44,6 +44,7 @@ from nvmeio.inference.parking import park, put_out
 from nvmeio.inference.spilling import Spiller
 from nvmeio.inference.stream import WeightStream
 from nvmeio.integrations._clients import joined
+from nvmeio.integrations._kv_identity import server_begins
 from nvmeio.integrations._sglang_checks import (
     TRIED,
     VARIABLE,
@@ -76,6 +77,7 @@ def register() -> None:
     Raises:
         BackendUnavailableError: This SGLang has no plugin hooks.
     """
+    server_begins()
     path = os.environ.get(VARIABLE)
     if not path:
         return

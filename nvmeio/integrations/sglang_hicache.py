@@ -35,7 +35,9 @@ from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError
+from nvmeio.integrations import _sglang_kv
 from nvmeio.integrations._clients import joined, on_demand
+from nvmeio.integrations._kv_identity import Options, identity_of
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
@@ -53,7 +55,8 @@ class HiCache:
 
     Args:
         storage_config: SGLang's; its `extra_config` has "directory" (on the drive) and
-            "capacity_bytes" (a number, or a text such as "200GB"), for each rank.
+            "capacity_bytes" (a number, or a text such as "200GB"), for each rank. It may have
+            "weights", "weights_id" and "fingerprint", as vLLM's tier.
         kwargs: Of SGLang's factory; nothing is looked at.
 
     Raises:
@@ -76,11 +79,15 @@ class HiCache:
         self._config = storage_config
         self._directory = str(extra["directory"])
         self._capacity = parse_size(extra["capacity_bytes"])
+        models, settings = _sglang_kv.served(storage_config.model_name)
+        self._identity = identity_of(models, Options.of(extra), settings, self._directory)
+        self._generations = 0
         self._lock = threading.Lock()
         self._stores: dict[str, BlockStore] = {}
         self._stagings: dict[str, list[torch.Tensor]] = {}
         self._views: dict[str, tuple[Any, bool]] = {}
         self._closed = False
+        _sglang_kv.tell(self)
 
     # Pools and their stores
 
@@ -103,7 +110,10 @@ class HiCache:
                 if store is None:
                     return None
                 self._stores[name] = store
-            return self._stores[name]
+            store = self._stores[name]
+            while store.generation < self._generations:
+                store.new_generation()
+            return store
 
     def _opened(self, name: str) -> BlockStore | None:
         # Every pool has as many slots as the others: a page of one is of no use without theirs.
@@ -129,7 +139,12 @@ class HiCache:
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         try:
             return BlockStore(
-                self._directory, f"sglang-{digest}-{name}-{rank}", nbytes, share, writer=writer
+                self._directory,
+                f"sglang-{digest}-{name}-{rank}",
+                nbytes,
+                share,
+                writer=writer,
+                identity=self._identity,
             )
         except FileNotFoundError:
             if writer:
@@ -315,6 +330,10 @@ class HiCache:
         return kept
 
     # Life
+
+    def new_generation(self) -> None:
+        """Find no page that was stored before: the weights in memory are others now."""
+        self._generations += 1  # each store follows when it is asked next
 
     def clear(self) -> bool:
         """Forget all pages of this rank."""

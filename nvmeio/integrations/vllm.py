@@ -40,6 +40,7 @@ from nvmeio.checkpoint import load
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._clients import joined
+from nvmeio.integrations._kv_identity import server_begins
 
 __all__ = ["iterate_weights", "register"]
 
@@ -214,6 +215,7 @@ def register() -> None:
         BackendUnavailableError: This vLLM takes no loaders, or its default loader reads files in
             another way than those that this was written for.
     """
+    server_begins()
     where = "vllm.model_executor.model_loader"
     try:
         loading: Any = importlib.import_module(where)

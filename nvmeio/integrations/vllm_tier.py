@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -32,6 +33,7 @@ from nvmeio._blocks.store import BlockStore
 from nvmeio._formats.safetensors_shards import parse_size
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.integrations._clients import joined, on_demand
+from nvmeio.integrations._kv_identity import Model, Options, identity_of
 
 __all__ = ["NvmeTier", "Tier"]  # noqa: F822 (made by __getattr__)
 
@@ -61,9 +63,13 @@ class Tier:
         directory: On the drive.
         capacity_bytes: A number, or a text such as "200GB".
         locality: "LOCAL" or "REMOTE", for vLLM's events.
+        weights: Where the files of the weights are, if vLLM does not say.
+        weights_id: A name for this version of the weights, in place of looking at them.
+        fingerprint: "auto", "full" or "samples": how they are told from others.
 
     Raises:
-        ValueError: `capacity_bytes` is none, or has no room for a chunk.
+        ValueError: `capacity_bytes` is none, or has no room for a chunk; or another option makes no
+            sense.
         TransferError: The store cannot be opened: see `nvmeio._blocks.store.BlockStore`.
 
     Jobs are done in the background; every method returns at once but `drain_jobs` and `shutdown`.
@@ -80,6 +86,9 @@ class Tier:
         directory: str,
         capacity_bytes: int | str,
         locality: str | None = None,
+        weights: str | None = None,
+        weights_id: str | None = None,
+        fingerprint: str = "auto",
     ) -> None:
         parent: Any = super()
         parent.__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -101,7 +110,13 @@ class Tier:
         parallel = offloading_spec.config.parallel
         if getattr(parallel, "data_parallel_size", 1) > 1:
             name += f"-dp{parallel.data_parallel_index}"
-        self._store = BlockStore(directory, name, self._nbytes, parse_size(capacity_bytes))
+        capacity = parse_size(capacity_bytes)
+        said = Options.of(
+            {"weights": weights, "weights_id": weights_id, "fingerprint": fingerprint}
+        )
+        models, settings = _served(offloading_spec)
+        identity = identity_of(models, said, settings, directory)
+        self._store = BlockStore(directory, name, self._nbytes, capacity, identity=identity)
         self._view = primary_kv_view.cast("B")
         self._rows: torch.Tensor | None = torch.frombuffer(self._view, dtype=torch.uint8).view(
             -1, self._nbytes
@@ -183,8 +198,17 @@ class Tier:
         return self._interface.RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until nothing is read into or written from the first tier's memory."""
+        """Wait until nothing is read into or written from the first tier's memory.
+
+        vLLM asks for this where its caches are reset (`reset_prefix_cache(reset_connector=True)`,
+        a pause that clears caches, sleep), and for nothing else; weights may be others by then.
+        """
+        self.new_generation()
         self._store.drain()
+
+    def new_generation(self) -> None:
+        """Find no chunk that was stored before: the weights in memory are others now."""
+        self._store.new_generation()
 
     def shutdown(self) -> None:
         """End what was begun; the chunks stay on the drive. Idempotent."""
@@ -192,6 +216,45 @@ class Tier:
         # Or vLLM could not close the memory.
         self._rows = None
         self._view.release()
+
+
+def _served(offloading_spec: Any) -> tuple[list[Model], list[Any]]:
+    """The models whose keys and values are kept, and what else makes them differ."""
+    seed = os.environ.get("PYTHONHASHSEED")  # of vLLM's names for blocks
+    config = _configuration()
+    if config is None:
+        name = str(offloading_spec.config.model.name)
+        return [Model(name, is_revision_known=False)], [seed]
+    model, loading = config.model_config, config.load_config
+    drafts = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    models = [
+        Model(
+            str(each.model),
+            getattr(each, "revision", None),
+            getattr(loading, "download_dir", None),
+            why="its weights are made up (--load-format dummy)"
+            if loading.load_format == "dummy"
+            else "",
+        )
+        for each in (model, drafts)
+        if each is not None
+    ]
+    algorithm = getattr(config.cache_config, "prefix_caching_hash_algo", None)
+    return models, [seed, algorithm, *(each.compute_hash() for each in (model, drafts) if each)]
+
+
+def _configuration() -> Any:
+    """The configuration, of which vLLM tells a tier the model's name alone; None: not found.
+
+    Whoever makes tiers has it at hand: vLLM's scheduler of the connector.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if type(found).__name__ == "VllmConfig":
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _tier() -> Any:

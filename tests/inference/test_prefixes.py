@@ -196,6 +196,63 @@ def test_other_weights_are_refused(model: Any, tmp_path: Path, handle: nvmeio.Ai
         kept.load("one", ids)
 
 
+def _one_row(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight[5].mul_(1.01)
+
+
+def _last_element(model: Any) -> None:
+    model.model.layers[3].self_attn.o_proj.weight[-1, -1].add_(1)
+
+
+@pytest.mark.parametrize("change", [_one_row, _last_element])
+@pytest.mark.parametrize("fingerprint", ["samples", "full"])
+def test_a_change_anywhere_in_a_small_weight_is_seen(
+    change: Any, fingerprint: Any, model: Any, tmp_path: Path, handle: nvmeio.AioHandle
+) -> None:
+    """Of each weight 64 values of its middle row alone were looked at."""
+    ids, other, given = prompt(), made(), {"handle": handle, "fingerprint": fingerprint}
+    PrefixCache(model, tmp_path, SIZE, **given).save("one", ids, computed(model, ids))
+    kept = PrefixCache(other, tmp_path, SIZE, **given)
+    assert kept.load("one", ids) is not None
+    with torch.no_grad():
+        change(other)
+    with pytest.raises(ValueError, match="other weights of this model"):
+        kept.load("one", ids)
+
+
+def test_weights_that_are_not_here_take_a_name(tmp_path: Path, handle: nvmeio.AioHandle) -> None:
+    """Of a model with weights on the meta device their names and shapes alone were compared."""
+    ids, other = prompt(), made()
+    cache = computed(other, ids)
+    other.model.layers[0].mlp.up_proj.to("meta")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.weight .*weights_id="):
+        PrefixCache(other, tmp_path, SIZE, handle=handle).save("one", ids, cache)
+    kept = PrefixCache(other, tmp_path, SIZE, handle=handle, weights_id="first")
+    kept.save("one", ids, cache)
+    assert kept.load("one", ids) is not None
+    with pytest.raises(ValueError, match="other weights"):
+        PrefixCache(other, tmp_path, SIZE, handle=handle, weights_id="second").load("one", ids)
+
+
+def test_adapters_count_whether_they_are_in_use_or_not(
+    tmp_path: Path, handle: nvmeio.AioHandle
+) -> None:
+    """With one switched off, or made stronger, prefixes of before were taken."""
+    peft = pytest.importorskip("peft")
+    ids, adapted = prompt(), peft.get_peft_model(made(), adapter(peft))
+    kept = PrefixCache(adapted, tmp_path, SIZE, handle=handle)
+    cache = computed(adapted, ids)
+    kept.save("one", ids, cache)
+    assert kept.load("one", ids) is not None
+    with adapted.disable_adapter(), pytest.raises(ValueError, match="adapters was"):
+        kept.load("one", ids)
+    assert kept.load("one", ids) is not None
+
+
+def adapter(peft: Any) -> Any:
+    return peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+
+
 def test_what_cannot_be_saved_is_refused(
     model: Any, tmp_path: Path, handle: nvmeio.AioHandle
 ) -> None:
@@ -488,6 +545,26 @@ def test_the_weights_of_a_streamed_model_count(
     model = stream(tmp_path / "changed", resident_bytes=400_000)
     with pytest.raises(ValueError, match="other weights"):
         PrefixCache(model, tmp_path, SIZE, handle=one_handle).load("one", ids)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's
+def test_the_adapters_of_a_streamed_model_count(
+    tmp_path: Path, stream: Make, one_handle: nvmeio.AioHandle
+) -> None:
+    """The files of its base alone were looked at: what the adapters had learnt since was not."""
+    peft = pytest.importorskip("peft")
+    saved(llama, tmp_path / "model")
+    ids, base = prompt(), stream(tmp_path / "model", resident_bytes=400_000, trainable=True)
+    model = peft.get_peft_model(base, adapter(peft))
+    kept = PrefixCache(model, tmp_path, SIZE, handle=one_handle)
+    kept.save("one", ids, computed(model, ids))
+    assert kept.load("one", ids) is not None
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.01)
+    with pytest.raises(ValueError, match="other weights"):
+        kept.load("one", ids)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")

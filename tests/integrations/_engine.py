@@ -157,6 +157,9 @@ def main() -> None:
             found["pages"] = len(json.loads(options[1])) // json.loads(options[0])["page_size"] - 1
             found["cached"] = answer["meta_info"]["cached_tokens"]
             _wait_for_blocks(options[2], found["pages"])
+            found["flush"] = engine.flush_cache().success
+            answer = engine.generate(input_ids=json.loads(options[1]), sampling_params=SAMPLING)
+            found["cached_after_flush"] = answer["meta_info"]["cached_tokens"]
             return
         for _ in range(2):
             answers = engine.generate(input_ids=prompts, sampling_params=SAMPLING)

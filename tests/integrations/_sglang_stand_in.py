@@ -42,12 +42,25 @@ class HookRegistry:
                 where, name = target.rsplit(".", 1)
                 owner = pkgutil.resolve_name(where)
                 original = getattr(owner, name)
+                if hasattr(original, "__wrapped__"):
+                    continue
                 new: Any = functools.partial(hook, original) if kind is HookType.AROUND else hook
+                if kind is HookType.AFTER:
+                    new = _followed(original, hook)
                 wrapped = _wrapper(original, new)
                 is_static = isinstance(owner.__dict__.get(name), staticmethod)
                 setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
             except Exception:
                 logging.getLogger(__name__).exception("Failed to apply hooks to %s", target)
+
+
+def _followed(original: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        other = hook(result, *args, **kwargs)
+        return result if other is None else other
+
+    return both
 
 
 def _wrapper(original: Any, new: Callable[..., Any]) -> Any:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from integrations import _sglang_stand_in, kv_weights
 from interrupting import at_places, at_random_times
 from support import thread
 
 from nvmeio.errors import BackendUnavailableError
-from nvmeio.integrations import sglang_hicache
+from nvmeio.integrations import _kv_identity, _sglang_kv, sglang_hicache
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -68,6 +69,12 @@ def double() -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In these tests weights are written by the process that is the server."""
+    monkeypatch.setattr(_kv_identity, "_began", [])
+
+
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's own where it is installed."""
@@ -114,6 +121,8 @@ def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def open_(pool: Pool | None = None, **config: Any) -> Any:
         extra = {"directory": str(tmp_path), "capacity_bytes": "4MB", "interface_v1": 1}
+        name = config.get("model_name", "m")
+        extra |= config.pop("extra", {"weights_id": "w"} if name == "m" else {})
         standard = {
             **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0},
             **{"attn_cp_size": 1, "is_mla_model": False, "model_name": "m"},
@@ -380,7 +389,7 @@ def test_as_sglangs_own_file_backend_answers(
         **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0},
         **{"attn_cp_size": 1, "is_mla_model": False, "model_name": "m"},
         **{"enable_storage_metrics": False, "is_page_first_layout": False},
-        extra_config={"directory": str(tmp_path), "capacity_bytes": "4MB"},
+        extra_config={"directory": str(tmp_path), "capacity_bytes": "4MB", "weights_id": "w"},
     )
     peers = [
         interface.HiCacheFile(config, file_path=str(tmp_path / "file")),
@@ -448,6 +457,138 @@ def test_another_model_finds_nothing(opened: Callable[..., Any]) -> None:
     opened(filled()).batch_set_v1(["a"], indices(0))
     assert opened(model_name="other").batch_exists(["a"]) == 0
     assert opened(filled(width=8)).batch_exists(["a"]) == 0
+
+
+def restarted(opened: Callable[..., Any], model: Path, fingerprint: str = "auto") -> Any:
+    """A server of these weights."""
+    return opened(filled(), model_name=str(model), extra={"fingerprint": fingerprint})
+
+
+@pytest.mark.parametrize("fingerprint", ["full", "samples"])
+@pytest.mark.parametrize("change", kv_weights.CHANGES)
+def test_pages_of_other_weights_at_the_same_path_are_not_found(
+    change: str,
+    fingerprint: str,
+    opened: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A restart after fine-tuning in place served stale tokens, without a warning."""
+    model = kv_weights.made(tmp_path / "model")
+    backend = restarted(opened, model, fingerprint)
+    assert backend.batch_set_v1(["a", "b"], indices(0, 1)) == [True, True]
+    backend.close()
+    backend = restarted(opened, model, fingerprint)
+    assert backend.batch_exists(["a", "b"]) == 2
+    backend.close()
+    caplog.clear()
+    kv_weights.change(model, change)
+    backend = restarted(opened, model, fingerprint)
+    assert backend.batch_get_v1(["a", "b"], indices(4, 5)) == [False, False]
+    assert ["2 blocks were stored with other weights" in each for each in caplog.messages] == [True]
+
+
+def test_pages_of_weights_that_nobody_can_tell_end_with_the_process(
+    opened: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = opened(filled(), model_name="unknown")
+    assert backend.batch_set_v1(["a"], indices(0)) == [True]
+    assert backend.exists("a")
+    backend.close()
+    assert "there are no files of unknown here" in caplog.text
+    assert not opened(filled(), model_name="unknown").exists("a")
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What SGLang's process has of its own, beside its storage interface."""
+    if "sglang.srt.managers.cache_controller" in sys.modules:
+        pytest.skip("with SGLang itself, an engine is asked: test_servers_sglang_real.py")
+    classes: dict[str, Any] = {}
+    for target in _sglang_kv.TARGETS:
+        module, kind, method = target.rsplit(".", 2)
+        made = classes.setdefault(kind, type(kind, (), {}))
+        setattr(made, method, lambda self, *_: True)
+        for parent in [module[:n] for n, letter in enumerate(module) if letter == "."] + [module]:
+            if parent not in sys.modules:
+                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+            above, _, name = parent.rpartition(".")
+            if above:
+                monkeypatch.setattr(sys.modules[above], name, sys.modules[parent], raising=False)
+        monkeypatch.setattr(sys.modules[module], kind, made, raising=False)
+    hooks: Any = ModuleType(_sglang_kv._HOOKS)
+    hooks.HookRegistry, hooks.HookType = _sglang_stand_in.HookRegistry, _sglang_stand_in.HookType
+    monkeypatch.setattr(hooks.HookRegistry, "hooks", {}, raising=False)
+    monkeypatch.setitem(sys.modules, _sglang_kv._HOOKS, hooks)
+    context: Any = ModuleType(_sglang_kv._CONTEXT)
+    context.args = None
+    context.get_server_args = lambda: context.args
+    context.get_parallel = lambda: SimpleNamespace(dp_rank=None)
+    monkeypatch.setitem(sys.modules, _sglang_kv._CONTEXT, context)
+    monkeypatch.setattr(_sglang_kv, "_hooked", [])
+    return classes | {"context": context}
+
+
+@pytest.mark.parametrize("target", _sglang_kv.TARGETS)
+def test_what_changes_weights_in_memory_reaches_the_pages(
+    target: str, sglang: dict[str, Any], opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """After an update of weights, and a flush, pages of those before were found on the drive."""
+    model = kv_weights.made(tmp_path / "model")
+    backend = restarted(opened, model)
+    assert backend.batch_set_v1(["a", "b"], indices(0, 1)) == [True, True]
+    _, kind, method = target.rsplit(".", 2)
+    assert getattr(sglang[kind](), method)("anything") is not None  # as without a hook
+    assert backend.batch_exists(["a"]) == 0
+    assert backend.batch_set_v1(["a"], indices(2)) == [True]
+    assert backend.batch_exists(["a", "b"]) == 1
+    backend.close()
+    assert restarted(opened, model).batch_exists(["a", "b"]) == 2  # of the files' weights
+
+
+def test_with_mla_a_flush_reaches_those_that_read(opened: Callable[..., Any]) -> None:
+    first, second = (
+        opened(filled(rank), tp_rank=rank, tp_size=2, is_mla_model=True) for rank in (0, 1)
+    )
+    first.batch_set_v1(["a"], indices(0))
+    assert second.exists("a")
+    for backend in (first, second):
+        backend.new_generation()
+        assert not backend.exists("a")
+    first.batch_set_v1(["b"], indices(0))
+    assert [second.exists("a"), second.exists("b")] == [False, True]
+
+
+def test_an_sglang_without_hooks_is_told_of_once(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_sglang_kv, "_hooked", [])
+    monkeypatch.setitem(sys.modules, _sglang_kv._HOOKS, None)
+    for _ in range(2):
+        opened()
+    (said,) = caplog.messages
+    assert "does not say when weights change in memory" in said
+
+
+def test_what_sglang_serves_counts(
+    sglang: dict[str, Any], opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its arguments say where the weights are: backends are told the name that clients use."""
+    model, context = kv_weights.made(tmp_path / "model"), sglang["context"]
+
+    def served(**options: Any) -> Any:
+        context.args = SimpleNamespace(model_path=str(model), load_format="auto", **options)
+        return opened(filled(), model_name="served", extra={})
+
+    backend = served(quantization=None)
+    backend.batch_set_v1(["a"], indices(0))
+    backend.close()
+    for quantization, expected in (("fp8", False), (None, True)):
+        backend = served(quantization=quantization)
+        assert backend.exists("a") is expected
+        backend.close()
+    kv_weights.change(model, "one element")
+    assert not served(quantization=None).exists("a")
 
 
 def test_clear_forgets(opened: Callable[..., Any]) -> None:

@@ -23,11 +23,12 @@ if importlib.util.find_spec("sglang") is None:
 import extensions
 from inference._models import llama, saved
 from integrations._serving_commands import commands
+from safetensors.torch import load_file, save_file
 
 from nvmeio.integrations import _sglang_checks
 from nvmeio.integrations import sglang as for_sglang
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
 START_S = 420  # of an engine, on a busy machine
 COMPILE_S = 420  # 15 s by itself
@@ -188,6 +189,16 @@ def test_a_prompt_seen_before_is_read_by_the_next_engine(tmp_path: Path) -> None
     assert read is not None, log[-4000:]
     assert read["tokens"] == computed["tokens"]
     assert (computed["cached"], read["cached"]) == (0, 1020)
+    # A flush, as after an update of weights, leaves nothing to be found.
+    assert (read["flush"], read["cached_after_flush"]) == (True, 0)
+    weights = load_file(model / "model.safetensors")
+    for weight in weights.values():
+        weight.mul_(1.5)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    other, log = engine(model, None, prompt, **options)
+    assert other is not None, log[-4000:]
+    assert "were stored with other weights" in log
+    assert other["cached"] == 0
 
 
 def test_the_commands_of_the_documentation_are_sglangs() -> None:

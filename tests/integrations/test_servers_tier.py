@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from integrations import kv_weights
 from interrupting import at_places, at_random_times, everywhere
 
 from nvmeio.errors import BackendUnavailableError
-from nvmeio.integrations import vllm_tier
+from nvmeio.integrations import _kv_identity, vllm_tier
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -84,7 +85,8 @@ def doubles() -> dict[str, ModuleType]:
         @classmethod
         def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, **_: Any) -> Any:
             made = cls()
-            made.base_path = f"{root_dir}/{offloading_spec.config.model.name}_0123"
+            name = offloading_spec.config.model.name.replace("/", "_")
+            made.base_path = f"{root_dir}/{name}_0123"
             return made
 
     tiering.SecondaryTierManager = SecondaryTierManager  # type: ignore[attr-defined]
@@ -93,6 +95,12 @@ def doubles() -> dict[str, ModuleType]:
         setattr(base, thing.__name__, thing)
     mapper.FileMapper = FileMapper  # type: ignore[attr-defined]
     return {TIERING: tiering, BASE: base, MAPPER: mapper}
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In these tests weights are written by the process that is the server."""
+    monkeypatch.setattr(_kv_identity, "_began", [])
 
 
 @pytest.fixture
@@ -160,7 +168,11 @@ def opened(interface: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def open_(
         primary: Primary, model: str = "m", replica: int | None = None, **options: Any
     ) -> Any:
-        standard = {"directory": str(tmp_path), "capacity_bytes": 1 << 20}
+        standard = {
+            "directory": str(tmp_path),
+            "capacity_bytes": 1 << 20,
+            "weights_id": None if model != "m" else "w",
+        }
         kind = vllm_tier.NvmeTier
         assert issubclass(kind, interface.base)
         tier = kind(
@@ -185,7 +197,7 @@ def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:
 
 
 def ended(tier: Any) -> list[tuple[int, bool, Any]]:
-    tier.drain_jobs()
+    tier._store.drain()
     return [(r.job_id, r.success, r.successful_keys) for r in tier.get_finished_jobs()]
 
 
@@ -227,7 +239,7 @@ def test_a_chunk_on_its_way_is_to_be_asked_for_again(
 def run(tier: Any, submit: Callable[[Any], None], number: int, chunks: list[int]) -> None:
     """A job from one end to the other, as vLLM's manager follows it."""
     submit(job(number, [bytes([chunk]) for chunk in chunks], chunks))
-    tier.drain_jobs()
+    tier._store.drain()
     results = []
     for result in tier.get_finished_jobs():
         results.append(result)
@@ -252,7 +264,7 @@ def test_an_interrupted_submission_is_none_or_goes_on(
         tier._store.clear()
 
     for where in interrupts(work, 120):
-        tier.drain_jobs()
+        tier._store.drain()
         before = [result.job_id for result in tier.get_finished_jobs()]
         assert before in ([], [1], [2]), where  # what was interrupted, if anything, and once
         expected = interface.HIT, interface.MISS
@@ -283,7 +295,7 @@ def test_no_end_of_a_job_is_lost_to_an_interrupt(opened: Callable[..., Any]) -> 
     for _ in everywhere(work):
         number += 1
         tier.submit_store(job(number, [bytes([number % 16])], [number % 16]))
-        tier.drain_jobs()
+        tier._store.drain()
     work()
     assert told == list(range(1, number + 1))
     assert number
@@ -298,15 +310,13 @@ def test_opening_and_shutting_down_can_be_interrupted(
     run(tier, tier.submit_store, 1, [1])
     tier.shutdown()
 
+    given = {"directory": str(tmp_path), "capacity_bytes": 1 << 20, "weights_id": "w"}
+
     def work() -> None:
-        vllm_tier.NvmeTier(
-            spec(), primary.view, "n", directory=str(tmp_path), capacity_bytes=1 << 20
-        ).shutdown()
+        vllm_tier.NvmeTier(spec(), primary.view, "n", **given).shutdown()
 
     for where in at_places(work, 30):
-        again = vllm_tier.NvmeTier(
-            spec(), primary.view, "n", directory=str(tmp_path), capacity_bytes=1 << 20
-        )
+        again = vllm_tier.NvmeTier(spec(), primary.view, "n", **given)
         run(again, again.submit_load, 2, [1])
         assert primary.chunk(1) == primary.whole[1].numpy().tobytes(), where
         again.shutdown()
@@ -377,11 +387,145 @@ def test_replicas_of_one_server_share_a_directory(opened: Callable[..., Any]) ->
         assert ended(tier) == [(number, True, None)]
 
 
+def hits(tier: Any, interface: Any, keys: list[bytes]) -> list[bool]:
+    return [tier.lookup(key, None) is interface.HIT for key in keys]
+
+
+def stored(tier: Any, keys: list[bytes]) -> Any:
+    tier.submit_store(job(1, keys, list(range(len(keys)))))
+    assert ended(tier) == [(1, True, None)]
+    return tier
+
+
+@pytest.mark.parametrize("fingerprint", ["full", "samples"])
+@pytest.mark.parametrize("change", kv_weights.CHANGES)
+def test_chunks_of_other_weights_at_the_same_path_are_not_found(
+    change: str,
+    fingerprint: str,
+    opened: Callable[..., Any],
+    interface: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A restart after fine-tuning in place served 1,024 stale tokens, without a warning."""
+    model, keys = kv_weights.made(tmp_path / "model"), [b"a", b"b"]
+    options = {"fingerprint": fingerprint}
+    stored(opened(Primary(), str(model), **options), keys).shutdown()
+    again = opened(Primary(), str(model), **options)
+    assert hits(again, interface, keys) == [True, True]
+    again.shutdown()
+    assert not caplog.records
+    kv_weights.change(model, change)
+    other = opened(Primary(), str(model), **options)
+    assert hits(other, interface, keys) == [False, False]
+    assert ["2 blocks were stored with other weights" in each for each in caplog.messages] == [True]
+    stored(other, keys[:1]).shutdown()
+    caplog.clear()
+    assert hits(opened(Primary(), str(model), **options), interface, keys) == [True, False]
+    assert not caplog.records
+
+
+def test_the_same_weights_written_again_are_the_same(
+    opened: Callable[..., Any], interface: Any, tmp_path: Path
+) -> None:
+    model = kv_weights.made(tmp_path / "model")
+    stored(opened(Primary(), str(model)), [b"a"]).shutdown()
+    kv_weights.made(model)
+    assert hits(opened(Primary(), str(model)), interface, [b"a"]) == [True]
+
+
+def test_chunks_of_weights_that_nobody_can_tell_end_with_the_process(
+    opened: Callable[..., Any], interface: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = stored(opened(Primary(), "owner/unknown"), [b"a"])
+    assert hits(tier, interface, [b"a"]) == [True]
+    (said,) = caplog.messages
+    assert "there are no files of owner/unknown here" in said
+    assert '"weights_id"' in said
+    tier.shutdown()
+    assert hits(opened(Primary(), "owner/unknown"), interface, [b"a"]) == [False]
+
+
+def test_weights_that_came_while_the_server_started_are_not_trusted(
+    opened: Callable[..., Any],
+    interface: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Which of them it had loaded nobody could tell: half of a download, half of a training."""
+    model = kv_weights.made(tmp_path / "model")
+    began = os.stat(model / "model.safetensors").st_ctime - 1
+    monkeypatch.setattr(_kv_identity, "_began", [began])
+    stored(opened(Primary(), str(model)), [b"a"]).shutdown()
+    assert "written to after this server began" in caplog.text
+    monkeypatch.setattr(_kv_identity, "_began", [began + 2])
+    assert hits(opened(Primary(), str(model)), interface, [b"a"]) == [False]
+
+
+def test_another_seed_of_hashes_finds_nothing(
+    opened: Callable[..., Any], interface: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(kv_weights.made(tmp_path / "model"))
+    stored(opened(Primary(), model), [b"a"]).shutdown()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert hits(opened(Primary(), model), interface, [b"a"]) == [False]
+
+
+def test_what_vllm_is_configured_with_counts(
+    opened: Callable[..., Any], interface: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of which it tells a tier the model's name alone: --quantization, --load-format dummy."""
+    model = str(kv_weights.made(tmp_path / "model"))
+
+    class VllmConfig:
+        def __init__(self, settings: str, load_format: str = "auto") -> None:
+            self.model_config = SimpleNamespace(
+                model=model, revision=None, compute_hash=lambda: settings
+            )
+            self.load_config = SimpleNamespace(load_format=load_format, download_dir=None)
+            self.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
+            self.speculative_config = None
+
+    def configured(vllm_config: Any) -> Any:
+        return opened(Primary(), model)
+
+    stored(configured(VllmConfig("bf16")), [b"a"]).shutdown()
+    for settings, expected in (("fp8", False), ("bf16", True)):
+        tier = configured(VllmConfig(settings))
+        assert hits(tier, interface, [b"a"]) == [expected]
+        tier.shutdown()
+    assert hits(configured(VllmConfig("bf16", "dummy")), interface, [b"a"]) == [False]
+    assert "--load-format dummy" in caplog.text
+
+
+def test_a_reset_of_vllms_caches_reaches_the_tier(
+    opened: Callable[..., Any], interface: Any, tmp_path: Path
+) -> None:
+    """After an update of weights in memory it served chunks of those before."""
+    model = str(kv_weights.made(tmp_path / "model"))
+    tier = stored(opened(Primary(), model), [b"a", b"b"])
+    tier.drain_jobs()  # what vLLM asks a tier for, of reset_prefix_cache(reset_connector=True)
+    assert hits(tier, interface, [b"a", b"b"]) == [False, False]
+    stored(tier, [b"a"])
+    assert hits(tier, interface, [b"a", b"b"]) == [True, False]
+    tier.shutdown()
+    # The next server has the weights of the files again, with which both were stored before.
+    tier = opened(Primary(7), model)
+    assert hits(tier, interface, [b"a", b"b"]) == [True, True]
+    tier.submit_load(job(5, [b"b"], [9]))
+    assert ended(tier) == [(5, True, (b"b",))]
+
+
 def test_what_makes_no_sense_is_refused(opened: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="is no size"):
         opened(Primary(), capacity_bytes="much")
     with pytest.raises(ValueError, match="no room"):
         opened(Primary(), capacity_bytes=CHUNK - 1)
+    with pytest.raises(ValueError, match="must be one of auto, full, samples, not 'all'"):
+        opened(Primary(), fingerprint="all")
+    with pytest.raises(ValueError, match='"weights_id" must be a text, not 7'):
+        opened(Primary(), weights_id=7)
 
 
 def test_vllms_factory_takes_the_tier(interface: Any, tmp_path: Path) -> None:
@@ -440,15 +584,19 @@ def test_vllms_manager_stores_and_promotes(interface: Any, tmp_path: Path) -> No
         chunks = prepared.store_spec.chunk_ids.tolist()
         expected = primary.chunk(chunks[prepared.keys_to_store.index(keys[3])])
         manager.complete_store(keys, request, True)
-        manager.reset_cache()  # waits for the tier, and empties the first one
+        tier._store.drain()
+        manager._process_finished_jobs()
+        first.reset_cache()
         assert [tier.lookup(key, request) for key in keys] == [LookupResult.HIT] * CHUNKS
         primary.mapping[:] = bytes(CHUNK * CHUNKS)
         assert manager.lookup(keys[3], request) is LookupResult.HIT_PENDING
         manager.on_schedule_end(ScheduleEndContext((), ()))
-        tier.drain_jobs()
+        tier._store.drain()
         assert manager.lookup(keys[3], request) is LookupResult.HIT
         loaded = [primary.chunk(n) for n in range(CHUNKS) if any(primary.chunk(n))]
         assert loaded == [expected]
+        manager.reset_cache()  # as of reset_prefix_cache(reset_connector=True)
+        assert [tier.lookup(key, request) for key in keys] == [LookupResult.MISS] * CHUNKS
     finally:
         tier.shutdown()
         primary.close()

@@ -1,0 +1,172 @@
+"""What a server's keys and values are of: weights that are told by their contents, and settings.
+
+A server names a block by the tokens in it. With other weights at the same path, by fine-tuning in
+place or half a download, the same names stand for other keys and values: found, they would give
+wrong tokens without an error. So what is found depends on the weights' files too (`weight_files`),
+and where nobody can tell what is served, nothing is kept beyond the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nvmeio._blocks.store import DIRECTORY
+from nvmeio._formats.weight_files import HOWS, ChangingError, look_at
+from nvmeio._storage.directories import make_directory
+from nvmeio._storage.private import make_private_directory
+from nvmeio.errors import TransferError
+
+logger = logging.getLogger("nvmeio")
+
+_KNOWN = "weights.json"
+# When this process's server began to load nvmeio's plugins, which is before it loads weights.
+_began: list[float] = []
+
+WEIGHTS = ("weights", "weights_id", "fingerprint")
+
+
+def server_begins() -> None:
+    """The server is about to load its weights; called by nvmeio's plugin."""
+    if not _began:
+        _began.append(time.time())
+
+
+class Model(NamedTuple):
+    """A model that computes keys and values.
+
+    Attributes:
+        name: A path, or a name on the hub.
+        revision: On the hub; None for its main one.
+        cache: The hub's cache; None for where it is by default.
+        is_revision_known: Whether the server said which revision it serves.
+        why: Why its weights are not those of its files, if they are not.
+    """
+
+    name: str
+    revision: str | None = None
+    cache: str | None = None
+    is_revision_known: bool = True
+    why: str = ""
+
+
+class Options(NamedTuple):
+    """What a user says of the weights.
+
+    Attributes:
+        weights: Where their files are, if the server does not say; None asks the server.
+        weights_id: A name of the user's own, in place of looking at them.
+        fingerprint: As `weight_files.look_at` takes it.
+    """
+
+    weights: str | None = None
+    weights_id: str | None = None
+    fingerprint: Any = "auto"
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Those of a configuration.
+
+        Raises:
+            ValueError: One of them makes no sense.
+        """
+        options = cls(**{name: given[name] for name in WEIGHTS if given.get(name) is not None})
+        if options.fingerprint not in HOWS:
+            raise ValueError(
+                f'"fingerprint" must be one of {", ".join(HOWS)}, not {options.fingerprint!r}'
+            )
+        for name in ("weights", "weights_id"):
+            value = getattr(options, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f'"{name}" must be a text, not {value!r}')
+        return options
+
+
+class Untold(Exception):
+    """Nobody can tell which weights are served; says why."""
+
+
+def identity_of(
+    models: Sequence[Model], options: Options, settings: Sequence[Any], directory: str
+) -> str | None:
+    """What blocks of these models are of.
+
+    Args:
+        models: The model, and those that draft for it.
+        options: The user's.
+        settings: What else makes keys and values differ, and names of blocks.
+        directory: Of the store: remembers what files were like.
+
+    Returns:
+        A text; None where nobody can tell, which the log says.
+    """
+    try:
+        if options.weights_id is not None:
+            found: list[Any] = ["named", options.weights_id]
+        else:
+            found = [_looked_at(model, options, directory) for model in _asked(models, options)]
+    except Untold as why:
+        logger.warning(
+            "KV blocks are of use to this process only, and not after a restart: %s. To keep them "
+            'say "weights": "DIRECTORY" where the files of the weights are, or "weights_id": '
+            '"NAME" with another name for each version of the weights',
+            why,
+        )
+        return None
+    return json.dumps([found, list(settings)], default=str)
+
+
+def _asked(models: Sequence[Model], options: Options) -> Sequence[Model]:
+    if options.weights is not None:
+        return [Model(options.weights)]
+    return models
+
+
+def _looked_at(model: Model, options: Options, directory: str) -> str:
+    if model.why:
+        raise Untold(model.why)
+    path = _path_of(model)
+    began = time.monotonic()
+    try:
+        make_directory(directory)
+        make_private_directory(Path(directory) / DIRECTORY)
+        found = look_at(path, options.fingerprint, Path(directory) / DIRECTORY / _KNOWN)
+    except (OSError, TransferError, ChangingError) as failed:
+        raise Untold(f"the weights of {model.name} cannot be told: {failed}") from failed
+    if _began and found.changed > _began[0]:
+        raise Untold(
+            f"{path} was written to after this server began, and nobody can tell what it loaded"
+        )
+    logger.info(
+        "KV blocks are kept for the weights %s in %s (%d files, %d bytes, %s, %.1f s)",
+        *(found.digest, path, found.files, found.nbytes, found.how, time.monotonic() - began),
+    )
+    return f"{found.how} {found.digest}"
+
+
+def _path_of(model: Model) -> str:
+    if os.path.exists(model.name):
+        return model.name
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        config = hub.try_to_load_from_cache(
+            model.name, "config.json", cache_dir=model.cache, revision=model.revision
+        )
+    except (ImportError, ValueError) as failed:  # of names that are no repository's
+        raise Untold(f"there are no files of {model.name} here: {failed}") from failed
+    if not isinstance(config, str):
+        raise Untold(f"there are no files of {model.name} here")
+    path = os.path.dirname(config)
+    others = [each.name for each in Path(path).parent.iterdir() if each.name != Path(path).name]
+    if others and not model.is_revision_known:
+        raise Untold(
+            f"the hub's cache has {len(others) + 1} revisions of {model.name}, and the server does "
+            "not say which it serves"
+        )
+    return path
