@@ -408,7 +408,7 @@ class OpenedState(NamedTuple):
 
 
 def open_state(
-    swap_dir: Paths,
+    swap_dir: Paths | None,
     handle: AioHandle | None,
     transactions: Transactions,
     stepper: Stepper,

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,7 +41,8 @@ class SwapDirs:
     """The directories that this process alone swaps into.
 
     Args:
-        parents: The user's directories, one on each drive; as for `SwapDir`.
+        parents: The user's directories, one on each drive; as for `SwapDir`. None: a temporary
+            one, which goes with `release`.
         name: As for `SwapDir`.
         resume: Keep what is there. Else what a dead process left is removed.
         reads: As for `weights_of`, like `writes`.
@@ -57,7 +59,7 @@ class SwapDirs:
 
     def __init__(
         self,
-        parents: Paths,
+        parents: Paths | None,
         name: str,
         resume: bool = False,
         *,
@@ -67,8 +69,11 @@ class SwapDirs:
         self._dirs: list[SwapDir] = []
         self._set_id = ""
         self._weights = [1]
-        above = _checks.directory_paths("swap_dir", parents)
+        self._temporary = ""
         try:
+            if parents is None:
+                parents = self._temporary = tempfile.mkdtemp(prefix="nvmeio-swap-")
+            above = _checks.directory_paths("swap_dir", parents)
             for each in above:
                 self._dirs.append(SwapDir(each, name))
             if not (resume and self._found()):
@@ -230,6 +235,7 @@ class SwapDirs:
 
     def release(self, remove: bool = False) -> None:
         """Give up the locks, and with `remove` everything there; idempotent."""
+        remove = remove or bool(self._temporary)
         try:
             if remove:
                 for each in self._dirs:
@@ -237,6 +243,9 @@ class SwapDirs:
         finally:
             for each in self._dirs:
                 each.release(remove)
+            if self._temporary:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._temporary)
 
 
 def _has_manifest(path: str) -> bool:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -268,35 +265,28 @@ def _optimizer(
         )
     size = number("offload_optimizer", state, "buffer_size", 0)
     ratio = state.get("ratio", 1.0)
-    if state["device"] == "cpu":
+    in_memory = state["device"] == "cpu"
+    if in_memory:
         if state.get("ratio", 0.0) not in (0, 0.0):
             raise ValueError('offload_optimizer: ratio is for device "nvme"')
         ratio = 0.0
     element_bytes = 4
     group = number("zero_optimization", zero, "sub_group_size", 0)
-    in_memory = state["device"] == "cpu"
-    with contextlib.ExitStack() as undo:
-        if in_memory:  # nothing but the manifest is there
-            path = tempfile.mkdtemp(prefix="nvmeio-offload-")
-            undo.callback(shutil.rmtree, path, ignore_errors=True)
-        else:
-            path = state["nvme_path"]
-        optimizer = SwappedOptimizer(
-            optimizer_class,
-            chosen,
-            swap_dir=path,
-            subgroup_bytes=group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
-            buffer_bytes=needed * size * element_bytes if size else None,
-            handle=handle,
-            master_dtype=master_dtype,
-            gradients="disk" if with_gradients else "memory",
-            ratio=ratio,
-            resume=resume,
-            pipeline_read=read,
-            pipeline_write=write,
-            **arguments,
-        )
-        weakref.finalize(optimizer, undo.pop_all().close)
+    optimizer = SwappedOptimizer(
+        optimizer_class,
+        chosen,
+        swap_dir=None if in_memory else state["nvme_path"],
+        subgroup_bytes=group * element_bytes if group else DEFAULT_SUBGROUP_BYTES,
+        buffer_bytes=needed * size * element_bytes if size else None,
+        handle=handle,
+        master_dtype=master_dtype,
+        gradients="disk" if with_gradients else "memory",
+        ratio=ratio,
+        resume=resume,
+        pipeline_read=read,
+        pipeline_write=write,
+        **arguments,
+    )
     if flag(state, "pin_memory", False) and not optimizer.pinned:
         optimizer.close()
         raise _not_pinned("offload_optimizer")

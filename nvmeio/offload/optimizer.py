@@ -49,7 +49,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             subdirectory for this optimizer (and rank), which no other user may enter, is made in
             it and locked. Takes twice the state; see `plan`. Or a list of them, one on each of
             several drives, which then work at once: each gets a part of every subgroup, in
-            proportion to the rates that `nvmeio tune --save` found (equal ones else).
+            proportion to the rates that `nvmeio tune --save` found (equal ones else). None, with a
+            `ratio` of 0.0 and gradients in memory: a temporary directory, for the manifests alone.
         subgroup_bytes: State that is read, stepped and written as one. More is better for the
             drive up to some 64 MiB; see docs/offload.md.
         buffer_bytes: All buffers together; None gives each stage the largest subgroup. Parameters
@@ -112,7 +113,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         optimizer_class: Any,
         params: Any = None,
         *,
-        swap_dir: Paths,
+        swap_dir: Paths | None,
         subgroup_bytes: int | str = DEFAULT_SUBGROUP_BYTES,
         buffer_bytes: int | str | None = None,
         handle: AioHandle | None = None,
@@ -135,6 +136,11 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
         _arguments.handle(handle)
         _arguments.choice("gradients", gradients, ("memory", "disk"))
+        if swap_dir is None and (ratio != 0 or gradients == "disk"):
+            raise ValueError(
+                "swap_dir must be a directory: None is for ratio=0.0 with gradients in memory, "
+                "which leaves nothing for the drive"
+            )
         self._settings = OptimizerSettings(
             subgroup_bytes=_arguments.size("subgroup_bytes", subgroup_bytes),
             buffer_bytes=_arguments.size("buffer_bytes", buffer_bytes),

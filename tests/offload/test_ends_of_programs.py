@@ -114,6 +114,48 @@ def test_without_resume_nothing_is_left(end: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+IN_MEMORY: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "parameters on the drive": {"bf16": {"enabled": True}, "offload_param": {"device": "nvme"}},
+}
+
+
+@pytest.mark.parametrize("dropped", ["in a function", "at exit"])
+@pytest.mark.parametrize("what", IN_MEMORY)
+def test_state_in_memory_ends_quietly_without_close(
+    what: str, dropped: str, tmp_path: Path
+) -> None:
+    """The temporary directory was removed before the last manifest was written into it: status 120.
+
+    A finalizer of the optimizer's removed it, and its own thread, which ends the state, came later.
+    """
+    for name in ("tmp", "nvme"):
+        (tmp_path / name).mkdir()
+    config = {"offload_optimizer": {"device": "cpu"}, **IN_MEMORY[what]}
+    if "offload_param" in config:
+        config["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    done = run_python(
+        f"""
+        import sys, tempfile
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch
+        from _offload_models import model, train
+        from nvmeio.offload import offload
+        tempfile.tempdir = {str(tmp_path / "tmp")!r}
+        def run():
+            made, optimizer = offload(
+                model(torch.{"bfloat16" if "bf16" in config else "float32"}),
+                torch.optim.AdamW, {config!r}, lr=1e-3)
+            train(made, optimizer, 3)
+            return made, optimizer
+        {"run()" if dropped == "in a function" else "kept = run()"}
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [list((tmp_path / name).iterdir()) for name in ("tmp", "nvme")] == [[], []]
+
+
 def test_interrupted_in_mid_step_the_last_whole_one_is_kept(tmp_path: Path) -> None:
     """The program ends by Ctrl-C while a step is under way; what is there is what it began with."""
     program = PROGRAM.format(

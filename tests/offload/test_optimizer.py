@@ -542,6 +542,8 @@ def test_classes_that_cannot_be_swapped(cls: Any, tmp_path: Path) -> None:
         ({"ratio": 1.5}, ValueError),
         ({"ratio": "all"}, TypeError),
         ({"ratio": 0.5, "resume": True}, ValueError),
+        ({"swap_dir": None}, ValueError),
+        ({"swap_dir": None, "ratio": 0.0, "gradients": "disk"}, ValueError),
         ({"handle": 3}, TypeError),
         ({"lr": -1.0}, ValueError),
         ({"learning_rate": 1.0}, TypeError),
@@ -549,7 +551,9 @@ def test_classes_that_cannot_be_swapped(cls: Any, tmp_path: Path) -> None:
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], tmp_path: Path) -> None:
     with pytest.raises(error):
-        SwappedOptimizer(torch.optim.Adam, model().parameters(), swap_dir=tmp_path, **options)
+        SwappedOptimizer(
+            torch.optim.Adam, model().parameters(), **{"swap_dir": tmp_path, **options}
+        )
     assert list(tmp_path.iterdir()) == []
 
 
