@@ -54,7 +54,8 @@ class _SwapOptimizers:
     Args:
         swap_dir: As for `SwappedOptimizer`; a subdirectory for each optimizer is made in it, or in
             each of them.
-        options: Further arguments of `SwappedOptimizer`.
+        options: Further arguments of `SwappedOptimizer`. With ``overwrite=True`` a fit that was
+            killed can be started again, from Lightning's checkpoint; without, it is refused.
 
     Raises:
         BackendUnavailableError: Neither package is installed.

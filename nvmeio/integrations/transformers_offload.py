@@ -26,7 +26,9 @@ class NvmeOffloadTrainerMixin:
 
     Args:
         args: Of the Trainer.
-        nvme_offload: Arguments of `SwappedOptimizer`; "swap_dir" at least.
+        nvme_offload: Arguments of `SwappedOptimizer`; "swap_dir" at least. With "overwrite": True a
+            training that was killed can be started again, from the Trainer's checkpoint; without,
+            it is refused.
         kwargs: Of the Trainer.
 
     Raises:

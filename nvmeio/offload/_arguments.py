@@ -8,7 +8,10 @@ from nvmeio._checks import dtype as dtype
 from nvmeio._checks import integer as integer
 from nvmeio._checks import refuse_pickling as refuse_pickling
 from nvmeio._checks import size as size
+from nvmeio._checks import switch as switch
 from nvmeio.handle import AioHandle
+
+MUST = "must"  # resume, or raise
 
 
 def handle(value: AioHandle | None) -> None:
@@ -29,6 +32,16 @@ def choice(name: str, value: str, among: tuple[str, ...]) -> None:
     """One of some words."""
     if value not in among:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, not {value!r}")
+
+
+def resume(value: bool | str) -> bool | str:
+    """A switch, or "must"."""
+    if isinstance(value, str) and value == MUST:
+        return MUST
+    try:
+        return switch("resume", value)
+    except TypeError:
+        raise TypeError(f"resume must be true or false, or {MUST!r}, not {value!r:.80}") from None
 
 
 def ratio(value: float) -> None:

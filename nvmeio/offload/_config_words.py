@@ -17,6 +17,7 @@ TOP = (
     "bf16",
     "fp16",
     "resume",
+    "overwrite",
 )
 ZERO = ("stage", "offload_optimizer", "offload_param", "sub_group_size")
 OPTIMIZER = (

@@ -14,9 +14,10 @@ import errno
 import io
 import json
 import os
+import re
 import zlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +29,8 @@ _MAGIC = b"nvmeio-swap 2\n"
 _DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
 _DURABLE, _VOLATILE = b"D", b"-"
 _HEADER_BYTES = len(_MAGIC) + 2 + 16
+_NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
+_NUMBER_WITHIN = _HEADER_BYTES + 64
 NAMES = ("manifest.0", "manifest.1")
 
 
@@ -60,6 +63,19 @@ class Manifest:
     durable: bool = False
     boot: str = ""
 
+    def __str__(self) -> str:
+        """Which one it is, for people."""
+        counters = [float(row["step"]) for row in self.small if _counts(row.get("step"))]
+        steps = f" (step {max(counters):.0f})" if counters else ""
+        return f"generation {self.generation}{steps}"
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a step counter, of which most optimizers have one in their state."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not _device.is_device(value)
+    return isinstance(value, (int, float))
+
 
 def boot_id() -> str:
     """Which boot of the machine this is; "" where the kernel does not tell."""
@@ -79,7 +95,7 @@ def store(directory: str, manifest: Manifest) -> None:
     manifest.durable, manifest.boot = False, boot_id()
     body = _encode(manifest)
     header = _MAGIC + _VOLATILE + f" {len(body):07x} {zlib.crc32(body):08x}".encode()
-    path = _place(directory, manifest.generation)
+    path = place(directory, manifest.generation)
     try:
         _write(path, header + body, 0)
     except BaseException:
@@ -96,7 +112,7 @@ def mark_durable(directory: str, manifest: Manifest) -> None:
     Raises:
         TransferError: It could not be marked: it counts as long as the machine runs.
     """
-    path = _place(directory, manifest.generation)
+    path = place(directory, manifest.generation)
     _write(path, b"", 0, durable=True)  # its body first
     _write(path, _DURABLE, _DURABLE_AT, durable=True)
     manifest.durable = True
@@ -108,7 +124,7 @@ def drop(directory: str, generation: int, durable: bool = False) -> None:
     Raises:
         TransferError: It is there still.
     """
-    path = _place(directory, generation)
+    path = place(directory, generation)
     try:
         _empty(path)
     except FileNotFoundError:
@@ -127,7 +143,8 @@ def _empty(path: str) -> None:
         os.close(fd)
 
 
-def _place(directory: str, generation: int) -> str:
+def place(directory: str, generation: int) -> str:
+    """The file that a generation is in, if it is there."""
     return os.path.join(directory, NAMES[generation % 2])
 
 
@@ -147,24 +164,50 @@ def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
         raise TransferError(failed.errno or errno.EIO, operation="write", path=path) from failed
 
 
+class Unusable(NamedTuple):
+    """A generation that is in its place and cannot be gone on from.
+
+    Attributes:
+        path: Of its file.
+        generation: Its number; 0 where that cannot be read.
+        why: In words.
+    """
+
+    path: str
+    generation: int
+    why: str
+
+
+class Generations(NamedTuple):
+    """What a directory holds.
+
+    Attributes:
+        complete: What can be gone on from: the last generation and, mostly, the one before it.
+        unusable: What else is there; places that are empty do not count.
+    """
+
+    complete: list[Manifest]
+    unusable: list[Unusable]
+
+
 def newest(directory: str) -> Manifest | None:
     """The last complete generation; None where no step was ever completed.
+
+    Raises: As `read`.
+    """
+    return max(read(directory).complete, key=lambda each: each.generation, default=None)
+
+
+def read(directory: str) -> Generations:
+    """Every generation that is there.
 
     Raises:
         IntegrityError: There were steps, and no manifest that counts is left.
         TransferError: It cannot be read.
     """
-    found = complete(directory)
-    return max(found, key=lambda each: each.generation, default=None)
-
-
-def complete(directory: str) -> list[Manifest]:
-    """Every generation that can be gone on from: the last and, mostly, the one before it.
-
-    Raises: As `newest`.
-    """
-    found: list[Manifest] = []
-    stepped = lost = False
+    complete: list[Manifest] = []
+    unusable: list[Unusable] = []
+    stepped = False
     for name in NAMES:
         path = os.path.join(directory, name)
         try:
@@ -178,24 +221,40 @@ def complete(directory: str) -> list[Manifest]:
         stepped = stepped or name == NAMES[0]
         manifest = _decode(data, path)
         if manifest is None:
-            continue
-        if manifest.durable or manifest.boot == boot_id() != "":
-            found.append(manifest)
+            if data:  # an empty place is what a step begins with
+                unusable.append(Unusable(path, _number_in(data, name), _why_not_whole(data)))
+        elif manifest.durable or manifest.boot == boot_id() != "":
+            complete.append(manifest)
         else:
-            lost = True
-    if stepped and not found:
+            why = "had not reached the drive when the machine was started anew"
+            unusable.append(Unusable(path, manifest.generation, why))
+    if stepped and not complete:
+        lost = any("started anew" in each.why for each in unusable)
         what = (
             "is durable, and the machine was started anew since (durable=False)"
             if lost
             else "is whole"
         )
         raise IntegrityError(
-            f"no manifest in {directory} {what}: the state there cannot be used; remove the "
-            "directory, and go on from a checkpoint",
+            f"no manifest in {directory} {what}: the state there cannot be used; go on from a "
+            "checkpoint, with overwrite=True, which removes it",
             expected="a manifest with a valid checksum, and durable or of this boot",
             found="none",
         )
-    return found
+    return Generations(complete, unusable)
+
+
+def _number_in(data: bytes, name: str) -> int:
+    """The generation that a manifest which is not whole says it is; 0 where it does not."""
+    match = _NUMBER.search(data[:_NUMBER_WITHIN])
+    number = int(match[1]) if match else 0
+    return number if NAMES[number % 2] == name else 0
+
+
+def _why_not_whole(data: bytes) -> str:
+    if data.startswith(_MAGIC + _DURABLE):
+        return "is damaged: it was whole when it was made durable, and its checksum differs now"
+    return "is damaged, or was cut short by a kill or a loss of power while it was written"
 
 
 def _encode(manifest: Manifest) -> bytes:
@@ -266,8 +325,8 @@ def _decode(data: bytes, path: str) -> Manifest | None:
         manifest = _read(body)
     except Exception as refused:  # whatever its content makes torch, json or us stumble over
         raise IntegrityError(
-            f"{path} is whole, and does not hold what it should: {refused!r:.200}; remove the "
-            "directory, and go on from a checkpoint",
+            f"{path} is whole, and does not hold what it should: {refused!r:.200}; go on from a "
+            "checkpoint, with overwrite=True, which removes it",
             expected="what this version of nvmeio and torch.load(weights_only=True) read",
             found="something else",
         ) from refused

@@ -12,14 +12,14 @@ import dataclasses
 import errno
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from nvmeio._io.rank_store import RankStore, pauses, several
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.offload import _manifest
-from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._manifest import Manifest, Unusable
 
 
 @dataclasses.dataclass
@@ -203,7 +203,22 @@ def directory_name(what: str) -> str:
     return what
 
 
-def agreed(directory: str) -> tuple[Manifest | None, list[Manifest]]:
+class Agreed(NamedTuple):
+    """What all ranks go on from.
+
+    Attributes:
+        manifest: This rank's of the last generation that every rank has; None where no rank has
+            made a step.
+        later: This rank's that come after it.
+        unusable: What else is in this rank's directory.
+    """
+
+    manifest: Manifest | None
+    later: list[Manifest]
+    unusable: list[Unusable]
+
+
+def agreed(directory: str, failure: Exception | None = None) -> Agreed:
     """The last generation that every rank has, and those of this rank that come after it.
 
     Killed ranks may have been on either side of the end of a step: one of them has it, another has
@@ -212,9 +227,7 @@ def agreed(directory: str) -> tuple[Manifest | None, list[Manifest]]:
 
     Args:
         directory: This rank's own.
-
-    Returns:
-        None and nothing where no rank has made a step.
+        failure: Why this rank has no such directory; raised here when the others know.
 
     Raises:
         IntegrityError: A rank has no whole manifest, or they have no generation in common. All
@@ -223,9 +236,10 @@ def agreed(directory: str) -> tuple[Manifest | None, list[Manifest]]:
     A collective of the default process group, if that has several ranks.
     """
     mine: list[Manifest] = []
-    failure: Exception | None = None
+    unusable: list[Unusable] = []
     try:
-        mine = _manifest.complete(directory)
+        if failure is None:
+            mine, unusable = _manifest.read(directory)
     except Exception as failed:
         failure = failed
     here = [each.generation for each in mine], str(failure or "")
@@ -241,7 +255,7 @@ def agreed(directory: str) -> tuple[Manifest | None, list[Manifest]]:
                 f"rank {rank} cannot resume: {why}", expected="a whole manifest", found=why
             )
     if any(not found for found, _ in told) and all(max(found, default=1) == 1 for found, _ in told):
-        return None, mine  # killed before the first step
+        return Agreed(None, mine, unusable)  # killed before the first step
     common = set.intersection(*(set(found) for found, _ in told))
     if not common:
         raise IntegrityError(
@@ -253,4 +267,4 @@ def agreed(directory: str) -> tuple[Manifest | None, list[Manifest]]:
         )
     last = max(common)
     manifest = next(each for each in mine if each.generation == last)
-    return manifest, [each for each in mine if each.generation > last]
+    return Agreed(manifest, [each for each in mine if each.generation > last], unusable)

@@ -17,6 +17,8 @@ class OptimizerSettings:
         on_disk: Gradients are on the drive too.
         read_ahead: Read the next subgroup during a step.
         write_behind: Write the last subgroup during a step.
+        resume: Go on from what is in the directory.
+        must_resume: And raise where there is nothing.
         device: Where it is computed.
 
     Raises:
@@ -32,6 +34,8 @@ class OptimizerSettings:
     durable: bool
     checksum: bool
     resume: bool
+    must_resume: bool
+    overwrite: bool
     read_ahead: bool
     write_behind: bool
     device: torch.device
@@ -42,6 +46,11 @@ class OptimizerSettings:
         if self.buffer_bytes is not None:
             _arguments.integer("buffer_bytes", self.buffer_bytes, 4096)
         _arguments.ratio(self.ratio)
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "resume goes on from what is in the directory, and overwrite=True removes it: give "
+                "one of them"
+            )
         if self.resume and not (self.ratio == 1.0 and self.recoverable):
             raise ValueError(
                 "resume=True needs all state and weights on the drive: leave ratio at 1.0 and "

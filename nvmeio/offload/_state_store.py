@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,15 @@ from nvmeio._io.drives import DriveHandles
 from nvmeio.errors import IntegrityError
 from nvmeio.offload import _file_copies, _manifest
 from nvmeio.offload._generation_sync import GenerationSync
-from nvmeio.offload._manifest import Manifest
+from nvmeio.offload._manifest import Manifest, Unusable
 from nvmeio.offload._rank_steps import DurableSteps, agreed
 from nvmeio.offload._state_files import NAMES, StateFiles
 from nvmeio.offload._subgroups import WEIGHTS, SlotSpan, Subgroup
 from nvmeio.offload._swap_dirs import SwapDirs
 from nvmeio.offload._tensors import fits
 from nvmeio.offload._transactions import Transaction
+
+logger = logging.getLogger("nvmeio")
 
 _PieceFacts = tuple[int, bool, dict[str, int], dict[str, SlotSpan]]  # current, begun, sums, spans
 
@@ -220,12 +223,14 @@ class StateStore:
         """
         path = self._directory.path
         self._join()  # before any of them can make a step: `agreed` waits for all
-        manifest, later = agreed(path)
+        manifest, later, unusable = agreed(path)
         if manifest is None:
             return None
         self._check_fits(manifest)
         for each in later:
             _manifest.drop(path, each.generation, durable=True)
+            logger.info("%s of %s is dropped: not every rank has it", each, path)
+        _tell_of(unusable, manifest)
         self._resumed = manifest
         self.generation = manifest.generation
         self.small = manifest.small
@@ -276,7 +281,7 @@ class StateStore:
             raise IntegrityError(
                 f"the state in {self._directory.path} belongs to another optimizer, other "
                 "parameters, or another subgroup_bytes or buffer_bytes: make the same as "
-                "before, or begin anew with resume=False",
+                "before, or begin anew with overwrite=True",
                 expected=self.files.signature(),
                 found=manifest.signature,
             )
@@ -319,3 +324,17 @@ def _strides_of(
         for number, spans in enumerate(spans_of_pieces)
     }
     return {number: by_name for number, by_name in strides.items() if by_name}
+
+
+def _tell_of(unusable: Sequence[Unusable], resumed: Manifest) -> None:
+    """Say that a newer generation is there, or may be, and could not be gone on from."""
+    last = resumed.generation
+    for path, generation, why in unusable:
+        if generation > last:
+            which = f"generation {generation}"
+        elif not generation:
+            older = f", or {last - 1}, which would be no loss" if last > 1 else ""
+            which = f"generation {last + 1}{older}"
+        else:
+            continue  # an older one, which nobody needs
+        logger.warning("%s (%s) %s: resumed from %s instead", path, which, why, resumed)

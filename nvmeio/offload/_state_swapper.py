@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nvmeio import _device
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.ending import Ending, do_all
+from nvmeio._io.ending import do_all
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.buffers import empty_aligned
+from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _memory_plan
 from nvmeio.offload._cuts import Cuts
@@ -23,7 +26,7 @@ from nvmeio.offload._manifest import Manifest
 from nvmeio.offload._memory_plan import MemoryPlan, plan_of
 from nvmeio.offload._params import SwappedParam
 from nvmeio.offload._pipeline import Times
-from nvmeio.offload._rank_steps import DurableSteps, directory_name
+from nvmeio.offload._rank_steps import DurableSteps
 from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._state_loading import StateLoad
 from nvmeio.offload._state_store import StateStore
@@ -37,6 +40,8 @@ from nvmeio.offload._swapped import Buffers, Swapped
 from nvmeio.offload._tensors import view
 from nvmeio.offload._transactions import Transaction, Transactions
 from nvmeio.offload.gradients import GradientSwapper
+
+logger = logging.getLogger("nvmeio")
 
 Groups = Sequence[dict[str, Any]]
 
@@ -111,6 +116,16 @@ class StateSwapper:
             self.gradients.reserve(params, subgroups)
         self._add(params, subgroups)
         manifest = self.store.resume() if self._settings.resume else None
+        if manifest is None and self._settings.must_resume:
+            hint = self.directory.hint()
+            self.directory.withdraw()
+            raise TransferError(
+                errno.ENOENT,
+                operation="resume",
+                path=self.directory.path,
+                detail='resume="must", and there is nothing to go on from: check swap_dir, or '
+                f"begin with resume=True{hint}",
+            )
         self.store.open()
         self._swapped.make_buffers()
         if manifest is None:
@@ -391,60 +406,6 @@ class StateSwapper:
         if self._device is not None:
             self._device.free()
         self._swapped.resident.clear()
-
-
-class OpenedState(NamedTuple):
-    """State that was opened.
-
-    Attributes:
-        swapper: Has it.
-        ending: Closes it; keep it where it dies with the optimizer.
-        resumed: The options of the parameter groups that were there; None at the beginning.
-    """
-
-    swapper: StateSwapper
-    ending: Ending
-    resumed: list[dict[str, Any]] | None
-
-
-def open_state(
-    swap_dir: Paths | None,
-    handle: AioHandle | None,
-    transactions: Transactions,
-    stepper: Stepper,
-    settings: OptimizerSettings,
-    groups: Groups,
-    transaction: Transaction,
-) -> OpenedState:
-    """Make the state of an optimizer, or go on with what is in its directory.
-
-    Args:
-        swap_dir: As for `SwappedOptimizer`, like `handle`.
-        handle: Moves the bytes and stays open, or None.
-        transactions: Whose thread this is called in.
-        stepper: Does the arithmetic.
-        settings: How.
-        groups: The parameter groups.
-        transaction: Whose opening it is.
-    """
-    remove = not settings.resume
-    directory = SwapDirs(swap_dir, directory_name("optimizer"), settings.resume)
-    swapper: StateSwapper | None = None
-    try:
-        swapper = StateSwapper(directory, handle, transactions, stepper, settings)
-        manifest = swapper.open(groups, transaction)
-        transaction.check()
-    except BaseException:
-        if swapper is not None:
-            swapper.close(remove)
-        else:
-            directory.release(remove)
-        raise
-    ending = Ending(transactions.owner, functools.partial(swapper.close, remove))
-    store = swapper.store
-    transaction.on_rollback(lambda: do_all((store.undo_stay, ending.close)))
-    store.stay()
-    return OpenedState(swapper, ending, None if manifest is None else manifest.groups)
 
 
 def options_of(groups: Groups) -> list[dict[str, Any]]:

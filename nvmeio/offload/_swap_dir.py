@@ -38,8 +38,10 @@ class SwapDir:
 
     def __init__(self, parent: str | os.PathLike[str], name: str) -> None:
         above = _checks.directory_path("swap_dir", parent)
+        self._above = ""  # that was made for this
         if not os.path.lexists(above):
             directories.make_directory(above, mode=private.DIRECTORY_MODE)
+            self._above = above
         elif not os.path.isdir(above):
             raise TransferError(
                 errno.ENOTDIR,
@@ -175,6 +177,12 @@ class SwapDir:
             # A forked child (a data loader's worker) has the descriptor too, and with it the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+    def remove_above(self) -> None:
+        """Remove the user's directory as well, if it was made for this and nothing is in it."""
+        if self._above:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._above)
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:

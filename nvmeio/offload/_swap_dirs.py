@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,12 +23,15 @@ from typing import NamedTuple
 from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._io.drives import weights_of
+from nvmeio._io.rank_store import several
 from nvmeio._io.striping import StripedFile, Striping
 from nvmeio._storage import durable, private
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.offload import _manifest
 from nvmeio.offload._swap_dir import RECORD, SwapDir
+
+_REMOVES = "overwrite=True removes it"
 
 
 class _Record(NamedTuple):
@@ -44,13 +48,15 @@ class SwapDirs:
         parents: The user's directories, one on each drive; as for `SwapDir`. None: a temporary
             one, which goes with `release`.
         name: As for `SwapDir`.
-        resume: Keep what is there. Else what a dead process left is removed.
+        resume: Take up what is there.
+        overwrite: Remove what is there. Without, state that a run has left there is refused.
         reads: As for `weights_of`, like `writes`.
 
     Raises:
-        TransferError: As `SwapDir`.
+        TransferError: As `SwapDir`; or there is the state of another run (EEXIST).
         ValueError: One is named twice, or none.
-        IntegrityError: What is there belongs to other directories; names those that are missing.
+        IntegrityError: What is to be taken up belongs to other directories; names those that are
+            missing.
 
     Attributes:
         path: Where the manifests are.
@@ -63,6 +69,7 @@ class SwapDirs:
         name: str,
         resume: bool = False,
         *,
+        overwrite: bool = False,
         reads: float = 1.0,
         writes: float = 1.0,
     ) -> None:
@@ -77,6 +84,8 @@ class SwapDirs:
             for each in above:
                 self._dirs.append(SwapDir(each, name))
             if not (resume and self._found()):
+                if not overwrite:
+                    self._check_free()
                 self.clean()
                 if len(above) > 1:
                     self._begin(weights_of(self.paths, reads, writes))
@@ -117,7 +126,7 @@ class SwapDirs:
 
     def _found(self) -> bool:
         """Take up what is there; False where nothing was completed."""
-        records = [_read(each) for each in self._dirs]
+        records = [_read(each.path) for each in self._dirs]
         begun = [_has_manifest(each.path) for each in self._dirs]
         known = [record for record in records if record is not None]
         if not known:
@@ -127,7 +136,7 @@ class SwapDirs:
                 alone = self._dirs[begun.index(True)].path
                 raise IntegrityError(
                     f"the state in {alone} lies in that directory alone: name it alone as "
-                    "swap_dir, or begin anew with resume=False",
+                    "swap_dir, or begin anew with overwrite=True",
                     expected=[os.path.dirname(alone)],
                     found=[os.path.dirname(path) for path in self.paths],
                 )
@@ -159,10 +168,98 @@ class SwapDirs:
     def _not_these(self, what: str, record: _Record) -> IntegrityError:
         return IntegrityError(
             f"the state lies in {len(record.directories)} directories that belong together, and "
-            f"{what}: name all of them as swap_dir, in any order, or begin anew with resume=False",
+            f"{what}: name all of them as swap_dir, in any order, or begin anew with "
+            "overwrite=True",
             expected=[os.path.dirname(path) for path in record.directories],
             found=[os.path.dirname(path) for path in self.paths],
         )
+
+    # What belongs to others
+
+    def _check_free(self) -> None:
+        """Whether nothing that a run could go on from would be removed.
+
+        Raises:
+            TransferError: There is such a thing (EEXIST); says what can be done.
+        """
+        for looked_for in (self._state_in, self._part_in):
+            for path in self.paths:
+                found = looked_for(path)
+                if found:
+                    raise TransferError(
+                        errno.EEXIST,
+                        operation="open",
+                        path=path,
+                        detail=f"another run has left {found}; or name another swap_dir",
+                    )
+
+    def _state_in(self, path: str) -> str:
+        """The state that another run has left in a directory, and the ways out; "" for none.
+
+        What one process alone has begun, without a step, is none. Ranks are not looked at that way:
+        one of them may have made the first step, and go on with what the others began with.
+        """
+        try:
+            complete, unusable = _manifest.read(path)
+        except IntegrityError as damaged:
+            return f"its state, which is damaged ({damaged}): {_REMOVES}"
+        last = max(complete, key=lambda each: each.generation, default=None)
+        if last is None or (last.generation == 1 and not unusable and not several()):
+            return ""
+        written = time.localtime(os.path.getmtime(_manifest.place(path, last.generation)))
+        return (
+            f"its state, {last}, written {time.strftime('%Y-%m-%d %H:%M', written)}: resume=True "
+            'goes on from it, or begins where there is nothing; resume="must" goes on from it, or '
+            f"raises; {_REMOVES}"
+        )
+
+    def _part_in(self, path: str) -> str:
+        """The same of a part of a state that lies in several directories."""
+        try:
+            record = _read(path)
+        except IntegrityError as damaged:
+            return f"a part of its state, whose record is damaged ({damaged}): {_REMOVES}"
+        if record is None or not self._is_alive(path, record):
+            return ""
+        return (
+            f"a part of its state, which lies in {', '.join(record.directories)}: name all of them "
+            f'with resume=True or resume="must" to go on from it; {_REMOVES}, this part alone'
+        )
+
+    def _is_alive(self, path: str, record: _Record) -> bool:
+        """Whether there may be a state of which a directory has a part: the first one tells."""
+        if not os.path.exists(os.path.join(path, "state.0")):
+            return False  # killed while it was made
+        for first in (*self.paths, record.directories[0]):
+            with contextlib.suppress(IntegrityError, TransferError):
+                beginning = _read(first)
+                if beginning is not None and beginning[:2] == (record.set_id, 0):
+                    return bool(self._state_in(first))
+        return True  # it is not here to be asked
+
+    def hint(self) -> str:
+        """Where there is a state near by that may have been meant: of other ranks, or above."""
+        kind = os.path.basename(self.path).split("-")[0]
+        mine = _world(os.path.basename(self.path))
+        near: list[str] = []
+        for above in map(os.path.dirname, self.paths):
+            for name in (".", *sorted(os.listdir(above or "."))):
+                path = os.path.normpath(os.path.join(above, name))
+                other = name == "." or (name.split("-")[0] == kind and _world(name) != mine)
+                if other and _has_manifest(path):
+                    near.append(path)
+        return (
+            f". There is a state in {', '.join(near)}: swap_dir is the directory above it, and a "
+            "state of several ranks is that of as many"
+            if near
+            else ""
+        )
+
+    def withdraw(self) -> None:
+        """As if they had never been named: what was made here goes; to be called instead of use."""
+        self.release(remove=True)
+        for each in self._dirs:
+            each.remove_above()
 
     @property
     def layout(self) -> str:
@@ -253,13 +350,18 @@ def _has_manifest(path: str) -> bool:
     return any(os.path.isfile(each) and os.path.getsize(each) for each in places)
 
 
-def _read(directory: SwapDir) -> _Record | None:
+def _world(name: str) -> str:
+    """How many ranks a directory's name speaks of; see `directory_name`."""
+    return name.partition("-of-")[2]
+
+
+def _read(directory: str) -> _Record | None:
     """The record of a directory; None where it has none, or a torn one before the first step.
 
     Raises:
         IntegrityError: It is damaged.
     """
-    path = directory.file(RECORD)
+    path = os.path.join(directory, RECORD)
     try:
         with open(path, "rb") as file:
             told = json.loads(file.read())
@@ -275,7 +377,8 @@ def _read(directory: SwapDir) -> _Record | None:
     except OSError as failed:
         raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
     except (ValueError, KeyError, TypeError) as wrong:
-        if not _has_manifest(directory.path) and not os.path.exists(directory.file("state.0")):
+        state = os.path.join(directory, "state.0")
+        if not _has_manifest(directory) and not os.path.exists(state):
             return None  # killed while it was made
         raise IntegrityError(
             f"{path} is damaged ({wrong}): it says which directories belong together; go on from "

@@ -18,6 +18,7 @@ from nvmeio import _device
 from nvmeio.errors import AlignmentError, BackendUnavailableError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
+from nvmeio.offload import _arguments
 from nvmeio.offload._config_words import (
     AIO,
     DEVICES,
@@ -101,8 +102,9 @@ def offload(
             ``sub_group_size``: elements of a subgroup. ``bf16``: ``{"enabled": True}`` steps in
             fp32 on master weights. ``aio``: the parameters of `AioHandle`; thread_count is
             intra_op_parallelism; use_gds has parameters go straight between drive and device
-            (offload_param on "nvme", a CUDA device, and no compat mode). ``resume``: as for
-            `SwappedOptimizer`.
+            (offload_param on "nvme", a CUDA device, and no compat mode). ``resume`` (true, false or
+            "must") and ``overwrite``: as for `SwappedOptimizer`. DeepSpeed, which has neither
+            word, removes what an earlier run left; this asks.
 
             ``activation_checkpointing``: cpu_checkpointing (where a module on the CPU has its
             activations anyway; `SwappedActivations` has them on the drive). Which regions are
@@ -145,9 +147,11 @@ def offload(
     master_dtype = _master_dtype(config)
     _check_places(module, weights, state, master_dtype)
     check_activations(_or_empty(config, "activation_checkpointing"), _is_on_device(module))
-    resume = flag(config, "resume", False)
-    if resume and state["device"] != "nvme":
-        raise ValueError('resume: true needs offload_optimizer with device "nvme"')
+    run = {"resume": _resume(config), "overwrite": flag(config, "overwrite", False)}
+    for key, value in run.items():
+        if value and state["device"] != "nvme":
+            word = str(value).lower()
+            raise ValueError(f'{key}: {word} needs offload_optimizer with device "nvme"')
     aio = known("aio", _or_empty(config, "aio"), AIO)
     computes_on = _computes_on(module, weights, module_device)
     gds = flag(aio, "use_gds", False)
@@ -190,7 +194,7 @@ def offload(
                 handle,
                 master_dtype,
                 weights["device"] == state["device"] == "nvme",
-                resume,
+                run,
                 optimizer_args,
             )
         made = Offloaded(swapped, optimizer)
@@ -250,7 +254,7 @@ def _optimizer(
     handle: AioHandle | None,
     master_dtype: torch.dtype | None,
     with_gradients: bool,
-    resume: bool,
+    run: Mapping[str, Any],
     arguments: dict[str, Any],
 ) -> SwappedOptimizer:
     read, write = flag(state, "pipeline_read", True), flag(state, "pipeline_write", True)
@@ -282,9 +286,9 @@ def _optimizer(
         master_dtype=master_dtype,
         gradients="disk" if with_gradients else "memory",
         ratio=ratio,
-        resume=resume,
         pipeline_read=read,
         pipeline_write=write,
+        **run,
         **arguments,
     )
     if flag(state, "pin_memory", False) and not optimizer.pinned:
@@ -336,6 +340,13 @@ def _section(
         raise ValueError(f"{name}: nvme_path must be a path, not {path!r}")
     flag(found, "pin_memory", False)
     return found
+
+
+def _resume(config: Mapping[str, Any]) -> bool | str:
+    try:
+        return _arguments.resume(config.get("resume", False))
+    except TypeError as refused:
+        raise ValueError(str(refused)) from None
 
 
 def _master_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -19,10 +19,11 @@ from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload import _arguments, _state
 from nvmeio.offload._memory_plan import MemoryPlan
+from nvmeio.offload._opening import open_state
 from nvmeio.offload._pipeline import Times
 from nvmeio.offload._settings import OptimizerSettings
 from nvmeio.offload._state import StateView
-from nvmeio.offload._state_swapper import StateSwapper, open_state
+from nvmeio.offload._state_swapper import StateSwapper
 from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._stepping import Stepper
 from nvmeio.offload._transactions import Transaction, Transactions
@@ -70,8 +71,11 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         checksum: Sum what is written (CRC-32), and compare what is read: bits that flipped on the
             drive raise `IntegrityError`. Costs nothing beside the drive.
         resume: Go on from what is in the directory, weights included; where there is nothing,
-            begin. Files stay there on `close`. False removes what a dead process left. Several
-            ranks go on from the last step that all of them have, so all must make it together.
+            begin, or raise with "must". Files stay there on `close`. False begins, and refuses a
+            directory with the state of another run (one that was killed, or that resumes). Several
+            ranks go on from the last step that all of them have, so all must make it together. The
+            log says what was resumed (INFO), and what could not be (WARNING).
+        overwrite: Begin, and remove the state of another run. Files do not stay on `close`.
         pipeline_read: Read ahead of the step; False needs a buffer less.
         pipeline_write: Write behind the step; False needs a buffer less.
         device: Where the class steps: the CPU, or the CUDA device that the parameters are on, which
@@ -88,7 +92,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         BackendUnavailableError: There is no such device.
         MemoryError: The device has no room for the buffers.
         TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or
-            not this user's (EPERM, ELOOP).
+            not this user's (EPERM, ELOOP); it has the state of another run (EEXIST), or none, which
+            ``resume="must"`` wants (ENOENT).
         IntegrityError: What is to be resumed belongs to something else, or is damaged: names the
             file, and the parameter and span. Or it lies in further directories: names those.
 
@@ -123,7 +128,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         recoverable: bool = True,
         durable: bool = True,
         checksum: bool = True,
-        resume: bool = False,
+        resume: bool | str = False,
+        overwrite: bool = False,
         pipeline_read: bool = True,
         pipeline_write: bool = True,
         device: str | torch.device = "cpu",
@@ -141,6 +147,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
                 "swap_dir must be a directory: None is for ratio=0.0 with gradients in memory, "
                 "which leaves nothing for the drive"
             )
+        resume = _arguments.resume(resume)
         self._settings = OptimizerSettings(
             subgroup_bytes=_arguments.size("subgroup_bytes", subgroup_bytes),
             buffer_bytes=_arguments.size("buffer_bytes", buffer_bytes),
@@ -150,7 +157,9 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             recoverable=switch("recoverable", recoverable),
             durable=switch("durable", durable),
             checksum=switch("checksum", checksum),
-            resume=switch("resume", resume),
+            resume=bool(resume),
+            must_resume=resume == _arguments.MUST,
+            overwrite=switch("overwrite", overwrite),
             read_ahead=switch("pipeline_read", pipeline_read),
             write_behind=switch("pipeline_write", pipeline_write),
             device=there,

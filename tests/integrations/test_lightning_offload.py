@@ -102,3 +102,24 @@ def test_clipping_what_lightning_cannot_reach_is_refused(pl: ModuleType, tmp_pat
     ours, _ = fit(pl, tmp_path, [SwapOptimizers(tmp_path, gradients="disk")], gradient_clip_val=0)
     theirs, _ = fit(pl, tmp_path, [], gradient_clip_val=0)
     assert ours.losses == theirs.losses
+
+
+def test_a_fit_says_what_becomes_of_an_earlier_one(pl: ModuleType, tmp_path: Path) -> None:
+    """The state of a fit that was killed was removed without a word."""
+    from nvmeio.integrations.lightning_offload import SwapOptimizers
+
+    swap = tmp_path / "swap"
+    fit(pl, tmp_path, [SwapOptimizers(swap, resume=True)], max_epochs=1)
+    with pytest.raises(FileExistsError, match="overwrite=True removes it"):
+        fit(pl, tmp_path, [SwapOptimizers(swap)])
+    callback = SwapOptimizers(swap, resume="must")
+    resumed: list[bool] = []
+
+    class Looking(pl.Callback):  # type: ignore[name-defined,misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            resumed.extend(each.resumed for each in callback.optimizers)
+
+    fit(pl, tmp_path, [callback, Looking()], max_epochs=1)
+    assert resumed == [True]
+    fit(pl, tmp_path, [SwapOptimizers(swap, overwrite=True)])
+    assert list(swap.iterdir()) == []

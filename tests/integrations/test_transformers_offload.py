@@ -129,6 +129,24 @@ def test_gradients_on_the_drive(max_grad_norm: float, tmp_path: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_a_training_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    """From the Trainer's own checkpoint; the swap files of the one before are in the way."""
+    swap = tmp_path / "swap"
+    offload = {"swap_dir": swap, "subgroup_bytes": 16384}
+    killed = trained(
+        NvmeOffloadTrainer, tmp_path / "ours", nvme_offload={**offload, "resume": True}
+    )
+    killed.close_offload()  # and leaves its files
+    checkpoint = str(tmp_path / "ours/checkpoint-3")
+    with pytest.raises(FileExistsError, match="overwrite=True removes it"):
+        trained(NvmeOffloadTrainer, tmp_path / "again", checkpoint, nvme_offload=offload)
+    offload["overwrite"] = True
+    again = trained(NvmeOffloadTrainer, tmp_path / "again", checkpoint, nvme_offload=offload)
+    again.close_offload()
+    assert losses(again) == losses(killed)
+    assert list(swap.iterdir()) == []
+
+
 def test_it_wants_a_directory(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="swap_dir"):
         trained(NvmeOffloadTrainer, tmp_path)

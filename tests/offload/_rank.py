@@ -178,6 +178,58 @@ def resume(folder: Path, world: int) -> None:
         dist.barrier()
 
 
+def earlier(folder: Path, world: int) -> None:
+    """What another run has left is refused by all, and so is what is missing; nobody waits."""
+    swap = folder / "swap"
+
+    def made(**options: Any) -> tuple[Any, SwappedOptimizer]:
+        module = sharded(world)
+        given = {**OPTIONS, "swap_dir": swap, **options}
+        return module, SwappedOptimizer(torch.optim.AdamW, module.parameters(), **given)
+
+    def refused(error: type[Exception], words: str, **options: Any) -> None:
+        try:
+            made(**options)
+        except error as told:
+            assert re.search(words, str(told)), told
+        else:
+            raise AssertionError(words)
+        dist.barrier()
+
+    rank = dist.get_rank()
+    refused(FileNotFoundError, "nothing to go on from", resume="must")
+    assert list(swap.iterdir()) == []
+    dist.barrier()
+    module, optimizer = made(resume=True)
+    own = Path(optimizer.swap_dir)
+    train(module, optimizer, 2)
+    optimizer.close()
+    refused(FileExistsError, r"its state, generation 3 .step 2.*overwrite=True")
+    module, optimizer = made(resume="must")
+    assert optimizer.generation == 3
+    optimizer.close()
+    dist.barrier()
+    if rank:
+        (own / "manifest.0").rename(folder / "manifest.0")
+        (own / "manifest.1").rename(folder / "manifest.1")
+    for resume_word in (True, "must"):
+        refused(IntegrityError, "no step in common", resume=resume_word)
+    if rank:
+        shutil.rmtree(own)
+        own.write_text("no directory")
+    dist.barrier()
+    if rank:
+        refused(OSError, "ENOTDIR", resume=True)
+    else:
+        refused(IntegrityError, "rank 1 cannot resume: .*ENOTDIR", resume=True)
+    if rank:
+        own.unlink()
+    module, optimizer = made(overwrite=True)
+    assert optimizer.generation == 1
+    train(module, optimizer, 1)
+    optimizer.close()
+
+
 def ddp(folder: Path, world: int) -> None:
     ours = torch.nn.parallel.DistributedDataParallel(plain())
     theirs = torch.nn.parallel.DistributedDataParallel(plain())
@@ -207,9 +259,8 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=500)
     )
-    {"fsdp": fsdp, "fsdp_gradients": fsdp_gradients, "resume": resume, "ddp": ddp}[kind](
-        folder, world
-    )
+    kinds = (fsdp, fsdp_gradients, resume, earlier, ddp)
+    {each.__name__: each for each in kinds}[kind](folder, world)
     (folder / f"done-{rank}").write_text(json.dumps(kind))
     dist.barrier()
     dist.destroy_process_group()

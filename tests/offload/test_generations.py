@@ -167,9 +167,9 @@ def test_the_generation_that_is_written_over_loses_its_manifest_first(tmp_path: 
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
         engine: Any = optimizer._swapper
-        assert len(_manifest.complete(optimizer.swap_dir)) == 2
+        assert len(_manifest.read(optimizer.swap_dir).complete) == 2
         engine.store.prepare()
-        assert [each.generation for each in _manifest.complete(optimizer.swap_dir)] == [3]
+        assert [each.generation for each in _manifest.read(optimizer.swap_dir).complete] == [3]
 
 
 # Options

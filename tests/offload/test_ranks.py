@@ -12,7 +12,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp_gradients", "resume", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp_gradients", "resume", "earlier", "ddp"])
 def test_two_ranks_equal_those_in_memory(kind: str, tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
     ended = run_ranks(Path(__file__).parent / "_rank.py", 2, tmp_path, kind)

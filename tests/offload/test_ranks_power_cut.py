@@ -22,7 +22,7 @@ from nvmeio._io.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import SwappedOptimizer, _manifest, _rank_steps
 from nvmeio.offload._generation_sync import GenerationSync
-from nvmeio.offload._rank_steps import DurableSteps, Made
+from nvmeio.offload._rank_steps import Agreed, DurableSteps, Made
 from nvmeio.offload._state_files import NAMES, StateFiles
 from nvmeio.offload._state_store import StateStore
 from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
@@ -173,7 +173,7 @@ def test_all_ranks_go_on_from_the_newest_step_that_all_had_durable(
         if not min(durable):
             continue  # their very first state may be lost
         told_by_all = [
-            [[m.generation for m in _manifest.complete(str(image / f"rank{n}"))], ""]
+            [[m.generation for m in _manifest.read(str(image / f"rank{n}")).complete], ""]
             for n in range(world)
         ]
 
@@ -267,9 +267,9 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
     first, second = steps_of(dist.HashStore(), 2, timeout_s=0.05)
     joined: list[bool] = []
 
-    def agreed(directory: str) -> tuple[None, list[Any]]:
+    def agreed(directory: str) -> Agreed:
         joined.append(len(joined) + 1 == first._store.add("joined", 0))
-        return None, []  # when all have come so far
+        return Agreed(None, [], [])  # when all have come so far
 
     monkeypatch.setattr("nvmeio.offload._state_store.agreed", agreed)
     ranks = [Rank(number, tmp_path, steps) for number, steps in enumerate((first, second))]

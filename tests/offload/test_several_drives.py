@@ -290,10 +290,10 @@ def test_a_file_that_is_missing_on_one_of_them(drives: list[Path]) -> None:
         swapped(model(), drives, resume=True)
 
 
-def test_beginning_anew_removes_what_was_there(drives: list[Path]) -> None:
+def test_overwriting_removes_what_was_there(drives: list[Path]) -> None:
     stopped(drives)
     made = model()
-    with swapped(made, drives[::-1]) as optimizer:
+    with swapped(made, drives[::-1], overwrite=True) as optimizer:
         assert not optimizer.resumed
         train(made, optimizer, 4)
     assert_same_weights(made, in_memory(4))
