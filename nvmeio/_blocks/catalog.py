@@ -51,7 +51,7 @@ class Catalog:
         index: Which slot holds which block; `index.where` may be read by anybody.
         stored: Blocks that were written since it was opened.
         refused: Blocks that were not.
-        damaged: Blocks that were dropped when they were read.
+        damaged: Blocks that were dropped, when they were read or for what the table says of them.
     """
 
     def __init__(
@@ -164,10 +164,11 @@ class Catalog:
         room = self.index.slots
         if self._writer:
             room = min(room, os.fstat(self._blocks.fileno()).st_size // self._slot_bytes)
-        latest, lost = self._table.latest, 0
+        latest, lost, damaged = self._table.latest, 0, 0
         for slot, record in self._table.records(self._seen):
             if record is None or record.nbytes > self._slot_bytes:
                 self.index.forget_slot(slot)
+                damaged += self._table.is_damaged(slot)
             elif slot >= room:
                 lost += 1
             else:
@@ -178,6 +179,10 @@ class Catalog:
             self.index.grow(room)
         if lost:
             logger.warning("%s was cut: %d blocks of its table are gone", self._path, lost)
+        if damaged and self._writer:  # for who follows one, it is being written
+            self.damaged += damaged
+            what = "their blocks are dropped"
+            logger.warning("%s: %d records of its table are damaged: %s", self._path, damaged, what)
 
     def _grow_to(self, slots: int) -> bool:
         """Have room for so many slots, and the rest of the step; False if there is none."""

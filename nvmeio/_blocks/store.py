@@ -61,7 +61,7 @@ class Stats(NamedTuple):
         loaded: Blocks read.
         evicted: Blocks that made room for others.
         refused: Blocks that were not stored: no room, or the drive failed.
-        damaged: Blocks that were dropped when they were read.
+        damaged: Blocks that were dropped when they were read, or for what the table says of them.
     """
 
     blocks: int

@@ -184,6 +184,11 @@ class Table:
             return None
         return SlotRecord(slot, digest, sequence, nbytes, crc)
 
+    def is_damaged(self, slot: int) -> bool:
+        """Whether there is a record of a slot that cannot be used; or one that is being written."""
+        (nbytes,) = struct.unpack_from("<Q", self._map, self._at(slot) + _NBYTES_AT)
+        return bool(nbytes) and self.record(slot) is None
+
     def close(self) -> None:
         """Close the file; the lock on it goes. Idempotent."""
         self._map.close()

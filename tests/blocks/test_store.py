@@ -257,6 +257,7 @@ def test_damaged_bytes_are_a_miss_and_told(tmp_path: Path, handle: AioHandle, ca
 def test_a_damaged_table_is_never_believed(
     at: int, tmp_path: Path, handle: AioHandle, caplog: Any
 ) -> None:
+    """And it is told: a record that is not whole was forgotten without a word."""
     with opened(tmp_path, handle) as store:
         put(store, [1, 2, 3])
     with table_of(tmp_path).open("r+b") as file:
@@ -269,7 +270,9 @@ def test_a_damaged_table_is_never_believed(
         assert sum(there) == (0 if at < HEADER_BYTES else 2 if at < HEADER_BYTES + 64 + 56 else 3)
         assert put(store, [4, 5]) == [True, True]
         assert loaded(store, [4, 5]) == [True, True]
+        assert store.stats.damaged == 3 - sum(there) - 3 * (at < HEADER_BYTES)
     assert ("beginning with an empty one" in caplog.text) == (at < HEADER_BYTES)
+    assert ("1 records of its table are damaged" in caplog.text) == (at == HEADER_BYTES + 3)
 
 
 def test_a_foreign_file_is_not_believed(tmp_path: Path, handle: AioHandle, caplog: Any) -> None:
