@@ -50,6 +50,8 @@ class Manifest:
         strides: Of spans that are not in row-major order, by number of the piece and name.
         durable: The data has reached the drive.
         boot: Which boot of the machine wrote it.
+        run: The start of the program that wrote it, the same on all ranks; "" where they have not
+            agreed on a name for it.
     """
 
     generation: int
@@ -62,6 +64,7 @@ class Manifest:
     strides: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     durable: bool = False
     boot: str = ""
+    run: str = ""
 
     def __str__(self) -> str:
         """Which one it is, for people."""
@@ -267,6 +270,7 @@ def _encode(manifest: Manifest) -> bytes:
             "current": "".join(map(str, manifest.current)),
             "begun": "".join(map(str, manifest.begun)),
             "boot": manifest.boot,
+            "run": manifest.run,
             "tensors": base64.b64encode(tensors.getvalue()).decode(),
         }
     ).encode()
@@ -339,7 +343,7 @@ def _read(body: bytes) -> Manifest:
     tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
     current, begun = ([int(bit) for bit in told[name]] for name in ("current", "begun"))
     small = _rows(tensors["columns"], tensors["rest"])
-    groups, boot = tensors["groups"], told["boot"]
+    groups, boot, run = tensors["groups"], told["boot"], str(told.get("run", ""))
     if not len(current) == len(begun) == len(small):
         raise ValueError(f"places of {len(current)}, {len(begun)} and {len(small)} pieces")
     if not set(current) | set(begun) <= {0, 1}:
@@ -351,8 +355,18 @@ def _read(body: bytes) -> Manifest:
     sums = tensors["sums"].tolist() if "sums" in tensors else []
     signature = str(told["signature"])
     strides = {int(n): dict(by_name) for n, by_name in tensors.get("strides", {}).items()}
-    generation = told["generation"]
-    return Manifest(generation, signature, current, begun, small, groups, sums, strides, boot=boot)
+    return Manifest(
+        generation=told["generation"],
+        signature=signature,
+        current=current,
+        begun=begun,
+        small=small,
+        groups=groups,
+        sums=sums,
+        strides=strides,
+        boot=boot,
+        run=run,
+    )
 
 
 def _columns(

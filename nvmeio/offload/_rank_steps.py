@@ -12,6 +12,8 @@ import dataclasses
 import errno
 import json
 import time
+import uuid
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -211,11 +213,25 @@ class Agreed(NamedTuple):
             made a step.
         later: This rank's that come after it.
         unusable: What else is in this rank's directory.
+        run: What all ranks call what they begin now.
     """
 
     manifest: Manifest | None
     later: list[Manifest]
     unusable: list[Unusable]
+    run: str
+
+
+class _Held(NamedTuple):
+    """What one rank tells the others."""
+
+    generations: list[tuple[int, str]]  # and the run of each
+    why_none: str
+    run: str  # a name for what begins now; that of rank 0 is taken
+
+    @property
+    def last(self) -> int:
+        return max((generation for generation, _ in self.generations), default=0)
 
 
 def agreed(directory: str, failure: Exception | None = None) -> Agreed:
@@ -223,7 +239,8 @@ def agreed(directory: str, failure: Exception | None = None) -> Agreed:
 
     Killed ranks may have been on either side of the end of a step: one of them has it, another has
     not. Two generations are there mostly, and nobody is two steps ahead of the others, since
-    backward waits for all.
+    backward waits for all. A generation of the same number that another run has made, on a drive
+    that came from there, is another one.
 
     Args:
         directory: This rank's own.
@@ -242,29 +259,41 @@ def agreed(directory: str, failure: Exception | None = None) -> Agreed:
             mine, unusable = _manifest.read(directory)
     except Exception as failed:
         failure = failed
-    here = [each.generation for each in mine], str(failure or "")
-    told: list[Any] = [here]
+    own = _Held([(m.generation, m.run) for m in mine], str(failure or ""), uuid.uuid4().hex)
+    ranks = [own]
     if several():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, here)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, tuple(own))
+        ranks = [_Held(*each) for each in gathered]
     if failure is not None:
         raise failure
-    for rank, (_, why) in enumerate(told):
-        if why:
+    for rank, held in enumerate(ranks):
+        if held.why_none:
             raise IntegrityError(
-                f"rank {rank} cannot resume: {why}", expected="a whole manifest", found=why
+                f"rank {rank} cannot resume: {held.why_none}",
+                expected="a whole manifest",
+                found=held.why_none,
             )
-    if any(not found for found, _ in told) and all(max(found, default=1) == 1 for found, _ in told):
-        return Agreed(None, mine, unusable)  # killed before the first step
-    common = set.intersection(*(set(found) for found, _ in told))
+    run = ranks[0].run
+    common = set.intersection(*(set(held.generations) for held in ranks))
     if not common:
-        raise IntegrityError(
-            f"the ranks have no step in common to resume from: rank by rank, {directory} and its "
-            f"neighbours have the generations {[sorted(found) for found, _ in told]}; go on from a "
-            "checkpoint",
-            expected="a generation that every rank has",
-            found=[sorted(found) for found, _ in told],
-        )
+        if all(held.last <= 1 for held in ranks):
+            return Agreed(None, mine, unusable, run)  # killed before the first step
+        raise _nothing_in_common(directory, ranks)
     last = max(common)
-    manifest = next(each for each in mine if each.generation == last)
-    return Agreed(manifest, [each for each in mine if each.generation > last], unusable)
+    manifest = next(each for each in mine if (each.generation, each.run) == last)
+    later = [each for each in mine if each.generation > manifest.generation]
+    return Agreed(manifest, later, unusable, run)
+
+
+def _nothing_in_common(directory: str, ranks: Sequence[_Held]) -> IntegrityError:
+    numbers = [sorted(generation for generation, _ in held.generations) for held in ranks]
+    others = ""
+    if set.intersection(*map(set, numbers)):
+        others = "; those of the same number are of another run (a drive or directory mixed up?)"
+    return IntegrityError(
+        f"the ranks have no step in common to resume from: rank by rank, {directory} and its "
+        f"neighbours have the generations {numbers}{others}; go on from a checkpoint",
+        expected="a generation that every rank has",
+        found=numbers,
+    )

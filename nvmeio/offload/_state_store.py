@@ -54,6 +54,7 @@ class StateStore:
         self.files = StateFiles(directory, checksum)
         self.small: list[dict[str, Any]] = []
         self.generation = 0
+        self._run = ""
         self._sync = GenerationSync(directory, self.files, handles, self._ranks)
         self._resumed: Manifest | None = None  # may have to be made durable
         self._before: list[_PieceFacts] = []  # of the generation before
@@ -138,14 +139,15 @@ class StateStore:
         relaid = strides or {}
         spans = [_laid(piece.spans, relaid.get(piece.number)) for piece in self.files.pieces]
         manifest = Manifest(
-            self.generation + 1,
-            self.files.signature(),
-            current,
-            started,
-            values,
-            groups,
-            flat,
-            _strides_of(spans),
+            generation=self.generation + 1,
+            signature=self.files.signature(),
+            current=current,
+            begun=started,
+            small=values,
+            groups=groups,
+            sums=flat,
+            strides=_strides_of(spans),
+            run=self._run,
         )
         _manifest.store(self._directory.path, manifest)
         self.generation += 1
@@ -223,7 +225,7 @@ class StateStore:
         """
         path = self._directory.path
         self._join()  # before any of them can make a step: `agreed` waits for all
-        manifest, later, unusable = agreed(path)
+        manifest, later, unusable, self._run = agreed(path)
         if manifest is None:
             return None
         self._check_fits(manifest)

@@ -228,6 +228,26 @@ def earlier(folder: Path, world: int) -> None:
     assert optimizer.generation == 1
     train(module, optimizer, 1)
     optimizer.close()
+    # A rank has a drive of another run, which went as far: the ranks mixed the two, in silence.
+    for each in ("one", "other"):
+        (folder / each).mkdir(exist_ok=True)
+        dist.barrier()
+        module, optimizer = made(swap_dir=folder / each, resume=True)
+        train(module, optimizer, 2)
+        optimizer.close()
+    one, other = (folder / each / own.name for each in ("one", "other"))
+    if rank:
+        one.rename(folder / "kept")
+        other.rename(one)
+    dist.barrier()
+    refused(IntegrityError, "no step in common.*of another run", swap_dir=one.parent, resume=True)
+    if rank:
+        one.rename(other)
+        (folder / "kept").rename(one)
+    dist.barrier()
+    module, optimizer = made(swap_dir=one.parent, resume="must")
+    assert optimizer.generation == 3
+    optimizer.close()
 
 
 def ddp(folder: Path, world: int) -> None:

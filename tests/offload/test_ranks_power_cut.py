@@ -92,6 +92,10 @@ class Rank:
         self.directory.release()
 
 
+def read(directory: Path) -> list[_manifest.Manifest]:
+    return _manifest.read(str(directory)).complete
+
+
 def steps_of(store: Any, world: int, timeout_s: float = 60) -> list[DurableSteps]:
     steps = [new_steps(store, rank, world, Made(), timeout_s) for rank in range(world)]
     for each in steps:
@@ -173,7 +177,7 @@ def test_all_ranks_go_on_from_the_newest_step_that_all_had_durable(
         if not min(durable):
             continue  # their very first state may be lost
         told_by_all = [
-            [[m.generation for m in _manifest.read(str(image / f"rank{n}")).complete], ""]
+            ([(m.generation, m.run) for m in read(image / f"rank{n}")], "", "run")
             for n in range(world)
         ]
 
@@ -269,7 +273,7 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
 
     def agreed(directory: str) -> Agreed:
         joined.append(len(joined) + 1 == first._store.add("joined", 0))
-        return Agreed(None, [], [])  # when all have come so far
+        return Agreed(None, [], [], "")  # when all have come so far
 
     monkeypatch.setattr("nvmeio.offload._state_store.agreed", agreed)
     ranks = [Rank(number, tmp_path, steps) for number, steps in enumerate((first, second))]
