@@ -47,15 +47,19 @@ def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-class _Checkpoint:
-    """A checkpointing function whose region goes through `around`, both times."""
+class Checkpoint:
+    """A checkpointing function whose region goes through `around`, both times.
+
+    Attributes:
+        function: It, without that.
+    """
 
     def __init__(self, function: Callable[..., Any], around: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
         self._around = around
 
     def __call__(self, region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._function(functools.partial(self._around, region), *args, **kwargs)
+        return self.function(functools.partial(self._around, region), *args, **kwargs)
 
 
 class Checkpointing:
@@ -77,8 +81,8 @@ class Checkpointing:
         """Before each call: have their regions go through `around`."""
         for module in self._found:
             function = getattr(module, _CHECKPOINT, None)
-            if function is not None and not isinstance(function, _Checkpoint):
-                setattr(module, _CHECKPOINT, _Checkpoint(function, self._around))
+            if function is not None and not isinstance(function, Checkpoint):
+                setattr(module, _CHECKPOINT, Checkpoint(function, self._around))
 
 
 class Undone(list[Any]):

@@ -3,115 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from nvmeio.inference._stand_ins import Elsewhere, Frozen, FrozenElsewhere, is_meta
 from nvmeio.inference._units import Target, Unit
 
 # Tensors that an error names; a layer is read as one and rarely has more.
 _NAMED = 16
 
 
-class _Absent(torch.Tensor):
-    """What is made of a weight that is on disk: it cannot be computed with.
-
-    A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): it is what
-    happens to lie in memory.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if _is_harmless(func, args) or not any(map(_is_there, tree_leaves([args, kwargs]))):
-                return tree_map(_absent, func(*args, **kwargs))
-        raise RuntimeError(
-            "a weight of a streamed model is used, and is on disk: what uses it does not call the "
-            "module that it belongs to. Name that module's parent in layers=; where a layer was "
-            "cut to fit into resident_bytes, give so many that whole layers fit"
-        )
-
-
-def _is_harmless(func: Any, args: Sequence[Any]) -> bool:
-    """It asks for dtypes alone, or changes what stands for a weight: `check_absent` tells of it."""
-    name = getattr(func, "__name__", "")
-    in_place = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
-    return func is torch.result_type or (in_place and isinstance(args[0], (_Absent, _Elsewhere)))
-
-
-def _is_there(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_meta
-
-
-def _absent(value: Any) -> Any:
-    if type(value) is torch.Tensor and value.is_meta:
-        return value.as_subclass(_Absent)
-    return value
-
-
-class _Elsewhere(nn.Parameter):
-    """Stands for a weight that is on disk, and says where it, or its rows, will be.
-
-    Models move the ids of tokens to the device of their embedding's weight (Llama 4).
-    """
-
-    _where = torch.device("meta")
-    _shown: type[nn.Parameter] = nn.Parameter  # in its place while it is there
-    __torch_function__ = _Absent.__torch_function__
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._where
-
-
-class _Frozen(nn.Parameter):
-    """A weight of a base that is not trained: adapters are, beside it.
-
-    They are made where it says that it is. `data` is what they are merged into.
-    """
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach().as_subclass(_Unchanged)
-
-    @data.setter
-    def data(self, _: torch.Tensor) -> None:
-        _refuse_change()
-
-
-class _FrozenElsewhere(_Frozen, _Elsewhere):
-    """The same, on disk."""
-
-    _shown = _Frozen
-    __torch_function__ = _Absent.__torch_function__
-
-
-class _Unchanged(torch.Tensor):
-    """What can be looked at only; operations give plain tensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __iadd__(self, *_: object) -> torch.Tensor:
-        _refuse_change()
-
-    __isub__ = __imul__ = __itruediv__ = copy_ = clone = __iadd__  # type: ignore[assignment]
-
-
-def _refuse_change() -> NoReturn:
-    raise RuntimeError(
-        "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
-        "is read from its checkpoint. Save the adapters, and merge them into a model that is loaded"
-    )
-
-
 def freeze(unit: Unit, device: torch.device) -> None:
     """Let all parameters of a unit need no gradient, and say that they are where it computes."""
-    _replace(unit, device, _FrozenElsewhere)
+    _replace(unit, device, FrozenElsewhere)
     for target in unit.targets:
         if not target.is_buffer:
             target.empty.requires_grad_(False)
@@ -130,22 +36,22 @@ def check_frozen(targets: Sequence[Target], shown: Sequence[torch.Tensor] | None
 
 
 def stand_in(unit: Unit, device: torch.device) -> None:
-    """Let what uses a unit's weights while they are on disk be an error.
+    """Let what computes with a unit's weights while they are on disk be an error.
 
-    Its embeddings, which may never be in memory, name the device of the model.
+    They say that they are where it computes: adapters are made there.
     """
-    _replace(unit, device if unit.row_modules else torch.device("meta"), _Elsewhere)
+    _replace(unit, device, Elsewhere)
 
 
-def _replace(unit: Unit, device: torch.device, kind: type[_Elsewhere]) -> None:
-    made: dict[int, _Elsewhere] = {}
+def _replace(unit: Unit, device: torch.device, kind: type[Elsewhere]) -> None:
+    made: dict[int, Elsewhere] = {}
     for index, target in enumerate(unit.targets):
         own = type(target.empty) is not nn.Parameter and not unit.row_modules
-        if target.is_buffer or (own and kind is _Elsewhere):
+        if target.is_buffer or (own and kind is Elsewhere):
             continue
         if target.weight not in made:
             empty = kind(target.empty.detach(), target.empty.requires_grad)
-            empty._where = device
+            empty.on_device = device
             made[target.weight] = empty
         target.module._parameters[target.attribute] = made[target.weight]
         unit.targets[index] = target._replace(empty=made[target.weight])
@@ -165,7 +71,7 @@ def check_absent(targets: Sequence[Target]) -> None:
     """
     check(targets, [target.empty for target in targets])
     for module, attribute, _, _, empty, version in targets:
-        if version is not None and (not empty.is_meta or _version(empty) != version):
+        if version is not None and (not is_meta(empty) or _version(empty) != version):
             raise RuntimeError(
                 f"{attribute!r} of a {type(module).__name__} was changed in place after its model "
                 "was streamed, while its bytes are on disk: the weights that are used are those of "
@@ -210,7 +116,9 @@ def shown_as(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     Servers' kernels are chosen by what was noted on a weight when it was quantised.
     """
     kind = type(parameter) if isinstance(parameter, nn.Parameter) else nn.Parameter
-    kind = getattr(kind, "_shown", kind)  # not what stands for it
+    kind = getattr(kind, "shown", kind)  # not what stands for it
+    if issubclass(kind, Frozen):
+        data = data.data  # with a version of its own, as autograd looks at it
     made: nn.Parameter = torch.Tensor._make_subclass(kind, data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made

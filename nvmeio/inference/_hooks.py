@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
-from nvmeio.inference import _tiling, _training
+from nvmeio.inference import _copies, _tiling, _training
+from nvmeio.inference._alone import WeightSource
 from nvmeio.inference._binding import check_absent, check_frozen, count_changes
 from nvmeio.inference._outputs import own, tensors_in
+from nvmeio.inference._stand_ins import Elsewhere
 from nvmeio.inference._state_dicts import NOT_HERE, WeightOnDisk, mark_absent
 from nvmeio.inference._units import Unit
 from nvmeio.inference.stream import WeightStream
@@ -51,11 +53,20 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             saving: Any = functools.partial(_save, module, stock)
             module.save_pretrained = saving
     owned: dict[nn.Module, set[str]] = {}
+    buffers: dict[nn.Module, dict[str, WeightSource]] = {}
     for unit in (stream.fixed, *stream.units):
+        for target in unit.targets:
+            source = WeightSource(stream, unit, target.weight)
+            if target.is_buffer:
+                buffers.setdefault(target.module, {})[target.attribute] = source
+            elif isinstance(target.empty, Elsewhere):
+                target.empty.source = source
         count_changes(unit.targets)
         for target in unit.targets:
             if target.attribute != "num_batches_tracked":  # batch norm brings its own
                 owned.setdefault(target.module, set()).add(target.attribute)
+    for module in model.modules():
+        _copies.allow(module, buffers.get(module, {}))
     for module, names in owned.items():
         hook = functools.partial(_refuse_state, names)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]

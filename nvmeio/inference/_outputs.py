@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nvmeio.inference._stand_ins import is_meta
 from nvmeio.inference._units import Unit
 
 
@@ -28,7 +29,7 @@ def own(output: Any, unit: Unit) -> Any:
         return output
     shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
     # Weights of one unit lie in one mapping; converted ones in the room for conversions.
-    storages = {t.untyped_storage().data_ptr() for t in shown if t is not None and not t.is_meta}
+    storages = {t.untyped_storage().data_ptr() for t in shown if t is not None and not is_meta(t)}
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -19,6 +19,13 @@ class PassCancelled(Exception):
     """A pass was told to stop; raised in it at the next layer."""
 
 
+class _Mark:
+    """A pass that is under way, for as long as its frame has this."""
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+
 class OwnPass:
     """The pass of whichever thread asks.
 
@@ -60,6 +67,18 @@ class OwnPass:
         if cache is not None:
             with contextlib.suppress(TypeError):  # tuples, as old models have them
                 self._here.cache = weakref.ref(cache)
+
+    def mark(self, held: object) -> object:
+        """To hold for as long as a pass goes on, with what else is held so long."""
+        mark = _Mark(held)
+        self._here.mark = weakref.ref(mark)
+        return mark
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this thread is within a pass that has a mark."""
+        reference = getattr(self._here, "mark", None)
+        return reference is not None and reference() is not None
 
     def end(self) -> bool:
         """It is over, and not interrupted; whether it has waited for anything."""

@@ -45,4 +45,5 @@ def mark_absent(
     for name in names:
         found = state_dict.get(prefix + name)
         if isinstance(found, torch.Tensor) and found.is_meta:
-            state_dict[prefix + name] = found.detach().as_subclass(WeightOnDisk)
+            with torch._C.DisableTorchFunctionSubclass():
+                state_dict[prefix + name] = found.detach().as_subclass(WeightOnDisk)

@@ -82,6 +82,7 @@ class Unit:
         resident: Whether it stays once it is there; set by the budget.
         tiles: What is read in its place, the rows of its only weight in order.
         tiled: The linear layers that compute with these.
+        own_alignment: How `plan` was asked to lay it out.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,9 +98,11 @@ class Unit:
         self.is_layer = False
         self.tiles: list[Unit] = []
         self.tiled: list[nn.Linear] = []
+        self.own_alignment = False
 
     def plan(self, checkpoint: SafetensorsSet, own_alignment: bool) -> None:
         """Lay out the slot."""
+        self.own_alignment = own_alignment
         sizes = [file.size() for file in checkpoint.files]
         parts = [part for weight in self.weights for part in weight.parts]
         marks = [

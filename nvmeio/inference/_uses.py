@@ -27,6 +27,7 @@ from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
+from nvmeio.inference._alone import read_weight
 from nvmeio.inference._binding import check, check_frozen, install, names_in, shows, uninstall
 from nvmeio.inference._keeper import Weights
 from nvmeio.inference._lockstep import Lockstep
@@ -450,6 +451,20 @@ class Uses:
         self._order.forget()
 
     # --- experts --------------------------------------------------------------------------------
+
+    def weight(self, unit: Unit, number: int, cuda_stream: Any) -> torch.Tensor:
+        """A copy of one weight; see `_alone`. What stays is brought, and not read again."""
+        if self.closed:
+            raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
+        with _device.on_stream(cuda_stream):
+            shown = None
+            if unit.resident and unit.experts is None and not unit.converted_bytes:
+                slot = self._window.need(unit, computing=False)
+                self.resources.memory.ready(slot)
+                shown = slot.tensors[number]
+            weight, nbytes = read_weight(self.resources, unit, number, shown)
+            self.beside_bytes += nbytes
+            return weight
 
     def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
         """Have those experts of the unit in use in place."""

@@ -44,6 +44,7 @@ from nvmeio.inference._own_pass import OwnPass
 from nvmeio.inference._rank_reader import Passes, RankReader
 from nvmeio.inference._resources import Resources, StreamStats
 from nvmeio.inference._slots import SlotPools
+from nvmeio.inference._stand_ins import ABSENT
 from nvmeio.inference._stream_ranks import Ranks, new_reader
 from nvmeio.inference._units import Partition, Unit
 from nvmeio.inference._uses import Doing, Use, Uses
@@ -254,6 +255,24 @@ class WeightStream(Closing):
             self._own_pass.spoil()
             raise
 
+    def weight(self, unit: Unit, number: int) -> torch.Tensor:
+        """A copy of one weight, for who looks at it outside of its module's call.
+
+        Args:
+            unit: Whose it is.
+            number: Of its weights.
+
+        Raises:
+            TransferError, IntegrityError, ClosedError: As for `use`.
+            RuntimeError: A pass for inference asks, whose layers are to be read once, or one of
+                several ranks, which may have a part of it.
+        """
+        if self._ranks is not None or (not self._trainable and self._own_pass.under_way):
+            raise RuntimeError(ABSENT)
+        owner, uses = self._check()
+        with profiled("wait", unit.name):
+            return owner.call(uses.weight, unit, number, self._cuda_stream())
+
     def begin_pass(self, cache: Any) -> None:
         """A forward pass of the whole model begins.
 
@@ -274,7 +293,7 @@ class WeightStream(Closing):
 
     def pass_mark(self) -> object:
         """To hold for as long as a pass goes on: other ranks wait for its units."""
-        return None if self._ranks is None else self._passes.begin()
+        return self._own_pass.mark(None if self._ranks is None else self._passes.begin())
 
     def end_pass(self) -> None:
         """It is over, and not interrupted; what its last unit held has gone."""

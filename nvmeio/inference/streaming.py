@@ -93,8 +93,9 @@ def stream_model(
             layers; see `nvmeio.progress`. What it raises goes through the forward.
             ``model.weight_stream.progress`` is it, and may be changed.
         trainable: Gradients go through the model, for adapters that are put into it afterwards
-            (``peft.get_peft_model``, or any module of your own) and stay in memory: backward reads
-            the weights once more, in reverse. They themselves get no gradients and are in no
+            (``peft.get_peft_model``, or any module of your own) and stay in memory, as copies of
+            its modules do (`modules_to_save`): backward reads the weights once more, in reverse.
+            They themselves get no gradients and are in no
             `state_dict`. Experts are read whole. The CPU, or a CUDA device, which no such machine
             has run yet.
         process_group: A `torch.distributed` group whose ranks all call this with the same model

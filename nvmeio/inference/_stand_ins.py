@@ -1,0 +1,295 @@
+"""What modules show in the place of weights that are on disk, and of a base that is not trained.
+
+The place of a weight on disk is taken by a tensor on the meta device, with its shape and dtype. Who
+looks at its elements outside of its module's call (an adapter that begins with the norms of a
+matrix, a copy of a head) gets a copy, which is read for that and goes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from nvmeio._residency.saved import Origin, saving
+
+ABSENT = (
+    "a weight of a streamed model is used, and is on disk: what uses it does not call the "
+    "module that it belongs to. Name that module's parent in layers=; where a layer was "
+    "cut to fit into resident_bytes, give so many that whole layers fit; or give "
+    "trainable=True, which reads such a weight each time"
+)
+# They make a tensor like another one, and look at no elements.
+_FACTORIES = {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("randint_like", "new_empty", "new_zeros", "new_ones", "new_full"),
+}
+_IN_PLACE = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_CHANGES_NO_ELEMENTS = {"__set__", "requires_grad_"}
+_NEEDS_ELEMENTS = object()
+
+
+class _Absent(torch.Tensor):
+    """A weight that is on disk, or what was made of its shape.
+
+    A product of memory and of a tensor on "meta" is no error everywhere in torch (2.13): it is what
+    happens to lie in memory.
+    """
+
+    source: Origin | None = None  # of the weight; None: it cannot be read by itself
+    on_device = torch.device("meta")
+    frozen = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves([args, kwargs])
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.result_type:
+                return func(*args, **kwargs)
+            changed = _changed_by(func, args, kwargs)
+            if any(map(on_disk, changed)):
+                if not _is_harmless(func) and any(map(_is_kept, changed)):
+                    refuse_change()
+                return tree_map(_absent, func(*args, **kwargs))
+            if not any(map(_is_there, leaves)):
+                found = _of_shapes(func, args, kwargs, leaves)
+                if found is not _NEEDS_ELEMENTS:
+                    return found
+            copies = {id(leaf): _read(leaf) for leaf in leaves if on_disk(leaf)}
+        args, kwargs = tree_map(lambda leaf: copies.get(id(leaf), leaf), (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.on_device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return not self.frozen  # as of `FrozenElsewhere`
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        refuse_change()
+
+
+class Elsewhere(nn.Parameter):
+    """Stands for a weight that is on disk, and says where it, or its rows, will be.
+
+    Models move the ids of tokens to the device of their embedding's weight (Llama 4), and adapters
+    are made where the weight beside them is.
+    """
+
+    source: Origin | None = None
+    on_device = torch.device("meta")
+    shown: type[nn.Parameter] = nn.Parameter  # in its place while it is there
+    __torch_function__ = _Absent.__torch_function__
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.on_device
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        refuse_change()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter in memory, which is nobody's but the caller's."""
+        return _remember(memo, self, _read(self))
+
+
+class Frozen(nn.Parameter):
+    """A weight of a base that is not trained: adapters are, beside it.
+
+    They are made where it says that it is. `data` is what they are merged into.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach().as_subclass(_Unchanged)
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        refuse_change()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """As of `Elsewhere`."""
+        return _remember(memo, self, self.detach())
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """In memory a change would reach this layer and not another, until it is read again."""
+        refuse_change()
+
+    # By name: a `__torch_function__` would cost time in each product.
+    copy_ = zero_ = fill_ = add_ = sub_ = mul_ = div_ = addmm_ = clamp_ = _refuse
+    normal_ = uniform_ = trunc_normal_ = index_copy_ = index_add_ = _refuse
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refuse
+
+
+class FrozenElsewhere(Frozen, Elsewhere):
+    """The same, on disk."""
+
+    shown = Frozen
+    __torch_function__ = _Absent.__torch_function__
+    __deepcopy__ = Elsewhere.__deepcopy__
+    data = Elsewhere.data
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Adapters take what is on "meta" for a model that has no weights yet (DEFT)."""
+        return False
+
+
+def _is_kept(value: object) -> bool:
+    """Whether a change of it is refused at once; others are by `check_absent`."""
+    return isinstance(value, Frozen) or (isinstance(value, _Absent) and value.source is not None)
+
+
+class _Unchanged(torch.Tensor):
+    """What can be looked at only; what is no view of it is a plain tensor."""
+
+    source: Origin | None = None  # of a copy: autograd keeps that, and no memory
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_harmless(func) and any(
+            isinstance(t, _Unchanged) for t in _changed_by(func, args, kwargs)
+        ):
+            refuse_change()
+        leaves = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, _Unchanged)]
+        with torch._C.DisableTorchFunctionSubclass():
+            by_address = {leaf.untyped_storage().data_ptr(): leaf for leaf in leaves}
+            kept = _saving(by_address)
+            try:
+                found = func(*args, **kwargs)
+            finally:
+                del kept
+
+        def marked(value: Any) -> Any:
+            if type(value) is not torch.Tensor or value.layout is not torch.strided:
+                return value
+            of = None if value.is_meta else by_address.get(value.untyped_storage().data_ptr())
+            return value if of is None or not value.nbytes else _look_at(value, of.source)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return tree_map(marked, found)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        refuse_change()
+
+
+def refuse_change() -> NoReturn:
+    """Raise: somebody changes a weight that is read from its checkpoint each time."""
+    raise RuntimeError(
+        "a weight of a streamed model cannot be changed, and adapters cannot be merged into it: it "
+        "is read from its checkpoint. Save the adapters, and merge them into a model that is "
+        "loaded. Adapters that begin by changing the base (PiSSA, OLoRA, CorDA, LoftQ, KaSA) "
+        "are begun in a model that is loaded: save that base and them, and stream that base"
+    )
+
+
+def on_disk(value: object) -> bool:
+    """Whether something stands for a weight that is on disk."""
+    return isinstance(value, (_Absent, Elsewhere))
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory, whatever it says."""
+    return on_disk(tensor) or tensor.is_meta
+
+
+def _is_there(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_meta(value)
+
+
+def _absent(value: Any) -> Any:
+    if type(value) is torch.Tensor and value.is_meta:
+        return value.as_subclass(_Absent)
+    return value
+
+
+def _changed_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What a function changes in place, or would."""
+    name = getattr(func, "__name__", "")
+    changed = tree_leaves(kwargs.get("out"))
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        changed += tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
+    return changed
+
+
+def _is_harmless(func: Any) -> bool:
+    return getattr(func, "__name__", "") in _CHANGES_NO_ELEMENTS
+
+
+def _of_shapes(func: Any, args: Sequence[Any], kwargs: Any, leaves: Sequence[Any]) -> Any:
+    """What a function makes of shapes and dtypes; or `_NEEDS_ELEMENTS`."""
+    name = getattr(func, "__name__", "")
+    weight = next((leaf for leaf in leaves if on_disk(leaf) and leaf.source is not None), None)
+    if weight is None:
+        return tree_map(_absent, func(*args, **kwargs))
+    if name == "detach":
+        found = func(*args, **kwargs).as_subclass(_Absent)
+        found.source, found.on_device = weight.source, weight.on_device
+        found.frozen = not weight.is_meta
+        return found
+    if name in _FACTORIES:
+        return func(*args, **{"device": weight.on_device, **kwargs})
+    try:
+        found = func(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):  # there is nothing to copy
+        return _NEEDS_ELEMENTS
+    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found))
+    return _NEEDS_ELEMENTS if has_tensors else found
+
+
+def _read(weight: Any) -> torch.Tensor:
+    if weight.source is None:
+        raise RuntimeError(ABSENT)
+    return _look_at(weight.source.memory(), weight.source)
+
+
+def read_buffer(source: Origin) -> torch.Tensor:
+    """A copy of a buffer."""
+    return source.memory().clone()
+
+
+def _look_at(memory: torch.Tensor, source: Origin | None) -> torch.Tensor:
+    found = memory.as_subclass(_Unchanged)
+    found.source = source
+    return found
+
+
+def _saving(by_address: dict[int, Any]) -> object:
+    """Have autograd keep where copies were read, in the place of the copies."""
+    if not torch.is_grad_enabled():
+        return None
+    sources = {address: leaf.source for address, leaf in by_address.items() if leaf.source}
+    return saving(lambda address, _: sources.get(address)) if sources else None
+
+
+def _remember(memo: dict[int, Any], weight: nn.Parameter, now: torch.Tensor) -> nn.Parameter:
+    with torch._C.DisableTorchFunctionSubclass():
+        made = nn.Parameter(now.detach().clone().as_subclass(torch.Tensor), weight.requires_grad)
+    memo[id(weight)] = made
+    return made
