@@ -121,6 +121,7 @@ class AioHandle(HandleSettings, ClosingWork):
 
         Raises:
             ValueError: The file of settings is damaged; says which.
+            OSError: It cannot be read, or is no small regular file; says which.
             BackendUnavailableError: As for the constructor.
         """
         found = _tuned.find(path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import stat
 import struct
@@ -24,9 +25,13 @@ from typing import Any
 from nvmeio import _checks
 from nvmeio._mounts import find_mount
 from nvmeio._storage.replace import replace_file
+from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
 from nvmeio.engines.base import Options
 
 __all__ = ["Tuned", "file_system_key", "find", "places", "save"]
+
+logger = logging.getLogger("nvmeio")
+_told: set[str] = set()
 
 FORMAT = 1
 # linux/fs.h: FS_IOC_GETFSUUID, _IOR(0x15, 0, struct fsuuid2), since Linux 6.9; struct fsuuid2 is a
@@ -79,14 +84,18 @@ def find(path: str | os.PathLike[str]) -> Tuned | None:
 
     Raises:
         ValueError: A file of settings is damaged; says which, and what is wrong with it.
-        OSError: One cannot be read, but for one that this user may not read, which is none.
+        OSError: One cannot be read, is no regular file, or is larger than settings are; but for one
+            that this user may not read, which is none (the log says so, once, at INFO).
     """
     key: str | None = None
     for file in places():
         try:
             stored = _load(file)
-        except PermissionError:
-            continue  # another user's: HOME is often root's where the user is not
+        except PermissionError as refused:
+            if refused.filename not in _told:  # another user's: HOME is often root's
+                _told.add(refused.filename)
+                logger.info("no settings are taken from %s: %s", file, refused.strerror)
+            continue
         if not stored:
             continue
         key = key or file_system_key(path)
@@ -172,7 +181,7 @@ def _uuid_from_links(directory: Path) -> str | None:
 def _load(file: Path) -> dict[str, Any]:
     """The settings in a file by file system; nothing where there is no such file."""
     try:
-        text = file.read_text()
+        text = read_small(file, SETTINGS_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     try:

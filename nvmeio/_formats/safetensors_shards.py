@@ -14,14 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_NAME = "model.safetensors"
-
-# As large as an index may be; that of 100,000 tensors has 10 MB.
-_MAX_INDEX_BYTES = 100_000_000
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", 1):
@@ -66,12 +64,13 @@ def read_index(path: Path) -> dict[Path, list[str]]:
         OSError: The index cannot be read.
         IntegrityError: It is no index, or names a file outside of its directory.
     """
-    with path.open("rb") as file:
-        text = file.read(_MAX_INDEX_BYTES + 1)
-    if len(text) > _MAX_INDEX_BYTES:
-        raise _bad(
-            path, "it is too large", f"at most {_MAX_INDEX_BYTES} bytes", path.stat().st_size
-        )
+    try:
+        text = read_small(path, INDEX_BYTES)
+    except OSError as failed:
+        if failed.errno != errno.EFBIG:
+            raise
+        size = path.stat().st_size
+        raise _bad(path, "it is too large", f"at most {INDEX_BYTES} bytes", size) from None
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as failed:

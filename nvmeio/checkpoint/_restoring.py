@@ -12,6 +12,7 @@ from typing import Any, Generic
 
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.locks import leads_to, reading
+from nvmeio._storage.small_files import INDEX_BYTES, detail_of, read_small
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._drives import parsed, parts_in
 from nvmeio.checkpoint._load_options import HowToLoad
@@ -188,15 +189,17 @@ def _files_of(path: str) -> list[str]:
     """
     index_path = os.path.join(path, _retention.INDEX)
     try:
-        with open(index_path, encoding="utf-8") as file:
-            index = json.load(file)
+        index = json.loads(read_small(index_path, INDEX_BYTES))
         sizes: dict[str, int] = dict(index["files"])
         names = sorted(sizes)
         if not names or any(os.path.basename(name) != name for name in names):
             raise ValueError("names that are none of files here")
     except OSError as failed:
         raise TransferError(
-            failed.errno or errno.EIO, operation="open", path=index_path
+            failed.errno or errno.EIO,
+            operation="open",
+            path=index_path,
+            detail=detail_of(failed),
         ) from failed
     except (ValueError, KeyError, TypeError) as wrong:
         raise IntegrityError(

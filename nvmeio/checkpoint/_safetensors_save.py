@@ -20,6 +20,7 @@ from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
+from nvmeio._storage.small_files import read_small
 from nvmeio.handle import AioHandle
 
 
@@ -162,7 +163,7 @@ def _remove_others(path: Path, names: list[str]) -> None:
 
 def _holds(path: Path, text: bytes) -> bool:
     try:
-        return path.read_bytes() == text
+        return read_small(path, len(text)) == text
     except OSError:
         return False
 

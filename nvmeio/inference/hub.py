@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError
 
 # As huggingface_hub's `validate_repo_id` takes them; the oldest have no owner ("gpt2").
@@ -76,7 +77,7 @@ def directory_of(given: str | os.PathLike[str], revision: str | None = None) -> 
     if _download(hub, name, _WEIGHTS, commit, needed=False) is None and (
         _download(hub, name, _INDEX, commit) is not None
     ):
-        shards = json.loads((found / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        shards = json.loads(read_small(found / _INDEX, INDEX_BYTES))["weight_map"]
         weights = sorted(set(shards.values()))
     for file in weights:
         if _download(hub, name, file, commit) is None:

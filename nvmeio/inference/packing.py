@@ -30,6 +30,7 @@ from nvmeio._plan import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import rename, sync_directory, sync_file
+from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import _packed, _transformers, hub
@@ -474,7 +475,7 @@ def _copy_others(source: Path, target: Path, dtype: torch.dtype) -> None:
         shutil.copyfile(entry, target / entry.name)
     path = target / _CONFIG
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(read_small(path, INDEX_BYTES))
     except ValueError as failed:
         raise IntegrityError(
             f"{source / _CONFIG} is not valid JSON: {failed}", expected="JSON", found="not JSON"

@@ -22,6 +22,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
+
 _OWN = ("nvme_path", "resident_bytes", "window", "aio")
 _AIO = (
     "block_size",
@@ -112,7 +114,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         ValueError: It is not JSON, or has a field that is unknown, of the wrong type, or asks for
             what cannot be; says which, and what to do.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_small(path, SETTINGS_BYTES)
     try:
         found: Any = json.loads(text)
     except ValueError as failed:

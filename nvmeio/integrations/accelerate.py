@@ -35,6 +35,7 @@ from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
+from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio._storage.unchanged import Unchanged
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
@@ -288,13 +289,12 @@ def _pages(place: _Place) -> int:
 
 def _index_of(folder: str) -> Mapping[str, Mapping[str, Any]]:
     path = os.path.join(folder, "index.json")
-    with open(path, encoding="utf-8") as file:
-        try:
-            index: Mapping[str, Mapping[str, Any]] = json.load(file)
-        except ValueError as failed:
-            raise IntegrityError(
-                f"{path} is not valid JSON: {failed}", expected="JSON", found="not JSON"
-            ) from None
+    try:
+        index: Mapping[str, Mapping[str, Any]] = json.loads(read_small(path, INDEX_BYTES))
+    except ValueError as failed:
+        raise IntegrityError(
+            f"{path} is not valid JSON: {failed}", expected="JSON", found="not JSON"
+        ) from None
     return index
 
 

@@ -52,6 +52,7 @@ from nvmeio._io.inflight import InFlight
 from nvmeio._io.threads import run_interruptible
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.replace import replace_file
+from nvmeio._storage.small_files import detail_of, read_small
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names
@@ -420,10 +421,13 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         """
         path = names.metadata_path(self.path, kwargs.get("rank"))
         try:
-            data = path.read_bytes()
+            data = read_small(path, names.METADATA_BYTES)
         except OSError as failed:
             raise TransferError(
-                failed.errno or errno.EIO, operation="open", path=str(path)
+                failed.errno or errno.EIO,
+                operation="open",
+                path=str(path),
+                detail=detail_of(failed),
             ) from failed
         metadata = load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:

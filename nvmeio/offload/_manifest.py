@@ -23,6 +23,7 @@ import torch
 
 from nvmeio import _device
 from nvmeio._storage import private
+from nvmeio._storage.small_files import detail_of, read_small
 from nvmeio.errors import IntegrityError, TransferError
 
 _MAGIC = b"nvmeio-swap 2\n"
@@ -32,6 +33,7 @@ _HEADER_BYTES = len(_MAGIC) + 2 + 16
 _NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
 _NUMBER_WITHIN = _HEADER_BYTES + 64
 NAMES = ("manifest.0", "manifest.1")
+_MOST_BYTES = 2 << 30  # most of one are sums and what pieces have outside of the files
 
 
 @dataclass
@@ -214,12 +216,13 @@ def read(directory: str) -> Generations:
     for name in NAMES:
         path = os.path.join(directory, name)
         try:
-            with open(path, "rb") as file:
-                data = file.read()
+            data = read_small(path, _MOST_BYTES)
         except FileNotFoundError:
             continue
         except OSError as failed:
-            raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+            raise TransferError(
+                failed.errno or errno.EIO, operation="open", path=path, detail=detail_of(failed)
+            ) from failed
         # The first generation goes to the other place: this one is only there after a step.
         stepped = stepped or name == NAMES[0]
         manifest = _decode(data, path)

@@ -26,6 +26,7 @@ from nvmeio._io.drives import weights_of
 from nvmeio._io.rank_store import several
 from nvmeio._io.striping import StripedFile, Striping
 from nvmeio._storage import durable, private
+from nvmeio._storage.small_files import SETTINGS_BYTES, detail_of, read_small
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.offload import _manifest
@@ -363,8 +364,7 @@ def _read(directory: str) -> _Record | None:
     """
     path = os.path.join(directory, RECORD)
     try:
-        with open(path, "rb") as file:
-            told = json.loads(file.read())
+        told = json.loads(read_small(path, SETTINGS_BYTES))
         weights = list(told["weights"])
         record = _Record(str(told["set"]), told["index"], list(told["directories"]), weights)
         whole = all(type(each) is int and each > 0 for each in weights)
@@ -375,7 +375,9 @@ def _read(directory: str) -> _Record | None:
     except FileNotFoundError:
         return None
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+        raise TransferError(
+            failed.errno or errno.EIO, operation="open", path=path, detail=detail_of(failed)
+        ) from failed
     except (ValueError, KeyError, TypeError) as wrong:
         state = os.path.join(directory, "state.0")
         if not _has_manifest(directory) and not os.path.exists(state):

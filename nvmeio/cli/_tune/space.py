@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
 from nvmeio.cli._quantities import binary_size, parse_size
 from nvmeio.engines.base import Options
 from nvmeio.handle import MAX_BLOCK_BYTES
@@ -43,7 +44,7 @@ def load_grid(path: Path) -> Grid:
         ValueError: It is no such file; says what is wrong with it.
     """
     try:
-        whole = json.loads(path.read_text())
+        whole = json.loads(read_small(path, SETTINGS_BYTES))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

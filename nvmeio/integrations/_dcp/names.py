@@ -13,7 +13,10 @@ import os
 import re
 from pathlib import Path
 
+from nvmeio._storage.small_files import read_small
+
 METADATA = ".metadata"
+METADATA_BYTES = 2 << 30  # at most: some hundred bytes for each part of each tensor
 SUFFIX = ".distcp"
 
 _OWN = r"[0-9a-f]{8}_"
@@ -42,7 +45,7 @@ def referred_to(path: Path) -> set[str]:
     Looked for as text: unpickling runs what the file says.
     """
     try:
-        return {name.decode() for name in _DATA.findall(path.read_bytes())}
+        return {name.decode() for name in _DATA.findall(read_small(path, METADATA_BYTES))}
     except OSError:
         return set()
 
