@@ -82,7 +82,11 @@ class Operation(Begun[int]):
     # --- the future's face ------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether it has finished, failed, or been cancelled. Never blocks."""
+        """Whether it has finished, failed, or been cancelled; does not wait for the drive.
+
+        Where no event loop runs, whoever sees the end first does what is left to do: a copy into
+        memory that is not contiguous, the comparison of ``validate=True``.
+        """
         if self._record.state == "pending":
             self._watchers.poll(self._record)
         return self._record.state != "pending"

@@ -52,7 +52,11 @@ class Gather(Begun[torch.Tensor]):
         return self.out
 
     def done(self) -> bool:
-        """Whether it has finished, failed, or been cancelled. Never blocks."""
+        """Whether it has finished, failed, or been cancelled; does not wait for the drive.
+
+        Where no event loop runs, whoever sees the end first does what is left to do: a copy into
+        memory that is not contiguous, the comparison of ``validate=True``.
+        """
         return self.operation.done()
 
     def cancel(self) -> bool:
