@@ -9,15 +9,32 @@ import sys
 from inspect import cleandoc
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 import nvmeio
 from nvmeio.cli import bench, deepspeed, generate, inspect, pack, report, tune, verify
+from nvmeio.cli._exits import status_of_interrupt
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    """An interrupt is told as one, whatever typer, and what it stands on, made of it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as failed:
+            status = status_of_interrupt(failed)
+            if status is None:
+                raise
+            if not kwargs.get("standalone_mode", True):
+                return status
+            raise SystemExit(status) from failed
+
+
+app = _App(
     help="Tensors to and from files at the speed of the drive.",
     no_args_is_help=True,
     add_completion=False,

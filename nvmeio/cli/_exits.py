@@ -61,9 +61,31 @@ def exit_statuses(errors: Console) -> Iterator[None]:
     except (Failed, NvmeioError, OSError, MemoryError) as failed:
         complain(errors, f"failed: {failed}")
         raise typer.Exit(FAILED) from failed
+    except Exception as failed:
+        status = status_of_interrupt(failed)
+        if status is None:
+            raise
+        complain(errors, "interrupted; no files are left", "yellow")
+        raise typer.Exit(status) from failed
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def status_of_interrupt(failed: BaseException) -> int | None:
+    """The exit status of an interrupt that others made this error of; None where none did.
+
+    Before Python 3.12 one that comes in a ``__set_name__``, while a class is being made, is raised
+    as RuntimeError: pydantic has such classes, and typer imports it when a command is called.
+    """
+    error: BaseException | None = failed
+    while error is not None:
+        if isinstance(error, _Terminated):
+            return 128 + error.signum
+        if isinstance(error, KeyboardInterrupt):
+            return INTERRUPTED
+        error = error.__cause__
+    return None
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

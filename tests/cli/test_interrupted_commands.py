@@ -86,6 +86,58 @@ def test_an_interrupt_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
+class _Interrupted:
+    """In a class that is being made: before Python 3.12 the interrupt becomes a RuntimeError."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def make_a_class(*_: object) -> None:
+    type("Made", (), {"attribute": _Interrupted()})
+
+
+def raise_from(*_: object) -> None:
+    raise SystemError("a call returned a result with an exception set") from KeyboardInterrupt()
+
+
+@pytest.mark.parametrize("step", ["check_directory", "extra.require"])
+@pytest.mark.parametrize("interrupted", [make_a_class, raise_from], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("standalone", [True, False])
+def test_an_interrupt_is_one_whatever_others_made_of_it(
+    step: str,
+    interrupted: Callable[..., None],
+    standalone: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One moment in some hundred ended a command in RuntimeError, as typer imported pydantic.
+
+    Before the command catches anything, and in what it catches.
+    """
+    monkeypatch.setattr(f"nvmeio.cli.tune.{step}", interrupted)
+    try:
+        status = app(["tune", str(tmp_path)], standalone_mode=standalone)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == INTERRUPTED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_a_command_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while an interrupt is on its way, too: it says what was lost."""
+
+    def fail(*_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise LookupError("what was measured cannot be told")
+
+    monkeypatch.setattr("nvmeio.cli.tune.extra.require", fail)
+    with pytest.raises(LookupError, match="cannot be told"):
+        app(["tune", str(tmp_path)], standalone_mode=False)
+
+
 @pytest.mark.untraced
 def test_an_interrupt_while_files_are_made_or_removed_loses_none(tmp_path: Path) -> None:
     chance = random.Random(1)
