@@ -69,7 +69,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             parameter. Master weights are such a copy already.
         durable: Survive a power cut as well (fdatasync beside the next forward pass).
         checksum: Sum what is written (CRC-32), and compare what is read: bits that flipped on the
-            drive raise `IntegrityError`. Costs nothing beside the drive.
+            drive raise `IntegrityError`. The sums are made while the drive works.
         resume: Go on from what is in the directory, weights included; where there is nothing,
             begin, or raise with "must". Files stay there on `close`. False begins, and refuses a
             directory with the state of another run (one that was killed, or that resumes). Several

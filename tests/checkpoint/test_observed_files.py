@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,24 @@ def test_progress_goes_from_nothing_to_all(verb: Verb, tmp_path: Path) -> None:
     path = path_for(verb, tmp_path)
     verb(path, lambda *event: told.append(event))
     assert_told(told, f"{'save' if verb in SAVES else 'load'} {path.name}")
+
+
+@pytest.mark.parametrize("verb", [*SAVES, *LOADS], ids=name_of)
+def test_progress_is_called_by_one_thread_at_a_time(verb: Verb, tmp_path: Path) -> None:
+    inside, together, calls = threading.Lock(), [], 0
+
+    def progress(*event: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if not inside.acquire(blocking=False):
+            together.append(event)
+            return
+        Path(tmp_path, "beside").write_bytes(bytes(100))  # gives the GIL up
+        inside.release()
+
+    verb(path_for(verb, tmp_path), progress)
+    assert calls > 1
+    assert together == []
 
 
 @pytest.mark.parametrize("call", [1, 2, -1])

@@ -18,6 +18,7 @@ from fake_device import fake_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import (
+    PATIENCE_S,
     HeldEngine,
     bytes_tensor,
     misaligned,
@@ -158,6 +159,18 @@ def test_a_scatter_writes_its_rows_and_nothing_else(
     assert around(room, shift, source.nbytes)
     ways = operation.direct_bytes + operation.bounced_bytes + operation.buffered_bytes
     assert ways == source.nbytes
+
+
+def test_a_scatter_reads_nothing(make_handle: Make, direct_path: Path) -> None:
+    """Whatever its rows share pages with: nothing is read, changed and written back."""
+    direct_path.write_bytes(bytes(1 << 20))
+    handle = make_handle()
+    rows = torch.full((200, 3001), 7, dtype=torch.uint8)
+    handle.async_scatter(rows, direct_path, [5 + 5000 * row for row in range(200)]).result(
+        PATIENCE_S
+    )
+    assert handle.stats.bytes_written == rows.nbytes
+    assert handle.stats.bytes_read == 0
 
 
 def test_many_rows_over_several_lanes(make_handle: Make, direct_path: Path) -> None:

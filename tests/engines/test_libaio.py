@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import select
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from interrupting import everywhere
+from support import PATIENCE_S, misaligned
 
+import nvmeio
 from nvmeio._shim import lib
 from nvmeio.engines import libaio
 from nvmeio.engines.base import Opcode, Options, Rows, Transfer
@@ -92,3 +97,44 @@ def test_a_request_that_an_interrupt_took_is_given_back(
     assert counting.made > 3
     os.close(fd)
     cq.close()
+
+
+# What is said of it
+
+
+async def test_the_queue_is_kept_full_by_a_thread_that_never_takes_the_gil(path: Path) -> None:
+    """A transfer of many blocks ends while this thread has the GIL, and gives it to nobody.
+
+    `ctypes.PyDLL` calls C without giving it up: here poll(2), on what the end is reported at.
+    """
+    nbytes = 4 << 20  # 256 blocks through a queue of 4: refilled many times
+    content = os.urandom(nbytes)
+    path.write_bytes(content)
+    async with nvmeio.AioHandle(engine=LibaioEngine(), block_size=16384, queue_depth=4) as handle:
+        tensor = nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
+        await handle.async_pread(tensor[:4096], path)  # the thread has begun, which is Python
+        operation = handle.async_pread(tensor, path)
+        home = operation._record.home
+        assert home is not None
+        asked = ctypes.create_string_buffer(struct.pack("ihh", home.fileno(), select.POLLIN, 0))
+        ready = ctypes.PyDLL(None).poll(asked, 1, int(PATIENCE_S * 1000))
+        whole = bytes(tensor.numpy()) == content
+        assert (ready, whole) == (1, True)
+        assert await operation == nbytes
+
+
+def test_bounce_memory_is_no_more_than_the_queue(path: Path) -> None:
+    """256 KiB of 64 MiB here, a lane. Of the process, so that little else is counted with it."""
+    path.write_bytes(bytes(64 << 20))
+    tensor, _room = misaligned(64 << 20, shift=1)
+    with nvmeio.AioHandle(engine=LibaioEngine(), block_size=65536, queue_depth=4) as handle:
+        handle.sync_pread(tensor[:4096], path)
+        before = resident_bytes()
+        operation = handle.async_pread(tensor, path)
+        assert operation.result(PATIENCE_S) == tensor.nbytes
+        assert operation.bounced_bytes + operation.buffered_bytes == tensor.nbytes
+        assert resident_bytes() - before < 8 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
