@@ -38,8 +38,10 @@ from support import (
 from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio
+from nvmeio import _page_cache
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._io.owner import OwnerThread
+from nvmeio._plan import PAGE_BYTES
 from nvmeio.checkpoint.safetensors import load_safetensors, read_header, save_safetensors
 from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError
 from nvmeio.inference import run_in_blocks
@@ -989,3 +991,26 @@ def test_a_forked_child_is_told(tmp_path: Path, stream: Make) -> None:
     with os.fdopen(reading, "rb") as pipe:
         assert pipe.read() == b"ClosedError"
     os.waitpid(child, 0)
+
+
+@torch.no_grad()
+def test_streaming_puts_nothing_into_the_page_cache(tmp_path: Path, stream: Make) -> None:
+    path = tmp_path / "net.safetensors"
+    whole = saved_net(path)
+    with path.open("rb") as file:
+        fd, pages = file.fileno(), os.path.getsize(path) // PAGE_BYTES
+
+        def cached() -> list[int]:
+            return [n for n in range(pages) if _page_cache.holds(fd, n * PAGE_BYTES, PAGE_BYTES)]
+
+        file.read()
+        if len(cached()) < pages:
+            pytest.skip("this kernel does not tell what is in its page cache")
+        net = stream(empty_net(), path, resident_bytes=150_000)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if before := cached():
+            pytest.skip(f"this file system keeps {len(before)} pages in memory")
+        x = torch.randn(5, 16)
+        assert torch.equal(net(x), whole(x))
+        assert cached() == []
