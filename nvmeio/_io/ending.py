@@ -73,8 +73,9 @@ class Ending:
         """Whether it has ended, or is about to."""
         return self._closing.asked
 
-    def __del__(self) -> None:
-        if os.getpid() != self._pid or self._closing.done or self._owner.is_here:
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        # At the end of the interpreter this module may have lost its names; all has ended by then.
+        if self._closing.done or getpid() != self._pid or self._owner.is_here:
             return
         self._closing.asked = True
         # Not for long: the collector may have come here while this thread holds a lock that the

@@ -211,8 +211,8 @@ class BackgroundSaver:
                     job.call_when_done(lambda: self._settle(job, future))
             return self._last
 
-    def __del__(self) -> None:
-        if os.getpid() == self.pid:
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        if getpid() == self.pid:
             for future in self._pending:
                 future.add_done_callback(_nobody_asked)
 

@@ -154,11 +154,11 @@ class Prefetch(ClosingWork):
             gather.cancel()
         return gathers
 
-    def __del__(self) -> None:
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         # By a thread: the collector may have come here from anywhere, and it is to be waited for.
         ahead = getattr(self, "_ahead", ())  # not there where __init__ was interrupted
         gathers = [gather for gather in ahead if isinstance(gather, Gather)]
-        if gathers and os.getpid() == self._pid:
+        if gathers and getpid() == self._pid:
             with contextlib.suppress(Exception):  # the program is at its end: the handle waits
                 threads.start(functools.partial(_drop, gathers), "nvmeio-prefetch", _ignore)
 

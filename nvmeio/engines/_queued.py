@@ -114,11 +114,11 @@ class EventfdQueue:
             if fd >= 0:
                 os.close(fd)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # A loop that ends in this moment forgets that it was to close the completion queue.
         fd = getattr(self, "_fd", -1)
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     def link(self, request: Reported) -> None:
         """Report a request; with the lock held. Once more does no harm."""

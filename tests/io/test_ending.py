@@ -101,3 +101,21 @@ def test_the_last_one_made_ends_first_and_all_of_them_before_the_engines(end: st
     )
     assert done.stdout.split("\n")[:3] == ["third False", "second False", "first False"]
     assert "Exception ignored" not in done.stderr
+
+
+def test_what_was_closed_says_nothing_at_the_end_of_the_interpreter() -> None:
+    """Kept by a module that was imported before, it was asked about when this one had lost its
+    names: "Exception ignored in … Ending.__del__ … 'NoneType' object has no attribute 'getpid'"."""
+    done = run_python(
+        """
+        import sys, types
+        sys.modules["early"] = early = types.ModuleType("early")
+        from nvmeio._io import ending
+        from nvmeio._io.owner import OwnerThread
+        owner = OwnerThread("closed")
+        early.kept = owner.call(lambda: ending.Ending(owner, int))
+        early.kept.close()
+        sys.kept = early, ending  # so that modules end by losing their names
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
