@@ -21,7 +21,7 @@ from nvmeio._blocks.table import WRITER_BYTES, NotATable, Table
 from nvmeio._io.ending import wait_for_those_that_end
 from nvmeio._plan import round_up
 from nvmeio._storage.directories import make_directory
-from nvmeio._storage.durable import reserve
+from nvmeio._storage.durable import free_bytes, reserve
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.private import make_private_directory, open_own
 from nvmeio.errors import TransferError
@@ -30,6 +30,9 @@ logger = logging.getLogger("nvmeio")
 
 # The file is allocated in steps of this size, so that a small cache takes little.
 STEP_BYTES = 1 << 30
+# So much of the file system is left to others; of a small one the twentieth part.
+FLOOR_BYTES = 1 << 30
+_FLOOR_SHARE = 20
 
 Value = TypeVar("Value")
 
@@ -67,15 +70,18 @@ class Catalog:
         self._is_full = False
         self._is_failing = False
         self._lock = threading.Lock()  # never taken by who may be interrupted
+        self._made: list[str] = []  # files that were not there; an opening that fails removes them
         with contextlib.ExitStack() as undo:
             self._table, blocks = self._open()
             undo.callback(self._table.close)
+            undo.callback(self._remove_made)  # while the table is locked
             # Closes it, should nobody else.
             self._blocks = undo.enter_context(os.fdopen(blocks, "rb", buffering=0))
             self._recover()
             if writer:
                 self._grow_to(1)
                 self._table.sign(secrets.token_bytes(WRITER_BYTES), None)
+            self._made.clear()
             self.close = undo.pop_all().close
 
     def locked(self, change: Callable[..., Value], *args: Any) -> Value:
@@ -136,17 +142,33 @@ class Catalog:
                     errno.EBUSY,
                     operation="open",
                     path=path,
-                    detail="another process writes this store: name another one, or end it",
+                    detail="another process writes this store: end it, or take another directory",
                 )
+            if not os.fstat(fd).st_size:
+                self._made.append(path)
             table = self._table_in(fd, path)
-        except BaseException:
+        except BaseException as failed:
+            self._remove_made()
             os.close(fd)
+            if isinstance(failed, OSError) and not isinstance(failed, TransferError):
+                code = failed.errno or errno.EIO
+                raise TransferError(code, operation="write", path=path) from failed
             raise
         try:
-            return table, open_own(self._path)
+            blocks = open_own(self._path)
         except BaseException:
+            self._remove_made()
             table.close()
             raise
+        if not os.fstat(blocks).st_size:
+            self._made.append(os.fspath(self._path))
+        return table, blocks
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._made.clear()
 
     def _table_in(self, fd: int, path: str) -> Table:
         if os.fstat(fd).st_size:
@@ -157,12 +179,22 @@ class Catalog:
         return self._table_of(fd, new=True)
 
     def _table_of(self, fd: int, new: bool) -> Table:
-        return Table(fd, self._block_bytes, self.index.slots, new=new)
+        table = Table(fd, self._block_bytes, self.index.slots, new=new, writer=self._writer)
+        self.index.slots = table.slots  # a reader's are its writer's
+        if table.slots_before != table.slots:
+            logger.warning(
+                "%s: room for %d blocks instead of %d%s",
+                *(self._path, table.slots, table.slots_before),
+                "; those that lay behind are gone" if table.slots < table.slots_before else "",
+            )
+        return table
 
     def _recover(self) -> None:
         """Take over what the table says, as far as there is a file for it."""
         room = self.index.slots
         if self._writer:
+            if os.fstat(self._blocks.fileno()).st_size > room * self._slot_bytes:
+                os.ftruncate(self._blocks.fileno(), room * self._slot_bytes)
             room = min(room, os.fstat(self._blocks.fileno()).st_size // self._slot_bytes)
         latest, lost, damaged = self._table.latest, 0, 0
         for slot, record in self._table.records(self._seen):
@@ -194,6 +226,7 @@ class Catalog:
         step = max(STEP_BYTES // self._slot_bytes, 1)
         limit = min(round_up(slots, step), index.slots)
         try:
+            limit = min(limit, self._fitting(slots))
             reserve(self._blocks.fileno(), limit * self._slot_bytes, os.fspath(self._path))
         except TransferError as full:
             if not index.limit:
@@ -204,14 +237,35 @@ class Catalog:
         index.grow(limit)
         return True
 
+    def _fitting(self, slots: int) -> int:
+        """How many slots there can be with what is free.
+
+        Raises:
+            TransferError: Not as many as these (ENOSPC).
+        """
+        free, size = free_bytes(self._path.parent)
+        floor = min(FLOOR_BYTES, size // _FLOOR_SHARE)
+        fitting = self.index.limit + max(free - floor, 0) // self._slot_bytes
+        if fitting < slots:
+            raise TransferError(
+                errno.ENOSPC,
+                operation="fallocate",
+                path=os.fspath(self._path),
+                nbytes=(slots - self.index.limit) * self._slot_bytes,
+                detail=f"{free} bytes are free there, of which {floor} are left to others: make "
+                "room, or take another drive",
+            )
+        return fitting
+
     # Storing
 
     def reserve(self, digests: Sequence[bytes]) -> list[int | None]:
         """A slot for each block that is not there; None too where there is no room."""
         slots: list[int | None] = []
         new: set[bytes] = set()
+        self.touch(digests)  # before any of them makes room for another
         for digest in digests:
-            if digest in new or self.index.touch(digest) is not None:
+            if digest in new or digest in self.index.where:
                 slots.append(None)
                 continue
             if not self.index.has_free:
@@ -235,8 +289,8 @@ class Catalog:
         places: dict[int, BlockPlace],
         failed: dict[int, BaseException],
     ) -> None:
-        """What was written to slots that were reserved counts from now on."""
-        for number, slot in enumerate(slots):
+        """What was written to slots that were reserved counts from now on; as in `touch`."""
+        for number, slot in reversed(list(enumerate(slots))):
             if slot is None:
                 continue
             digest, place = digests[number], places.get(number)
@@ -272,8 +326,12 @@ class Catalog:
                 self.index.unpin(place.slot)
 
     def touch(self, digests: Sequence[bytes]) -> list[BlockPlace | None]:
-        """Have blocks count as used just now; where they lie."""
-        return [self.index.touch(digest) for digest in digests]
+        """Have blocks count as used just now; where they lie.
+
+        A batch is of blocks one behind the other, of which one is of no use without those before:
+        the last is the first to make room.
+        """
+        return [self.index.touch(digest) for digest in reversed(digests)][::-1]
 
     # Forgetting
 

@@ -79,7 +79,9 @@ class BlockStore(Closing):
         directory: On the drive. The files lie in ``nvmeio-blocks`` in it, which is made private.
         name: Of the store; one process at a time writes it.
         block_bytes: What a block has at most.
-        capacity_bytes: What the blocks may take on the drive, rounded down to whole slots.
+        capacity_bytes: What the blocks may take on the drive, rounded down to whole slots. With
+            another size than before, the files become larger or smaller; blocks that lay behind
+            the new end are gone, which the log says. A reader's is as its writer's.
         writer: False reads what another process stores; nothing can be stored or removed.
         handle: Moves the bytes and stays open; None makes one.
         identity: What the blocks are of besides their names, such as weights: what was stored with
@@ -88,8 +90,9 @@ class BlockStore(Closing):
 
     Raises:
         ValueError: A size is not positive, or there is no room for one block; the name has a "/".
-        TransferError: The directory or the files cannot be made or read; there is no room for the
-            first step of the file (ENOSPC); another process writes this store (EBUSY).
+        TransferError: The directory or the files cannot be made or read; there is no room for one
+            block (ENOSPC), beside what is left to others; another process writes this store
+            (EBUSY). Files that were not there before are gone again.
         FileNotFoundError: `writer` is False, and nobody has made the store.
 
     Every call may be made by any thread. An interrupted one raises that when its work has ended,

@@ -72,16 +72,23 @@ class Table:
         block_bytes: What a slot holds at most.
         slots: How many there are.
         new: Whether to write an empty table, whatever the file holds.
+        writer: Whether one of another number of slots gets this one, and keeps the records for
+            which there is room; a reader takes it as it is.
+
+    Attributes:
+        slots: How many there are.
+        slots_before: How many there were.
 
     Raises:
         NotATable: `new` is False, and the file is none, or another's.
         OSError: It cannot be read or written.
     """
 
-    def __init__(self, fd: int, block_bytes: int, slots: int, new: bool) -> None:
+    def __init__(
+        self, fd: int, block_bytes: int, slots: int, new: bool, writer: bool = True
+    ) -> None:
         self.slots = slots
-        header = _HEADER.pack(_MAGIC, block_bytes, slots)
-        header += struct.pack("<I", crc32.of_bytes(header))
+        header = _header(block_bytes, slots)
         if new:
             # Not truncated to nothing: a reader that has it mapped would be killed (SIGBUS).
             os.ftruncate(fd, max(os.fstat(fd).st_size, self.nbytes))
@@ -92,8 +99,17 @@ class Table:
             raise NotATable("it is no table of blocks")
         if found[_HEADER_CRC_AT:] != struct.pack("<I", crc32.of_bytes(found[:_HEADER_CRC_AT])):
             raise NotATable("its header is damaged")
-        if found != header or os.fstat(fd).st_size < self.nbytes:
-            raise NotATable("it is one of blocks of another size or number, or was cut")
+        _, blocks_of, self.slots_before = _HEADER.unpack(found[: _HEADER.size])
+        least = HEADER_BYTES + self.slots_before * RECORD_BYTES
+        if blocks_of != block_bytes or os.fstat(fd).st_size < least:
+            raise NotATable("it is one of blocks of another size, or was cut")
+        if not writer:
+            self.slots = self.slots_before
+        elif slots != self.slots_before:
+            if slots > self.slots_before:
+                # What lies behind may be of a time when it was larger.
+                _fill(fd, self.nbytes, least)
+            os.pwrite(fd, header, 0)
         # Never written through. Private, so that torch may have a buffer that counts as writable;
         # Linux shows what others write to the file all the same.
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -195,8 +211,12 @@ class Table:
         self._file.close()
 
 
-def _fill(fd: int, nbytes: int) -> None:
+def _header(block_bytes: int, slots: int) -> bytes:
+    header = _HEADER.pack(_MAGIC, block_bytes, slots)
+    return header + struct.pack("<I", crc32.of_bytes(header))
+
+
+def _fill(fd: int, nbytes: int, at: int = 0) -> None:
     zeros = bytes(1 << 20)
-    at = 0
     while at < nbytes:
         at += os.pwrite(fd, zeros[: nbytes - at], at)

@@ -5,6 +5,7 @@ Source: man 2 fallocate, man 2 fsync (NOTES, on directories), man 2 renameat2.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -36,15 +37,18 @@ def allocate(fd: int, nbytes: int, path: str) -> bool:
 
     Raises:
         TransferError: There is no such room (ENOSPC, EDQUOT), or the file may not become so large
-            (EFBIG).
+            (EFBIG). The file is as long as it was: what ext4 had found for it till then is free.
     """
     if not nbytes:
         return True
+    before = os.fstat(fd).st_size
     while _libc.fallocate(fd, 0, 0, nbytes) != 0:
         code = ctypes.get_errno()
         if code in _CANNOT_ALLOCATE:
             return False
         if code != errno.EINTR:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, before)
             raise TransferError(code, operation="fallocate", path=path, nbytes=nbytes)
     return True
 
@@ -63,6 +67,12 @@ def reserve(fd: int, nbytes: int, path: str) -> None:
         raise TransferError(
             failed.errno or errno.EIO, operation="truncate", path=path, nbytes=nbytes
         ) from failed
+
+
+def free_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """What is free for this user on the file system of a path, and how large that is."""
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

@@ -147,17 +147,19 @@ def test_a_store_is_a_dict_that_forgets_what_was_used_longest_ago(
             if verb == "store":
                 put(store, seeds)
                 fresh: list[int] = []  # behind those of the batch that were there
+                for seed in [seed for seed in reversed(seeds) if seed in model]:
+                    model.remove(seed)
+                    model.append(seed)
                 for seed in dict.fromkeys(seeds):
                     if seed in model:
-                        model.remove(seed)
-                        model.append(seed)
-                    elif len(model) + len(fresh) < slots:
+                        continue
+                    if len(model) + len(fresh) < slots:
                         fresh.append(seed)
                     elif model:
                         written.remove(model.pop(0))
                         fresh.append(seed)
-                model += fresh
-                written += fresh
+                model += reversed(fresh)
+                written += reversed(fresh)
             elif verb == "load":
                 assert loaded(store, seeds) == [seed in model for seed in seeds]
             elif verb == "touch":
@@ -174,7 +176,7 @@ def test_a_store_is_a_dict_that_forgets_what_was_used_longest_ago(
                 store = opened(directory, handle, slots)
                 model = list(written)
             if verb in ("load", "touch"):
-                for seed in [seed for seed in seeds if seed in model]:
+                for seed in [seed for seed in reversed(seeds) if seed in model]:
                     model.remove(seed)
                     model.append(seed)
             assert store.contains([str(seed) for seed in range(16)]) == [
@@ -183,6 +185,21 @@ def test_a_store_is_a_dict_that_forgets_what_was_used_longest_ago(
             assert len(store) == len(model)
     finally:
         store.close()
+
+
+def test_of_a_prompt_the_last_blocks_make_room_first(tmp_path: Path, handle: AioHandle) -> None:
+    """The first did, without which all others are of no use: of 8 blocks 0 were left to a prompt
+    whose last 2 had to go."""
+    with opened(tmp_path, handle, 10) as store:
+        put(store, list(range(8)))
+        put(store, list(range(20, 24)))
+        assert loaded(store, list(range(8))) == [True] * 6 + [False] * 2
+        store.touch([str(seed) for seed in range(6)])
+        put(store, list(range(30, 36)))
+        assert loaded(store, list(range(6))) == [True] * 4 + [False] * 2
+    with opened(tmp_path, handle, 10) as store:  # in the order of writing
+        put(store, [40, 41])
+        assert loaded(store, list(range(4))) == [True, True, False, False]
 
 
 # Room
@@ -303,6 +320,60 @@ def test_a_file_that_was_cut(tmp_path: Path, handle: AioHandle, caplog: Any) -> 
         assert sum(loaded(store, [1, 2, 3])) == 1
         assert put(store, [4, 5, 6]) == [True] * 3
     assert "was cut: 2 blocks" in caplog.text
+
+
+def test_a_store_grows_and_shrinks_in_place(
+    tmp_path: Path, handle: AioHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With another capacity all blocks were forgotten."""
+    with opened(tmp_path, handle, 8) as store:
+        put(store, list(range(8)))
+    with opened(tmp_path, handle, 12) as store:
+        assert loaded(store, list(range(8))) == [True] * 8
+        put(store, list(range(8, 12)))
+        assert loaded(store, list(range(12))) == [True] * 12
+    assert "room for 12 blocks instead of 8" in caplog.text
+    with opened(tmp_path, handle, 4) as store:
+        assert loaded(store, list(range(12))).count(True) == 4
+        assert store.path.stat().st_size == 4 * SLOT
+        kept = [seed for seed, there in enumerate(loaded(store, list(range(12)))) if there]
+        with opened(tmp_path, handle, 30, writer=False) as reader:  # of whatever size there is
+            assert loaded(reader, kept) == [True] * 4
+    assert "those that lay behind are gone" in caplog.text
+    with opened(tmp_path, handle, 12) as store:  # nothing of the time when it was larger
+        assert len(store) == 4
+        assert loaded(store, kept) == [True] * 4
+        put(store, list(range(50, 58)))
+        assert loaded(store, list(range(50, 58))) == [True] * 8
+
+
+def test_a_refused_store_leaves_nothing(
+    tmp_path: Path, handle: AioHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took all that was free, and left its files."""
+    directory = tmp_path / "nvmeio-blocks"
+    with opened(tmp_path, handle) as store:
+        put(store, [1])
+        monkeypatch.setattr(catalog, "free_bytes", lambda _: (5 * SLOT, 1 << 40))
+        with pytest.raises(TransferError, match="are left to others") as refused:
+            BlockStore(tmp_path, "other", BLOCK, 8 * SLOT, handle=handle)
+        assert refused.value.errno == errno.ENOSPC
+        before = sorted(directory.iterdir())
+        assert [path.name for path in before] == ["kv.blocks", "kv.table"]
+        with pytest.raises(TransferError, match="another process writes"):
+            opened(tmp_path, handle)
+        assert sorted(directory.iterdir()) == before
+        for seed in range(12):  # one that there is stays as large as it was
+            assert put(store, [seed]) == [True]
+        assert store.path.stat().st_size == 4 * SLOT
+
+
+def test_a_store_takes_what_is_free_above_the_floor(
+    tmp_path: Path, handle: AioHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "free_bytes", lambda _: (7 * SLOT, 100 * SLOT))
+    with opened(tmp_path, handle) as store:
+        assert store.path.stat().st_size == 2 * SLOT
 
 
 def test_other_sizes_begin_anew(tmp_path: Path, handle: AioHandle, caplog: Any) -> None:
