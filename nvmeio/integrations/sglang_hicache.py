@@ -115,6 +115,16 @@ class HiCache:
                 store.new_generation()
             return store
 
+    def on_host_pools_registered(self) -> None:
+        """All pools are known; SGLang ends where this raises.
+
+        Raises:
+            ValueError: `capacity_bytes` has no room for a page of each pool.
+            TransferError: A store cannot be opened: there is no room, another server writes it.
+        """
+        for name in self._pools():
+            self._store(name)
+
     def _opened(self, name: str) -> BlockStore | None:
         # Every pool has as many slots as the others: a page of one is of no use without theirs.
         sizes = {each: _page_bytes(pool) for each, pool in self._pools().items()}
@@ -133,6 +143,8 @@ class HiCache:
                 *(getattr(config, "dcp_size", 1), getattr(config, "dp_rank", 0)),
                 *(str(getattr(pool, "layout", "")), str(getattr(pool, "dtype", ""))),
                 *(getattr(pool, "page_size", 1), nbytes),
+                # The first replica's is that of a server without others.
+                *([f"replica {replica}"] if (replica := _sglang_kv.replica()) else []),
             ]
         )
         rank = "all" if shared else config.tp_rank
@@ -211,7 +223,8 @@ class HiCache:
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the host pool; for each, whether it is there."""
-        return self._write(_KV, keys, host_indices)
+        before = getattr(extra_info, "prefix_keys", None) or []
+        return self._write(_KV, keys, host_indices, before)
 
     def batch_get_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
@@ -250,7 +263,13 @@ class HiCache:
                 return store.contains(keys)
         return [False] * len(keys)
 
-    def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+    def _write(
+        self,
+        name: str,
+        keys: Sequence[str],
+        indices: torch.Tensor,
+        before: Sequence[str] = (),
+    ) -> list[bool]:
         store, pool = self._store(name), self._pool(name)
         starts = _starts(pool, keys, indices)
         if store is None or starts is None:
@@ -265,7 +284,8 @@ class HiCache:
                 pages = [_bytes_of(pool.get_data_page(starts[n], flat=True)) for n in new]
                 stored = dict(zip(new, store.store([keys[n] for n in new], pages), strict=True))
                 found += [stored.get(n, True) for n in range(first, last)]
-            store.touch([key for key, known in zip(keys, there, strict=True) if known])
+            if before or any(there) or len(keys) * store.block_bytes > STAGING_BYTES:
+                store.touch([*before, *keys])  # as one: the last makes room first
         return found + [False] * (len(keys) - len(found))
 
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:

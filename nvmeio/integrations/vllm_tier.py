@@ -124,6 +124,7 @@ class Tier:
         self._ended: deque[Any] = deque()  # their results
         self._stores_begun: deque[_Job] = deque()
         self._storing: dict[bytes, _Job] = {}
+        self._of_requests: dict[str, dict[bytes, int]] = {}  # their chunks, and where each ends
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT, MISS, or RETRY while the chunk is on its way to the drive."""
@@ -144,6 +145,7 @@ class Tier:
         # that are on their way for ever.
         self._stores_begun.append(job)
         self._storing.update(dict.fromkeys(job.keys, job))
+        self._note(job.keys, getattr(job_metadata, "req_context", None))
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to read chunks."""
@@ -190,8 +192,21 @@ class Tier:
         return starmap(self._ended.popleft, repeat((), len(self._ended)))
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Chunks that were used: they are evicted last."""
+        """Chunks that were used: they are evicted last, of one prompt the first one last of all."""
         self._store.touch(list(keys))
+        self._note(keys, req_context)
+
+    def _note(self, keys: Collection[bytes], request: Any) -> None:
+        position = getattr(request, "get_offload_key_position", None)
+        if position is not None:
+            known = self._of_requests.setdefault(request.req_id, {})
+            known.update((key, position(key) or len(known)) for key in keys)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Its chunks count as used together, though they were stored one after the other."""
+        known = self._of_requests.pop(getattr(req_context, "req_id", ""), {})
+        if known:
+            self._store.touch(sorted(known, key=known.__getitem__))
 
     def on_new_request(self, req_context: Any) -> Any:
         """Nothing that is of interest here."""

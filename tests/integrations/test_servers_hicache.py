@@ -18,7 +18,7 @@ from integrations import _sglang_stand_in, kv_weights
 from interrupting import at_places, at_random_times
 from support import thread
 
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.errors import BackendUnavailableError, TransferError
 from nvmeio.integrations import _kv_identity, _sglang_kv, sglang_hicache
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -589,6 +589,46 @@ def test_what_sglang_serves_counts(
         backend.close()
     kv_weights.change(model, "one element")
     assert not served(quantization=None).exists("a")
+
+
+def started(opened: Callable[..., Any], **config: Any) -> Any:
+    """As SGLang attaches a backend."""
+    backend = opened(filled(), **config)
+    backend.on_host_pools_registered()
+    return backend
+
+
+def test_what_cannot_work_is_refused_at_the_start(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A second engine started, stored nothing, and logged a traceback at its first page."""
+    first = started(opened)
+    assert list((tmp_path / "nvmeio-blocks").glob("*.table"))
+    with pytest.raises(TransferError, match="end it, or take another directory"):
+        started(opened)
+    with pytest.raises(ValueError, match="no room for a block"):
+        started(opened, extra={"weights_id": "w", "capacity_bytes": 10})
+    assert first.batch_set_v1(["a"], indices(0)) == [True]
+
+
+def test_each_replica_has_a_store(opened: Callable[..., Any], sglang: dict[str, Any]) -> None:
+    """With --dp-size all but one lost the tier."""
+    for replica in (0, 1, 2):
+        context = sglang["context"]
+        context.get_parallel = lambda replica=replica: SimpleNamespace(dp_rank=replica)
+        backend = started(opened)
+        assert not backend.exists("a")
+        assert backend.batch_set_v1(["a"], indices(replica)) == [True]
+
+
+def test_of_a_prompt_the_last_pages_make_room_first(opened: Callable[..., Any]) -> None:
+    extra = {"weights_id": "w", "capacity_bytes": 10 * 4096}
+    backend = opened(filled(), extra=extra)
+    assert backend.batch_set_v1(list("abcd"), indices(*range(4))) == [True] * 4
+    after = SimpleNamespace(prefix_keys=list("abcd"))
+    assert backend.batch_set_v1(list("efgh"), indices(*range(4, 8)), after) == [True] * 4
+    assert backend.batch_set_v1(list("wxyz"), indices(*range(8, 12))) == [True] * 4
+    assert backend.batch_exists(list("abcdefgh")) == 6
 
 
 def test_clear_forgets(opened: Callable[..., Any]) -> None:

@@ -372,6 +372,27 @@ def test_what_was_used_longest_ago_makes_room(opened: Callable[..., Any], interf
     assert ended(tier) == [(3, False, None)]
 
 
+def test_of_a_prompt_the_last_chunks_make_room_first(
+    opened: Callable[..., Any], interface: Any
+) -> None:
+    """Of 10 slots vLLM's CPU tier keeps 6 of 8 chunks usable behind a prompt of 4; here it was 0,
+    and is 6 for a prompt that is stored in two jobs as well."""
+    tier = opened(Primary(), capacity_bytes=10 * CHUNK)
+    first, then = [bytes([n]) for n in range(8)], [bytes([n]) for n in range(20, 24)]
+    places = {key: 16 * (n + 1) for n, key in enumerate(first)}
+    request = SimpleNamespace(req_id="r", get_offload_key_position=places.get)
+    for number, keys in enumerate((first[:5], first[5:])):
+        submitted = job(number, keys, list(range(len(keys))))
+        submitted.req_context = request
+        tier.submit_store(submitted)
+    tier.on_request_finished(request)
+    assert len(ended(tier)) == 2
+    tier.submit_store(job(2, then, list(range(4))))
+    assert ended(tier) == [(2, True, None)]
+    assert hits(tier, interface, first) == [True] * 6 + [False] * 2
+    assert not tier._of_requests
+
+
 def test_another_model_finds_nothing(opened: Callable[..., Any], interface: Any) -> None:
     tier = opened(Primary())
     tier.submit_store(job(1, [b"a"], [0]))
