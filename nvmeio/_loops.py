@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from nvmeio._io.threads import start
+from nvmeio._io.threads import start, unlist
 from nvmeio._running_loop import running_loop
 
 logger = logging.getLogger("nvmeio")
@@ -46,6 +46,7 @@ async def in_a_thread(step: Callable[[], None]) -> None:
         try:
             step()
         finally:
+            unlist()
             wake(loop, done)
 
     start(run, "nvmeio-step", lambda _: run())

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from nvmeio._io.owner import OwnerThread
+from nvmeio._io.threads import unlist
 from nvmeio.errors import ClosedError, NvmeioError
 
 logger = logging.getLogger("nvmeio")
@@ -104,6 +105,8 @@ class _Closing:
         finally:
             _open.pop(id(self), None)
             self.owner.close()
+            if self.owner.is_here:
+                unlist()  # who waits for this is the last to be answered
 
     def run_dropped(self) -> None:
         try:

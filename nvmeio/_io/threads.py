@@ -96,6 +96,23 @@ class Thread(threading.Thread):
         if self._claim.acquire(False):
             super().run()
 
+    def _delete(self) -> None:
+        """Leave the list of threads, at the end, or before it by `unlist`; called by the thread."""
+        with contextlib.suppress(KeyError):
+            super()._delete()  # type: ignore[misc]
+
+
+def unlist() -> None:
+    """Take the calling thread out of `threading.enumerate()`, if it is one of ours.
+
+    For one that is about to say that all is done: whoever is told of that, and counts the threads
+    that there are, is to find none that has a moment to live.
+    """
+    # Not `current_thread`, which lists a thread that is none of `threading`'s.
+    thread = vars(threading).get("_active", {}).get(_thread.get_ident())
+    if isinstance(thread, Thread):
+        thread._delete()
+
 
 class _SignOfLife(threading.Event):
     birth: weakref.ref[Any] | None = None  # dies with the thread, whether or not it ever began
@@ -123,7 +140,8 @@ def start(run: Callable[[], object], name: str, failed: Callable[[BaseException]
 
     Args:
         run: Must not raise.
-        name: Of the thread.
+        name: Of the thread; "" for one that is not in `threading.enumerate()`: it may call nothing
+            that asks which thread it is in, such as `logging`.
         failed: Called in its place where no thread can be had, with the reason.
 
     Raises:
@@ -163,7 +181,10 @@ def _launch(queue: SimpleQueue[Any], silent: _thread.LockType) -> None:
     while (asked := queue.get()) is not None:
         run, name, failed = asked
         try:
-            Thread(run, name).start()
+            if name:
+                Thread(run, name).start()
+            else:
+                _thread.start_new_thread(run, ())
         except BaseException as error:  # no thread or memory left; the interpreter is ending
             failed(error)
         asked = run = failed = None
@@ -182,7 +203,7 @@ class Job(Generic[Value]):
 
     Args:
         work: What is done, on the device and stream that are current here.
-        name: Of its thread.
+        name: Of its thread; "" as for `start`.
         ended: Called by the thread when it has ended, whatever came of it; must not raise.
 
     Attributes:
@@ -208,7 +229,11 @@ class Job(Generic[Value]):
 
     def start(self) -> None:
         """Begin it; called once."""
-        start(self._run, self._name, self._fail)
+        start(self._run_listed if self._name else self._run, self._name, self._fail)
+
+    def run_here(self) -> None:
+        """Do it in the calling thread, in the place of `start`."""
+        self._run()
 
     def withdraw(self) -> bool:
         """Keep it from beginning; False where it has begun or ended, or was withdrawn before."""
@@ -234,7 +259,10 @@ class Job(Generic[Value]):
         value: Value = self._value
         return value
 
-    def _run(self) -> None:
+    def _run_listed(self) -> None:
+        self._run(unlist)
+
+    def _run(self, last: Callable[[], object] | None = None) -> None:
         if not self._claim.acquire(False):
             return
         self.began = True
@@ -245,6 +273,8 @@ class Job(Generic[Value]):
         except BaseException as failed:
             self._error = failed
         del work
+        if last is not None:
+            last()
         self._end()
 
     def _fail(self, error: BaseException) -> None:

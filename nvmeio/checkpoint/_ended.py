@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from nvmeio._io.threads import SLICE_S
+from nvmeio._io.threads import SLICE_S, unlist
 
 
 class Ended:
@@ -24,6 +24,7 @@ class Ended:
 
     def set(self, error: BaseException | None = None) -> None:
         """It is over; once. Wakes and calls everybody."""
+        unlist()
         self.error, self.at, self.done = error, time.perf_counter(), True
         self._gate.release()
         self._call_all()

@@ -228,7 +228,7 @@ class LazyTensors:
         self._closed = True
         if self._set is not None:
             self._set.close()
-        self._handle.done()
+        self._handle.close()
 
     def __enter__(self) -> LazyTensors:
         self._tensors()
