@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvmeio import _device, buffers
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.inference._resources import Resources
-from nvmeio.inference._slots import Slot
 from nvmeio.inference._units import Unit
 
 if TYPE_CHECKING:
@@ -62,10 +60,7 @@ def read_weight(
     alone = Unit(unit.name)
     alone.weights = [unit.weights[number]]
     alone.plan(resources.checkpoint, unit.own_alignment)
-    nbytes = alone.layout.nbytes
-    host = buffers.empty_aligned(nbytes, dtype=torch.uint8)
-    on_cpu = memory.device.type == "cpu"
-    slot = Slot(alone, None, host, host if on_cpu else _device.empty(nbytes, memory.device))
+    slot = memory.apart(alone)
     if shown is not None:
         (copy,) = memory.tensors(slot, keep=True)
         return copy.copy_(shown), 0
@@ -80,7 +75,7 @@ def read_weight(
     for index in slot.files:
         resources.checkpoint.check(index, what)
     if slot.event is not None:
-        slot.event.wait()  # `host` goes
+        slot.event.wait()  # its host memory goes
     memory.ready(slot)
     (copy,) = memory.tensors(slot, keep=True)
     return copy, fill.nbytes

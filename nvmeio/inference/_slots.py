@@ -182,6 +182,15 @@ class SlotPools:
             del self._out[id(slot.lease)]
             slot.lease.__exit__(None, None, None)
 
+    def apart(self, unit: Unit) -> Slot:
+        """A slot in memory of its own, which goes with the last tensor over it."""
+        host = buffers.empty_aligned(unit.layout.nbytes, dtype=torch.uint8)
+        if self._copies is None:
+            return Slot(unit, None, host, host)
+        memory = _device.empty(unit.layout.nbytes, self.device)
+        self._copies.follow()  # as for a twin
+        return Slot(unit, None, host, memory)
+
     def _twin(self, unit: Unit) -> torch.Tensor:
         assert self._copies is not None
         nbytes = unit.layout.nbytes

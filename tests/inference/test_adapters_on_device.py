@@ -250,3 +250,21 @@ def test_several_streams_of_the_caller_s_compute_with_converted_weights(
             assert all(equal)
         finally:
             model.weight_stream.close()
+
+
+@pytest.mark.parametrize("pace", EVERY_PACE)
+def test_a_weight_that_is_looked_at_comes_to_the_device(
+    pace: tuple[Pace, Pace], base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, path = base
+    with accelerator(monkeypatch, *pace) as cuda:
+        model = streamed(path)
+        try:
+            for _ in range(2):
+                for layer, known in zip(model, whole, strict=True):
+                    found = torch.linalg.norm(layer.wide.weight, dim=1)
+                    assert torch.equal(
+                        cuda.value(found), torch.linalg.norm(known.wide.weight, dim=1)
+                    )
+        finally:
+            model.weight_stream.close()
