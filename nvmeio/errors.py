@@ -14,13 +14,16 @@ NvmeioError
 
 from __future__ import annotations
 
+import copyreg as _copyreg
 import errno as _errno
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+_AnyError = TypeVar("_AnyError", bound=BaseException)
 
 # How to fix what the kernel reported; looked up by errno when a TransferError is worded.
 _REMEDIES: dict[int, str] = {
@@ -377,26 +380,52 @@ def with_context(failed: TransferError, what: str) -> TransferError:
     return _rebuild(_public_class(type(failed)), code, arguments | {"detail": f"{words} ({what})"})
 
 
-# OSError picks its subclass by errno only when called as OSError itself; the classes that join
-# ours with the matching built-in are made once and kept.
-_joined: dict[tuple[type, type], type[TransferError]] = {}
+def as_kind(failed: TransferError, kind: type[BaseException]) -> TransferError:
+    """The same failure, which is an error of another kind as well."""
+    arguments = {name: getattr(failed, name) for name in failed._FIELDS}
+    cls = joined(_public_class(type(failed)), kind)
+    same = _rebuild(cls, failed.errno or _errno.EIO, arguments | {"detail": failed._detail})
+    same.__dict__.update(failed.__dict__)
+    return same
 
 
-def _matching_class(cls: type[TransferError], errno: int) -> type[TransferError]:
-    builtin = type(OSError(errno, ""))
-    if builtin is OSError or issubclass(cls, builtin):
+class _Joined(type):
+    """The type of classes that `joined` makes, which no module has under their name.
+
+    pickle finds other classes by their name. It has to find these too: torch's DataLoader sends the
+    class of an error from its workers, and waits for ever where that fails.
+    """
+
+
+def _made_of(cls: _Joined) -> tuple[Any, ...]:
+    return joined, cls.__bases__
+
+
+_copyreg.pickle(_Joined, _made_of)
+
+_joined: dict[tuple[type, type], type] = {}
+
+
+def joined(cls: type[_AnyError], other: type[BaseException]) -> type[_AnyError]:
+    """`cls`, which is an `other` as well; it has the name of `cls`. Made once for each pair."""
+    if issubclass(cls, other):
         return cls
-    key = (cls, builtin)
+    key = (cls, other)
     if key not in _joined:
-        _joined[key] = type(
-            cls.__name__, (cls, builtin), {"__module__": cls.__module__, "_public": cls}
-        )
+        _joined[key] = _Joined(cls.__name__, key, {"__module__": cls.__module__})
     return _joined[key]
 
 
+def _matching_class(cls: type[TransferError], errno: int) -> type[TransferError]:
+    # OSError picks its subclass by errno only when called as OSError itself.
+    return joined(cls, type(OSError(errno, "")))
+
+
 def _public_class(cls: type[TransferError]) -> type[TransferError]:
-    public: type[TransferError] = cls.__dict__.get("_public", cls)
-    return public
+    """The class without the built-in one that matches its errno."""
+    if isinstance(cls, _Joined) and issubclass(cls.__bases__[1], OSError):
+        return cls.__bases__[0]
+    return cls
 
 
 def _rebuild(cls: type[TransferError], errno: int, arguments: dict[str, Any]) -> TransferError:

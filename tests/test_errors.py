@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from support import run_python
+from torch._utils import ExceptionWrapper
 
 import nvmeio
 from nvmeio import errors
@@ -174,6 +176,20 @@ def test_copies_are_equal(kind: type[TransferError], code: int, how: str) -> Non
     assert (str(made), repr(made), made.args) == (str(error), repr(error), error.args)
     assert made.__dict__ == error.__dict__
     assert (made.errno, made.filename) == (error.errno, error.filename)
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.EIO])
+def test_an_error_leaves_a_worker_of_a_data_loader(code: int) -> None:
+    """The class of FileNotFoundErrors could not be pickled: the DataLoader waited for ever."""
+    try:
+        raise transfer_error(code)
+    except TransferError as failed:
+        wrapped = ExceptionWrapper(where="in a worker")
+        kind = type(failed)
+    sent = pickle.loads(ForkingPickler.dumps(wrapped))
+    assert sent.exc_type is kind
+    with pytest.raises(RuntimeError, match=r"TransferError: \[Errno"):
+        sent.reraise()
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
