@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._formats.safetensors_errors import as_package
 from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import IntegrityError
 
@@ -128,11 +129,13 @@ class TensorEntry(NamedTuple):
         """
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
-            raise TypeError(f"dtype {self.dtype} is unknown to torch {torch.__version__}")
+            raise as_package(TypeError)(
+                f"dtype {self.dtype} is unknown to torch {torch.__version__}"
+            )
         if self.dtype != "F4":
             return dtype, self.shape
         if self.shape[-1] % 2:
-            raise TypeError(
+            raise as_package(TypeError)(
                 f"a tensor of dtype F4 and shape {self.shape} cannot be had in torch, which packs "
                 "pairs along the last dimension: its size must be even"
             )
@@ -387,7 +390,7 @@ def _brief(value: Any) -> str:
 
 
 def _bad(where: str, what: str, expected: object, found: object) -> IntegrityError:
-    return IntegrityError(
+    return as_package(IntegrityError)(
         f"{where} is no valid safetensors file: {what} (expected {expected}, found {found})",
         expected=expected,
         found=found,

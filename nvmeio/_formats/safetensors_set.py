@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nvmeio import files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_errors import as_package
 from nvmeio._formats.safetensors_files import bytes_at, header_of, shards_of
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._storage.unchanged import Unchanged
@@ -156,7 +157,7 @@ def _check_length(file: File, handle: AioHandle) -> None:
         return  # `header_of` says what is wrong with it
     cut = min(((end, name) for name, end in ends.items() if end > size), default=None)
     if cut is not None:
-        raise IntegrityError(
+        raise as_package(IntegrityError)(
             f"{file.path} is truncated: tensor {cut[1]!r} ends at byte {cut[0]}, the file at "
             f"byte {size}",
             expected=cut[0],

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from nvmeio._formats.safetensors_errors import missing
 from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 
@@ -35,8 +36,8 @@ def find(path: str | os.PathLike[str]) -> Path:
         ValueError: The directory holds several, and none has transformers' name.
     """
     given = Path(path)
-    if not os.fspath(path):  # Path("") would be the current directory
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "")
+    if not os.fspath(path) or not given.exists():  # Path("") would be the current directory
+        raise missing(path)
     if not given.is_dir():
         return given
     for name in (DEFAULT_NAME, f"model{INDEX_SUFFIX}"):  # in the order of transformers

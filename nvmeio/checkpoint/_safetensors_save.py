@@ -14,6 +14,7 @@ import torch
 from nvmeio import _tensor
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_errors import missing
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
@@ -48,6 +49,10 @@ class WrongTensors(TypeError, ValueError):
     """What is no dict of tensors: a wrong type, for which the package raises ValueError."""
 
 
+class NoMemory(TypeError, NotImplementedError):
+    """A tensor without memory: a wrong type, of which torch has no copy."""
+
+
 def checked(
     tensors: Mapping[str, torch.Tensor],
     path: str | os.PathLike[str],
@@ -59,6 +64,8 @@ def checked(
     _check(tensors)
     texts = _checked_metadata(metadata)
     limit = None if max_shard_size is None else shards.parse_size(max_shard_size)
+    if not os.fspath(path):  # Path("") would be the current directory
+        raise missing(path)
     target = Path(path)
     target = target / shards.DEFAULT_NAME if target.is_dir() else target
     sets = max_shard_size is not None
@@ -173,30 +180,43 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         WrongTensors: Not a mapping of names to tensors.
-        TypeError: A name is no text, a tensor has no memory, or a dtype that the format lacks.
+        TypeError: A name is no text, or a dtype one that the format lacks.
+        NoMemory: A tensor has no memory.
         ValueError: A tensor is sparse, or named like the metadata.
         RuntimeError: Tensors share memory.
     """
     if not isinstance(tensors, Mapping):
-        raise WrongTensors(f"expected a dict of tensors by name, not {type(tensors).__name__}")
+        raise WrongTensors(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
+    sparse: list[str] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"the name of a tensor must be a str, not {name!r}")
         if name == "__metadata__":
             raise ValueError(f"{name!r} cannot be a tensor's name: the format uses it for metadata")
         if not isinstance(tensor, torch.Tensor):
-            raise WrongTensors(f"{name!r} is not a tensor but of type {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{name!r} is a {tensor.layout} tensor, which the format cannot hold: save its "
-                "parts, or tensor.to_dense()"
+            raise WrongTensors(
+                f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
             )
+        if tensor.layout is not torch.strided:
+            sparse.append(name)
+            continue
         if tensor.dtype not in headers.NAMES:
             raise TypeError(f"{name!r} has dtype {tensor.dtype}, which the format cannot hold")
+        if tensor.is_meta:
+            raise NoMemory(
+                f"{name!r} cannot be saved: Cannot copy out of meta tensor; no data! Make one with "
+                "torch.empty_like(tensor, device='cpu'), and fill it"
+            )
         try:
             _tensor._check(tensor)
         except TypeError as failed:
             raise TypeError(f"{name!r} cannot be saved: {failed}") from None
+    if sparse:
+        raise ValueError(
+            f"You are trying to save a sparse tensors: `{sparse}` which this library does not "
+            "support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
+            "this might make a much larger file than needed."
+        )
     _check_shared(tensors)
 
 

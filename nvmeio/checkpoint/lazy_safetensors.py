@@ -1,16 +1,21 @@
 """Tensors and slices of safetensors files, read when they are asked for: the package's `safe_open`.
 
 Only the bytes of what is asked for are read: of ``slice[:, a:b]`` those of its columns.
+
+Whatever is refused with an error of Python's is refused with one that is the package's
+`SafetensorError` as well, where that is installed (`as_package`).
 """
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from nvmeio import _checks, _memory
+from nvmeio._formats.safetensors_errors import as_package, device_of, noted
 from nvmeio._formats.safetensors_files import tensor_on
 from nvmeio._formats.safetensors_header import TensorEntry
 from nvmeio._formats.safetensors_set import SafetensorsSet
@@ -56,6 +61,10 @@ def safe_open(
         IntegrityError: The header or index is malformed, or the file too short for it.
         TransferError: The file cannot be opened or read; a `FileNotFoundError` where it is missing.
         ValueError: The framework is another one, or has no tensors on that device.
+        RuntimeError: There is no such device.
+
+    These are the package's `SafetensorError` as well, where it raises that and is installed; so are
+    a name that is not there (`KeyError`), an index outside of the tensor and a closed file.
     """
     return LazyTensors(filename, framework, device, backend=backend, handle=handle)
 
@@ -76,17 +85,21 @@ class LazyTensors:
         backend: str | None,
         handle: AioHandle | None,
     ) -> None:
+        if not isinstance(framework, str):
+            raise TypeError(f"framework must be 'pt' or 'np', not {framework!r}")
         if framework not in _FRAMEWORKS:
-            raise ValueError(
+            raise as_package(ValueError)(
                 f"framework {framework!r}: nvmeio has tensors of torch ('pt') and arrays of numpy "
                 "('np'); others can be made from these"
             )
         if backend not in (None, "mmap", "pread"):
-            raise ValueError(f"backend must be 'mmap', 'pread' or None, not {backend!r}")
+            raise as_package(ValueError)(
+                f"backend must be 'mmap', 'pread' or None, not {backend!r}"
+            )
         self._is_torch = _FRAMEWORKS[framework]
-        self._device = _checks.device("device", "cpu" if device is None else device)
-        if not self._is_torch and self._device.type != "cpu":
-            raise ValueError(f"numpy has no arrays on {self._device}: leave out device")
+        if not self._is_torch and device is not None and not str(device).startswith("cpu"):
+            raise as_package(ValueError)(f"numpy has no arrays on {device}: leave out device")
+        self._device = device_of(device)
         self._filename = os.fspath(filename)
         self._closed = False
         self._set: SafetensorsSet | None = None
@@ -212,13 +225,17 @@ class LazyTensors:
 
     def _tensors(self) -> SafetensorsSet:
         if self._closed or self._set is None:
-            raise ClosedError(f"{self._filename} is closed: open it again with safe_open")
+            raise as_package(ClosedError)(
+                f"{self._filename} is closed: open it again with safe_open"
+            )
         return self._set
 
     def _entry(self, name: str) -> TensorEntry:
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor's name must be a str, not {name!r}")
         stored = self._tensors().tensors.get(name)
         if stored is None:
-            raise KeyError(f"{self._filename} does not contain tensor {name!r}")
+            raise as_package(KeyError)(f"{self._filename} does not contain tensor {name!r}")
         return stored.entry
 
     # Closing
@@ -252,8 +269,10 @@ class LazyTensors:
 class LazySlice:
     """A tensor of a file, read where it is indexed: ``slice[2:4, :, ::2]``.
 
-    Indices are those of torch. Integers, slices with a positive step, ``...`` and None read what
-    they name (and what lies between rows less than 4 KiB apart); others read the whole tensor.
+    Indices of tensors are those of torch. Integers, slices with a positive step, ``...`` and None
+    read what they name (and what lies between rows less than 4 KiB apart); others read the whole
+    tensor. Arrays of numpy are indexed by these four only, as in the package: what reaches beyond
+    the array is refused rather than cut short.
     """
 
     def __init__(self, opened: LazyTensors, name: str, entry: TensorEntry) -> None:
@@ -270,11 +289,20 @@ class LazySlice:
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Read a part; raises as torch does for an index, and as `LazyTensors.get_tensor`."""
+        """Read a part.
+
+        Raises:
+            IndexError, ValueError, TypeError: As torch does for an index, where a tensor is read.
+            IndexError: Where an array is read: the index reaches beyond it, or is of another kind.
+
+        And as `LazyTensors.get_tensor`.
+        """
+        dtype, shape = self._entry.for_torch()
+        if not self._opened._is_torch:
+            index = _for_numpy(index, shape)
         parts = index if isinstance(index, tuple) else (index,)
         if not all(_is_basic(part) for part in parts):
             return self._opened.get_tensor(self._name)[index]
-        dtype, shape = self._entry.for_torch()
         view = torch.empty(shape, dtype=dtype, device="meta")[index]
         return self._opened._read_part(self._name, view)
 
@@ -287,6 +315,85 @@ def _is_basic(part: object) -> bool:
         return True
     whole = hasattr(part, "__index__") and not isinstance(part, bool)
     return whole and not getattr(part, "shape", ())  # neither a list nor an array of integers
+
+
+_WHOLE = "read it with get_tensor and index the array, or open the file with framework='pt'"
+
+
+def _for_numpy(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """An index of an array, as integers, slices, ``...`` and None within its bounds.
+
+    Raises:
+        IndexError: It is of another kind, or reaches beyond the array; in the package's words.
+    """
+    if isinstance(index, list):
+        if index:
+            raise _refused("Non empty lists are not implemented", _WHOLE)
+        index = slice(0, 0)
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    dots = [at for at, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
+        raise _refused("Only one ellipsis (...) is allowed in slice index", "leave one out")
+    named = sum(part is not None and part is not Ellipsis for part in parts)
+    for at in dots:
+        parts[at : at + 1] = [slice(None)] * max(len(shape) - named, 0)
+    dims = [at for at, part in enumerate(parts) if part is not None]
+    for dim, at in enumerate(dims):
+        parts[at] = _part_of(parts[at], dim, shape[dim] if dim < len(shape) else 0)
+    _check_bounds([parts[at] for at in dims], shape)
+    return tuple(parts)
+
+
+def _part_of(part: Any, dim: int, size: int) -> Any:
+    """One part of an index, counted from the beginning."""
+
+    def counted(place: Any) -> int:
+        number = operator.index(place)
+        if number + size < 0:
+            raise _refused(
+                f"Invalid index {number} for dimension {dim} of size {size}",
+                f"from -{size} on it lies in the array",
+            )
+        return number + size if number < 0 else number
+
+    if isinstance(part, slice):
+        step = 1 if part.step is None else operator.index(part.step)
+        if step < 1:
+            raise _refused(f"Slice step must be a positive integer, got {step}", _WHOLE)
+        start, stop = (None if end is None else counted(end) for end in (part.start, part.stop))
+        return slice(start, stop, None if step == 1 else step)
+    if not _is_basic(part) and not isinstance(part, bool):
+        raise _refused(
+            f"Unsupported slice index at position {dim}: expected slice, int, or ellipsis", _WHOLE
+        )
+    return counted(part)
+
+
+def _check_bounds(parts: list[Any], shape: tuple[int, ...]) -> None:
+    why = "more slicing indexes than dimensions in tensor" if len(parts) > len(shape) else ""
+    for dim, (part, size) in reversed(list(enumerate(zip(parts, shape, strict=False)))):
+        ends = (part.start or 0, part.stop) if isinstance(part, slice) else (part, part + 1)
+        start, stop = ends[0], size if ends[1] is None else ends[1]
+        beyond = start if start and start >= size else stop - 1
+        if not why and beyond >= size:
+            why = f"index {beyond} out of bounds for tensor dimension #{dim} of size {size}"
+    if why:
+        told = ", ".join(_text(part) for part in parts)
+        raise _refused(
+            f"Error during slicing [{told}] with shape {list(shape)}: {why}",
+            "get_slice(name).get_shape() has its sizes",
+        )
+
+
+def _text(part: Any) -> str:
+    if not isinstance(part, slice):
+        return str(part)
+    ends = ["" if end is None else str(end) for end in (part.start, part.stop)]
+    return ":".join(ends if part.step is None else [*ends, str(part.step)])
+
+
+def _refused(told: str, remedy: str) -> IndexError:
+    return noted(as_package(IndexError)(told), remedy)
 
 
 class _Rows(NamedTuple):

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 import torch
 
-from nvmeio import _checks, files
+from nvmeio import files
 from nvmeio._formats import safetensors_shards as shards
+from nvmeio._formats.safetensors_errors import as_package, device_of, failed_save
 from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
 from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._io.handles import handle_for
@@ -21,7 +22,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load, Span
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio.checkpoint._safetensors_save import SaveRequest, checked, write
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -32,7 +33,7 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     *,
     max_shard_size: int | str | None = None,
-    align: bool = True,
+    align: bool = False,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -52,7 +53,7 @@ def save_safetensors(
             this name is removed when the new one is complete: until then it stays whole, and where
             its shards have the same names, the new ones get others.
         align: Pad the header so that the tensors begin on a 4 KiB boundary, those of whole 4 KiB
-            first: all readers take that, and direct reads need no copy. False: the bytes of
+            first; all readers take that. By default the file has the bytes of
             `safetensors.torch.save_file` (which puts several texts of metadata in any order).
         handle: Writes through this handle; without one, a handle with the setting stored for the
             file system (`AioHandle.tuned`) lives as long as the call.
@@ -62,9 +63,10 @@ def save_safetensors(
     Raises:
         RuntimeError: Tensors share memory (tied weights): save one of them.
         TypeError: Not tensors by name (a ValueError too, as in the package), a dtype that the
-            format lacks, a tensor without memory.
+            format lacks, a tensor without memory (a RuntimeError too).
         ValueError: A sparse tensor, an impossible name or size.
-        TransferError: The disk is full, the directory cannot be written in, the drive failed.
+        TransferError: The disk is full, the directory cannot be written in, the drive failed; the
+            package's `SafetensorError` as well, where that is installed.
 
     After an error: the older file or set is untouched, the parts of the new one are gone.
 
@@ -77,8 +79,11 @@ def save_safetensors(
 
 
 def _save(wanted: SaveRequest, handle: AioHandle | None, call: LongCall) -> None:
-    with handle_for(handle, wanted.path) as writer:
-        write(wanted, writer, call)
+    try:
+        with handle_for(handle, wanted.path) as writer:
+            write(wanted, writer, call)
+    except TransferError as failed:
+        raise failed_save(failed) from failed
 
 
 async def async_save_safetensors(
@@ -87,7 +92,7 @@ async def async_save_safetensors(
     metadata: Mapping[str, str] | None = None,
     *,
     max_shard_size: int | str | None = None,
-    align: bool = True,
+    align: bool = False,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -103,7 +108,7 @@ async def async_save_safetensors(
 
 def load_safetensors(
     path: str | os.PathLike[str],
-    device: str | int | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
@@ -113,7 +118,8 @@ def load_safetensors(
     Args:
         path: A file; an index (``*.safetensors.index.json``), of which exactly the tensors that it
             names are loaded; or a directory that holds either (``model.safetensors`` first).
-        device: Where the tensors shall lie; "cuda:1" and 1 name a GPU, "meta" reads headers only.
+        device: Where the tensors shall lie; "cuda:1" and 1 name a GPU, None the CPU, "meta" reads
+            headers only.
         handle: Reads through this handle; without one, a handle with the setting stored for the
             file system (`AioHandle.tuned`) lives as long as the call.
         progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
@@ -125,21 +131,22 @@ def load_safetensors(
 
     Raises:
         IntegrityError: A header or index is malformed, or an index names a tensor that its shard
-            lacks. Nothing was allocated.
+            lacks. Nothing was allocated. The package's `SafetensorError` as well, where that is
+            installed; so is the next but one.
         TransferError: A file cannot be opened or read; a `FileNotFoundError` where it is missing.
         TypeError: A tensor's dtype is unknown to this torch.
         MemoryError: More is asked for than is available.
 
     Cost: no copy on the CPU, unless a tensor lies in the file on an odd address for its dtype.
     """
-    to = _checks.device("device", device)
+    to = device_of(device)
     with LongCall("load", path, progress) as call:
         return run_interruptible(lambda: _load(path, to, handle, call), call.cancel)
 
 
 async def async_load_safetensors(
     path: str | os.PathLike[str],
-    device: str | int | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     handle: AioHandle | None = None,
     progress: Progress | None = None,
@@ -148,7 +155,7 @@ async def async_load_safetensors(
 
     Cancelling stops it; `CancelledError` is raised once nothing is in flight any more.
     """
-    to = _checks.device("device", device)
+    to = device_of(device)
     with LongCall("load", path, progress) as call:
         return await in_thread(lambda: _load(path, to, handle, call), call.cancel)
 
@@ -184,7 +191,7 @@ def _load(
             tensors = header_of(file, reader).tensors
             for name in tensors if names is None else names:
                 if name not in tensors:
-                    raise IntegrityError(
+                    raise as_package(IntegrityError)(
                         f"{place} says that {name!r} is in {file.path}, which lacks it",
                         expected=name,
                         found=list(tensors),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +115,7 @@ def test_slices_are_the_packages(file: Path, name: str) -> None:
 @pytest.mark.parametrize("engine", ["libaio", "threads"])
 def test_a_slice_reads_what_it_names(direct_path: Path, new_handle: NewHandle, engine: str) -> None:
     weight = torch.randn(64, 4096)
-    nvmeio.save_safetensors({"weight": weight}, direct_path)
+    nvmeio.save_safetensors({"weight": weight}, direct_path, align=True)
     handle = new_handle(engine)
     with safe_open(direct_path, handle=handle) as opened:
         part = opened.get_slice("weight")
@@ -136,6 +139,43 @@ def test_arrays_of_numpy(file: Path) -> None:
         assert numpy.array_equal(ours.get_slice("b")[:, 1:], theirs.get_slice("b")[:, 1:])
         with pytest.raises(TypeError, match=r"'bf16' has dtype torch\.bfloat16, which numpy lacks"):
             ours.get_tensor("bf16")
+
+
+# fmt: off
+ARRAY_INDICES = [
+    AT[:], AT[...], AT[()], AT[0], AT[-1], AT[1, ...], AT[..., 0], AT[0:1], AT[:, 1], AT[:, 1:2],
+    AT[:, :, ::2], AT[:, :, 7], AT[:, 0:2], AT[0, 1, 2], AT[0, 1, 2, 3], AT[5], AT[-3], AT[0:100],
+    AT[3:5], AT[-100], AT[::-1], AT[::0], AT[..., ...], AT[1:9:4, 1, 5:600], AT[[]], AT[[0, 1]],
+    AT[:, [0, 2]], AT[1.0], AT["a"], AT[numpy.array([0, 1])], AT[numpy.int64(1)], AT[True],
+    AT[0 : numpy.int64(1)], AT[2:2], AT[100:], AT[:, 100:], AT[:, 3], AT[..., :100], AT[2:],
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("name", ["a", "b", "large", "0-d"])
+def test_slices_of_arrays_are_the_packages(file: Path, name: str) -> None:
+    """What reaches beyond an array was cut short in silence, as numpy does; the package refuses."""
+
+    def part(opened: Any, index: Any) -> Any:
+        try:
+            found = opened.get_slice(name)[index]
+        except package.SafetensorError as failed:
+            return str(failed)
+        return found.dtype, found.shape, found.tobytes()
+
+    with safe_open(file, "np") as ours, package.safe_open(file, "np") as theirs:
+        for index in ARRAY_INDICES:
+            assert part(ours, index) == part(theirs, index), index
+
+
+def test_slices_of_arrays_that_the_package_lacks(file: Path) -> None:
+    """Places that are counted from the end, a new dimension, all of nothing."""
+    with safe_open(file, "np") as opened:
+        for index in (AT[-2:], AT[:-1], AT[None, 1], AT[:, None]):
+            found = opened.get_slice("b")[index]
+            assert numpy.array_equal(found, TENSORS["b"].numpy()[index])
+        assert opened.get_slice("empty")[:].shape == (0, 3)
+        assert opened.get_slice("b")[1:0].shape == (0, 3, 4)
 
 
 def test_other_devices(file: Path) -> None:
@@ -181,6 +221,69 @@ def test_what_is_not_there(file: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"bad")
     with pytest.raises(nvmeio.IntegrityError):
         safe_open(tmp_path / "bad.safetensors", framework="pt")
+
+
+def test_a_file_that_is_missing_is_told_in_the_packages_words(tmp_path: Path) -> None:
+    """The words were others; what to do is a note now, where Python has notes."""
+    path = str(tmp_path / "none.safetensors")
+    for call in (safe_open, nvmeio.load_safetensors):
+        with pytest.raises(FileNotFoundError) as failed:
+            call(path)
+        assert str(failed.value) == f"No such file or directory: {path}"
+        assert isinstance(failed.value, nvmeio.TransferError)
+        assert failed.value.errno == errno.ENOENT
+        if sys.version_info >= (3, 11):
+            assert failed.value.__notes__ == ["check the path, and that its directory is there"]
+
+
+def closed(opened: Any) -> Any:
+    with opened:
+        return opened
+
+
+BROKEN: dict[str, tuple[type[Exception], Callable[[Any, Path], Any]]] = {
+    "closed": (nvmeio.ClosedError, lambda open_, file: closed(open_(file, "pt")).keys()),
+    "no such tensor": (KeyError, lambda open_, file: open_(file, "pt").get_tensor("none")),
+    "no such slice": (KeyError, lambda open_, file: open_(file, "pt").get_slice("none")),
+    "framework": (ValueError, lambda open_, file: open_(file, "bogus")),
+    "backend": (ValueError, lambda open_, file: open_(file, "pt", backend="bogus")),
+    "device": (RuntimeError, lambda open_, file: open_(file, "pt", "bogus")),
+    "device of numpy": (ValueError, lambda open_, file: open_(file, "np", "cuda:0")),
+    "header": (nvmeio.IntegrityError, lambda open_, file: open_(cut(file), "pt")),
+    "dtype": (TypeError, lambda open_, file: open_(six_bits(file), "pt").get_tensor("x")),
+    "index": (IndexError, lambda open_, file: open_(file, "np").get_slice("a")[9]),
+}
+
+
+def cut(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-1])
+    return file
+
+
+def six_bits(file: Path) -> Path:
+    text = b'{"x":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"abc")
+    return file
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_errors_are_the_packages_as_well(file: Path, what: str) -> None:
+    """`except SafetensorError`, which is right for the package's safe_open, did not take them."""
+    kind, use = BROKEN[what]
+    with pytest.raises(package.SafetensorError):
+        use(package.safe_open, file)
+    with pytest.raises(package.SafetensorError) as failed:
+        use(safe_open, file)
+    assert isinstance(failed.value, kind)
+    again = pickle.loads(pickle.dumps(failed.value))
+    assert (type(again), str(again)) == (type(failed.value), str(failed.value))
+
+
+def test_errors_need_no_package(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(nvmeio.ClosedError) as failed:
+        closed(safe_open(file)).keys()
+    assert type(failed.value) is nvmeio.ClosedError
 
 
 @pytest.mark.parametrize(

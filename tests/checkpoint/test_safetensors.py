@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import pickle
 import struct
 import warnings
 from collections.abc import Callable
@@ -138,7 +139,8 @@ def test_metadata_is_written_and_read(file: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {'\x00\x7f\t"': "é\n\\/"}])
-def test_without_alignment_the_file_is_the_packages(file: Path, metadata: Any) -> None:
+def test_the_file_is_the_packages_byte_for_byte(file: Path, metadata: Any) -> None:
+    """It was padded to 4 KiB unless told otherwise; whoever compares files saw a difference."""
     tensors = every_dtype() | {
         "b": torch.randn(700, 901),
         "a": torch.randn(3),
@@ -146,26 +148,26 @@ def test_without_alignment_the_file_is_the_packages(file: Path, metadata: Any) -
         "empty": torch.empty(0, 5, dtype=torch.bfloat16),
         "näme/with.dots \N{SNOWMAN}": torch.ones(3),
     }
-    save_safetensors(tensors, file, metadata, align=False)
+    save_safetensors(tensors, file, metadata)
     assert file.read_bytes() == package.save(tensors, metadata)
     assert_same(load_safetensors(file), tensors)
 
 
 def test_a_file_of_the_package_without_tensors(file: Path) -> None:
-    save_safetensors({}, file, align=False)
+    save_safetensors({}, file)
     assert file.read_bytes() == package.save({})
 
 
-def test_shards_without_alignment(tmp_path: Path) -> None:
+def test_shards_are_files_of_the_package(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(300), "a": torch.randn(300)}
-    save_safetensors(tensors, tmp_path, align=False, max_shard_size=1200)
+    save_safetensors(tensors, tmp_path, max_shard_size=1200)
     assert (tmp_path / "model-00002-of-00002.safetensors").read_bytes() == package.save(
         {"a": tensors["a"]}
     )
 
 
-def test_tensors_lie_on_blocks_of_the_drive(file: Path) -> None:
-    save_safetensors(every_form(), file)
+def test_tensors_lie_on_blocks_of_the_drive_where_asked(file: Path) -> None:
+    save_safetensors(every_form(), file, align=True)
     for name, entry in read_header(file).tensors.items():
         if entry.nbytes % 4096 == 0:
             assert entry.start % 4096 == 0, name
@@ -247,14 +249,15 @@ def test_shared_memory_is_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "error", "told"),
     [
-        ([1], TypeError, "expected a dict"),
-        ([1], ValueError, "expected a dict"),  # which the package raises
+        ([1], TypeError, "Expected a dict"),
+        ([1], ValueError, "Expected a dict"),  # which the package raises
         ({1: torch.ones(1)}, TypeError, "must be a str"),
-        ({"a": 1}, TypeError, "'a' is not a tensor but of type int"),
-        ({"a": 1}, ValueError, "'a' is not a tensor but of type int"),
+        ({"a": 1}, TypeError, "Key `a` is invalid, .*received <class 'int'>"),
+        ({"a": 1}, ValueError, "Key `a` is invalid, .*received <class 'int'>"),
         ({"__metadata__": torch.ones(1)}, ValueError, "cannot be a tensor's name"),
         ({"a": torch.ones(2, 2).to_sparse()}, ValueError, "to_dense"),
         ({"a": torch.ones(2, device="meta")}, TypeError, "'a' cannot be saved.*meta"),
+        ({"a": torch.ones(2, device="meta")}, RuntimeError, "Cannot copy out of meta tensor"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, TypeError, "complex128"),
         ({"\ud800": torch.ones(1)}, ValueError, "not valid Unicode"),
     ],
@@ -265,6 +268,37 @@ def test_what_the_format_cannot_hold_is_refused(
     with pytest.raises(error, match=told):
         save_safetensors(tensors, file)
     assert os.listdir(file.parent) == []
+
+
+@pytest.mark.parametrize(
+    "tensors", ["no dict", {"a": {"b": 1}}, {"a": torch.eye(2).to_sparse(), "b": torch.ones(2)}]
+)
+def test_what_the_package_refuses_is_refused_in_its_words(file: Path, tensors: Any) -> None:
+    """The words were others: whoever looks for them in a message did not find them."""
+    with pytest.raises(ValueError) as theirs:
+        package.save_file(tensors, file)
+    with pytest.raises(ValueError) as ours:
+        save_safetensors(tensors, file)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_no_name_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty name was the current directory: model.safetensors was written there."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        save_safetensors({"a": torch.ones(1)}, "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_save_that_fails_is_the_packages_error_as_well(file: Path, new_handle: NewHandle) -> None:
+    """`except SafetensorError` around a save did not take what a full disk raised."""
+    failing = new_handle(FakeEngine(fail=lambda kind, offset, nbytes: errno.ENOSPC))
+    with pytest.raises(SafetensorError) as failed:
+        save_safetensors({"a": torch.ones(5000)}, file, handle=failing)
+    assert isinstance(failed.value, nvmeio.TransferError)
+    assert failed.value.errno == errno.ENOSPC
+    again = pickle.loads(pickle.dumps(failed.value))
+    assert (type(again), str(again)) == (type(failed.value), str(failed.value))
 
 
 def test_quantised_tensors_are_refused(file: Path) -> None:
