@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -132,6 +133,10 @@ def test_what_was_durable_is_there_after_a_loss_of_power(
 
 
 @pytest.mark.parametrize(
+    "images",
+    [20, pytest.param(300, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])],
+)
+@pytest.mark.parametrize(
     ("world", "layout", "writers"),
     [(2, "one", "all"), (3, "one", 2), (2, "per_rank", "all")],
 )
@@ -139,6 +144,7 @@ def test_ranks_with_drives_of_their_own_find_one_step_after_a_loss_of_power(
     world: int,
     layout: str,
     writers: str | int,
+    images: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -154,7 +160,7 @@ def test_ranks_with_drives_of_their_own_find_one_step_after_a_loss_of_power(
     chance = random.Random(world)
     seen = set()
     handle = nvmeio.AioHandle(engine="threads")
-    for number in range(20):
+    for number in range(images):
         at = chance.randrange(1, len(log) + 1)
         image = tmp_path / f"image{number}"
         log.image(at, image, chance)
@@ -170,7 +176,9 @@ def test_ranks_with_drives_of_their_own_find_one_step_after_a_loss_of_power(
                 wanted = [own(step, rank) for rank in range(world)]
             assert same(there.restore(step), wanted)
         seen.add(latest)
+        shutil.rmtree(image)
     handle.close()
+    print(f"{images} images of {world} drives, {layout}: all right, {len(seen)} states")
     assert len(seen) > 2
 
 

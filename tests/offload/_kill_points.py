@@ -1,7 +1,8 @@
 """Kills a training at every point of the protocol in turn, and resumes it.
 
-python _kill_points.py FOLDER DRIVES STEP   prints one line of JSON for each STEP-th point; see
-test_kill_points.py
+python _kill_points.py FOLDER DRIVES STEP OPTIMIZER
+
+prints one line of JSON for each STEP-th point; see test_kill_points.py
 
 One import of torch, and a forked process for each training: it dies as a real one does.
 """
@@ -73,11 +74,16 @@ def directories(folder: Path) -> list[Path]:
     return [folder / f"drive{number}" for number in range(int(sys.argv[2]))]
 
 
+def kind() -> Any:
+    """The optimizer's class."""
+    return getattr(torch.optim, sys.argv[4])
+
+
 def made_in(folder: Path, engine: FakeEngine | None = None) -> tuple[Any, Any, Any]:
     module = model()
     handle = nvmeio.AioHandle(engine=engine or FakeEngine())
     optimizer = SwappedOptimizer(
-        torch.optim.AdamW,
+        kind(),
         module.parameters(),
         swap_dir=directories(folder),
         resume=True,
@@ -145,7 +151,7 @@ def in_child(work: Callable[..., None], *args: Any) -> int:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warm = model()
-    train(warm, torch.optim.AdamW(warm.parameters()), 1)  # which imports much of torch, once
+    train(warm, kind()(warm.parameters()), 1)  # which imports much of torch, once
     for from_the_start in (False, True):
         at, over = 1 - int(sys.argv[3]), False
         while not over:

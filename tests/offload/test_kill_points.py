@@ -17,31 +17,37 @@ from programs import run_program
 import nvmeio
 
 
-def in_memory(steps: int) -> str:
+def in_memory(kind: str, steps: int) -> str:
     made = model()
-    train(made, torch.optim.AdamW(made.parameters(), lr=1e-2), steps)
+    train(made, getattr(torch.optim, kind)(made.parameters(), lr=1e-2), steps)
     return digest(made)
 
 
 @pytest.mark.parametrize(
-    ("drives", "stride"),
+    ("drives", "stride", "kind"),
     [
-        *((1, 2), (2, 3)),
-        *(pytest.param(drives, 1, marks=pytest.mark.stress) for drives in (1, 2)),
+        *((1, 2, "AdamW"), (2, 3, "AdamW")),
+        *(
+            pytest.param(drives, 1, kind, marks=pytest.mark.stress)
+            for drives, kind in ((1, "AdamW"), (2, "AdamW"), (3, "Adamax"), (3, "RAdam"))
+        ),
     ],
 )
-def test_killed_at_every_point(drives: int, stride: int, tmp_path: Path) -> None:
+def test_killed_at_every_point(drives: int, stride: int, kind: str, tmp_path: Path) -> None:
     """Of one drive at every second one, and of two at every third; at all of them in stress."""
     here = Path(__file__).parent
     root = str(Path(nvmeio.__file__).parent.parent)
     done = run_program(
-        [sys.executable, str(here / "_kill_points.py"), str(tmp_path), str(drives), str(stride)],
+        [
+            *(sys.executable, str(here / "_kill_points.py"), str(tmp_path)),
+            *(str(drives), str(stride), kind),
+        ],
         timeout=550,
         env={**os.environ, "PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     told: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    weights = [in_memory(steps) for steps in range(BEFORE + 4)]
+    weights = [in_memory(kind, steps) for steps in range(BEFORE + 4)]
     for number, each in enumerate(told):
         steps = each["generation"] - 1
         complete = {0} if each["from_the_start"] else {BEFORE, BEFORE + 1}
@@ -51,6 +57,7 @@ def test_killed_at_every_point(drives: int, stride: int, tmp_path: Path) -> None
         assert each["resumed"] or each["from_the_start"], (number, each)
         assert each["weights"] == weights[steps], (number, each)
         assert each["after"] == weights[steps + 2], (number, each)
+    print(f"{len(told)} kills of {kind} on {drives} drives")
     step, start = (each["events"] for each in told if "events" in each)
     # Data, manifest and mark; each made durable before the next.
     assert step[0] == "ftruncate"

@@ -45,6 +45,10 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad-fused": (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 1e-3}),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.01}),
+    "adamax-foreach": (torch.optim.Adamax, {"lr": 1e-2, "foreach": True}),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2, "decoupled_weight_decay": True}),
+    "radam-foreach": (torch.optim.RAdam, {"lr": 1e-2, "foreach": True}),
 }
 # One that differs by a bit differs in all that follow.
 STEPS = [12, pytest.param(200, marks=pytest.mark.stress)]

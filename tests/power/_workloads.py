@@ -53,10 +53,13 @@ def number_of(found: dict[str, torch.Tensor]) -> int:
 class Workload:
     """`work` promises numbers; `check` returns the number that it found, None for nothing yet."""
 
-    def work(self, folder: Path, promise: Promise) -> None:
+    # Whether one process has all folders, rather than each rank its own.
+    on_all_drives = False
+
+    def work(self, folder: Any, promise: Promise) -> None:
         raise NotImplementedError
 
-    def check(self, folder: Path) -> int | None:
+    def check(self, folder: Any) -> int | None:
         raise NotImplementedError
 
 
@@ -227,6 +230,68 @@ class Optimizer(Workload):
         return resumed(folder)
 
 
+class Striped(Workload):
+    """One optimizer's state over several drives, which lose what they like of it."""
+
+    on_all_drives = True
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def net(self) -> torch.nn.Sequential:
+        # A section of the state is dealt to all drives where it has 128 KiB for each.
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(320, 320) for _ in range(3)))
+
+    def train(self, made: torch.nn.Module, optimizer: Any, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        made(torch.randn(4, 320, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def swapped(self, made: torch.nn.Module, folders: list[Path]) -> SwappedOptimizer:
+        return SwappedOptimizer(
+            self.kind,
+            made.parameters(),
+            swap_dir=folders,
+            subgroup_bytes=2 << 20,
+            resume=True,
+            lr=1e-2,
+        )
+
+    def weights_after(self, steps: int) -> list[torch.Tensor]:
+        made = self.net()
+        optimizer = self.kind(made.parameters(), lr=1e-2)
+        for step in range(steps):
+            self.train(made, optimizer, step)
+        return [p.detach() for p in made.parameters()]
+
+    def work(self, folder: list[Path], promise: Promise) -> None:
+        made = self.net()
+        optimizer = self.swapped(made, folder)
+        for step in range(TURNS):
+            self.train(made, optimizer, step)
+            promise(step)
+        optimizer.close()
+        promise(TURNS)
+
+    def check(self, folder: list[Path]) -> int | None:
+        made = self.net()
+        optimizer = self.swapped(made, folder)
+        try:
+            if not optimizer.resumed:
+                return None
+            steps = optimizer.generation - 1
+            for more in range(2):  # the weights, and the state by what it makes of them
+                wanted = self.weights_after(steps + more)
+                for found, right in zip(made.parameters(), wanted, strict=True):
+                    assert torch.equal(found, right), f"wrong {more} steps after {steps}"
+                self.train(made, optimizer, steps + more)
+            return steps
+        finally:
+            optimizer.close()
+
+
 class Ranks(Optimizer):
     """Several; what one of them promises holds for all."""
 
@@ -277,6 +342,8 @@ WORKLOADS: dict[str, Workload] = {
     "ranks": Ranks(),
     "drives": Drives(),
     "snapshot": Snapshot(),
+    "striped-adamax": Striped(torch.optim.Adamax),
+    "striped-radam": Striped(torch.optim.RAdam),
 }
 
 
@@ -318,12 +385,14 @@ def do_work(name: str, promises: Path, folders: list[Path]) -> int:
         def promise(number: int) -> None:
             os.write(told, f"{time.monotonic_ns()} {rank} {number}\n".encode())
 
-        WORKLOADS[name].work(folders[rank], promise)
+        workload.work(folders if workload.on_all_drives else folders[rank], promise)
 
-    return max(map(abs, in_children(run, len(folders))))
+    workload = WORKLOADS[name]
+    return max(map(abs, in_children(run, 1 if workload.on_all_drives else len(folders))))
 
 
 def do_checks(name: str) -> None:
+    workload = WORKLOADS[name]
     for line in sys.stdin:
         asked = json.loads(line)
         folders, promised = list(map(Path, asked["folders"])), asked["promised"]
@@ -339,7 +408,7 @@ def do_checks(name: str) -> None:
             results: Path = results,
         ) -> None:
             try:
-                found = WORKLOADS[name].check(folders[rank])
+                found = workload.check(folders if workload.on_all_drives else folders[rank])
                 if promised is not None:
                     assert found is not None, f"nothing is there, and {promised} was durable"
                     assert found >= promised, f"{found} is there, and {promised} was durable"
@@ -347,8 +416,8 @@ def do_checks(name: str) -> None:
             except BaseException:
                 (results / str(rank)).write_text("wrong " + traceback.format_exc())
 
-        codes = in_children(run, len(folders))
-        told = [(results / str(rank)).read_text() for rank in range(len(folders))]
+        codes = in_children(run, 1 if workload.on_all_drives else len(folders))
+        told = [(results / str(rank)).read_text() for rank in range(len(codes))]
         if any(codes):
             told.append(f"wrong: ended with {codes}")
         if len({each for each in told if each.startswith("right")}) > 1:

@@ -53,7 +53,16 @@ WORKLOADS = (
     "snapshot",
     "ranks",
     "drives",
+    "striped-adamax",
+    "striped-radam",
 )
+# How much longer each drive takes to flush, of those that have several.
+DELAYS = {
+    "ranks": [0.0, SLOW_S],
+    "drives": [0.0, SLOW_S],
+    "striped-adamax": [0.0, 0.1, 0.0],
+    "striped-radam": [0.1, 0.0],
+}
 
 
 @pytest.fixture
@@ -161,13 +170,18 @@ def images(run: Run, count: int, seed: int) -> list[str]:
     wrong = []
     try:
         for number, when_ns in enumerate(run.moments(count, chance)):
-            loss = LOSSES[number % len(LOSSES)]
+            # Each drive loses what it likes: after 4 ** drives images all combinations were there.
+            losses = [
+                LOSSES[number // len(LOSSES) ** index % len(LOSSES)]
+                for index in range(len(run.drives))
+            ]
             with contextlib.ExitStack() as stack:
                 mounts = []
-                for drive, records, times in zip(run.drives, run.records, run.times, strict=True):
+                for index, drive in enumerate(run.drives):
                     image = drive.folder / "cut"
-                    at = bisect.bisect_left(times, when_ns)
-                    drive.cut(records, at, loss, seed + number, image)
+                    at = bisect.bisect_left(run.times[index], when_ns)
+                    own_seed = seed + number * len(run.drives) + index
+                    drive.cut(run.records[index], at, losses[index], own_seed, image)
                     stack.callback(image.unlink)
                     mount = _drive.mounted_image(run.kind, image, drive.folder / "cut-mount")
                     mounts.append(str(stack.enter_context(mount)))
@@ -176,7 +190,7 @@ def images(run: Run, count: int, seed: int) -> list[str]:
                     folders=mounts, promised=promised, results=str(run.folder / "results")
                 )
             for each in found["wrong"]:
-                wrong.append(f"image {number}, {loss}, promised {promised}: {each}")
+                wrong.append(f"image {number}, {losses}, promised {promised}: {each}")
             if len(wrong) >= MOST_FAILURES:
                 break
     finally:
@@ -192,7 +206,7 @@ def seed_of(request: pytest.FixtureRequest) -> int:
 
 
 def worked(folder: Path, kind: str, name: str) -> Run:
-    run = Run(folder, kind, name, [0.0, SLOW_S] if name in ("ranks", "drives") else [0.0])
+    run = Run(folder, kind, name, DELAYS.get(name, [0.0]))
     try:
         run.work()
     except Unavailable as reason:
