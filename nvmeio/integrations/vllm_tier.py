@@ -206,7 +206,8 @@ class Tier:
         """Its chunks count as used together, though they were stored one after the other."""
         known = self._of_requests.pop(getattr(req_context, "req_id", ""), {})
         if known:
-            self._store.touch(sorted(known, key=known.__getitem__))
+            in_order = sorted(known, key=known.__getitem__)
+            self._store.touch(in_order)
 
     def on_new_request(self, req_context: Any) -> Any:
         """Nothing that is of interest here."""
