@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from faults._support import (
     MIB,
     aligned,
@@ -21,6 +22,8 @@ from faults._support import (
 )
 
 import nvmeio
+from nvmeio._blocks.store import BlockStore
+from nvmeio._storage.durable import free_bytes
 
 BLOCK = 256 << 10
 
@@ -154,3 +157,26 @@ def test_drive_without_room_for_an_inode():
         assert made and refused
         assert {f.errno for f in refused} == {errno.ENOSPC}
         assert {f.operation for f in refused} == {"open"}
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_block_store_leaves_room_and_a_refused_one_takes_none(kind):
+    """It took all there was, and where that was too little it failed and kept it."""
+    with _small(kind) as folder:
+        free, size = free_bytes(folder)
+        with BlockStore(folder, "kv", MIB, 3 << 30) as store:
+            for number in range(60):
+                block = torch.full((MIB,), number, dtype=torch.uint8)
+                assert store.store([str(number)], [block]) == [True]
+            room = torch.empty(MIB, dtype=torch.uint8)
+            for number, there in enumerate(store.contains(list(map(str, range(60))))):
+                assert store.load([str(number)], [room]) == [there]
+                assert not there or (room == number).all()
+            assert free / MIB - size / MIB / 20 - 2 < len(store) < free / MIB
+        left, _ = free_bytes(folder)
+        assert left > size // 20 - 2 * MIB  # what its table and directories take
+        with pytest.raises(nvmeio.TransferError, match="are left to others") as refused:
+            BlockStore(folder, "other", MIB, 3 << 30)
+        assert refused.value.errno == errno.ENOSPC
+        assert free_bytes(folder)[0] == left
+        assert {path.stem for path in (folder / "nvmeio-blocks").iterdir()} == {"kv"}

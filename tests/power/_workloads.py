@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import nvmeio
+from nvmeio._blocks.store import BlockStore
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.offload import SwappedOptimizer
 
@@ -307,6 +308,51 @@ class Drives(Recycling):
         return nvmeio.Checkpointer(folder / "saved", self.keep, None, group, shared=False)
 
 
+class Blocks(Workload):
+    """A block store promises nothing but that what it gives is what was stored.
+
+    Slots are written over by others, of other weights as well; of its table now and then a part is
+    on the drive, and of its blocks another.
+    """
+
+    NBYTES = 10_000
+    SLOTS = 12
+
+    def opened(self, folder: Path, turn: int, *, writer: bool) -> BlockStore:
+        room = (self.SLOTS + turn // 3) * 12_288  # it grows in place, too
+        return BlockStore(folder, "kv", self.NBYTES, room, writer=writer, identity=f"{turn // 2}")
+
+    def block(self, turn: int, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * (turn // 2) + number)
+        return torch.randint(0, 256, (self.NBYTES,), dtype=torch.uint8, generator=generator)
+
+    def work(self, folder: Path, promise: Promise) -> None:
+        for turn in range(TURNS):
+            with self.opened(folder, turn, writer=True) as store:
+                for first in range(0, 15, 3):
+                    numbers = [(first + 7 * turn + n) % 20 for n in range(3)]
+                    blocks = [self.block(turn, number) for number in numbers]
+                    assert store.store(list(map(str, numbers)), blocks) == [True] * 3
+                with store.path.with_suffix(".table").open("rb") as table:
+                    os.fsync(table.fileno())
+            promise(turn)
+
+    def check(self, folder: Path) -> int | None:
+        for turn in range(0, TURNS, 2):
+            try:
+                store = self.opened(folder, turn, writer=False)
+            except FileNotFoundError:
+                continue
+            with store:
+                rooms = [torch.empty(self.NBYTES, dtype=torch.uint8) for _ in range(20)]
+                found = store.load([str(number) for number in range(20)], rooms)
+                for number, (room, there) in enumerate(zip(rooms, found, strict=True)):
+                    assert not there or room.equal(self.block(turn, number)), (turn, number)
+        with self.opened(folder, 0, writer=True) as store:  # it can go on
+            assert store.store(["0"], [self.block(0, 0)]) == [True]
+        return TURNS
+
+
 class Snapshot(Workload):
     """Copies of the swap files, while training goes on."""
 
@@ -344,6 +390,7 @@ WORKLOADS: dict[str, Workload] = {
     "snapshot": Snapshot(),
     "striped-adamax": Striped(torch.optim.Adamax),
     "striped-radam": Striped(torch.optim.RAdam),
+    "blocks": Blocks(),
 }
 
 

@@ -51,6 +51,7 @@ WORKLOADS = (
     "dcp",
     "optimizer",
     "snapshot",
+    "blocks",
     "ranks",
     "drives",
     "striped-adamax",
