@@ -400,7 +400,7 @@ def rows(step: Step, gds: bool, row_bytes: int) -> dict[str, Any]:
     return {"read": gathered, "write": scattered, "host_mib": taken >> 10}
 
 
-def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
+def checkpoint(step: Step, snapshot: str) -> dict[str, Any]:
     """A save every iteration: is each file the state at its save, and what does it cost?"""
     side = max(int((step.size / 12 / 8) ** 0.5), 64)  # with Adam's moments: as large as the file
     layers = [torch.nn.Linear(side, side, device=step.device) for _ in range(8)]
@@ -430,9 +430,7 @@ def checkpoint(step: Step, guarded: bool) -> dict[str, Any]:
 
     reports: list[nvmeio.SaveReport] = []
     directory = step.scratch.with_suffix(".checkpoints")
-    with nvmeio.Checkpointer(directory, keep=2) as saver:
-        if guarded:
-            saver.guard(optimizer)
+    with nvmeio.Checkpointer(directory, keep=2, snapshot=snapshot) as saver:
         iterate()
         ends = []
         for number in range(3):
@@ -487,7 +485,7 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
             180,
         ),
         "checkpoint": (lambda step: checkpoint(step, False), 180),
-        "checkpoint, guarded": (lambda step: checkpoint(step, True), 180),
+        "checkpoint, protected": (lambda step: checkpoint(step, "auto"), 180),
         "raw preadv, 8 threads": (raw_preadv, 300),
     }
     threads_tasks = [(1, 8), (4, 8), (8, 8), (16, 8), (8, 4), (8, 16)] if on_gpu else [(4, 8)]

@@ -16,6 +16,7 @@ FILES = (
     "copy",
     "copy_crc32",
     "hold",
+    "copy_on_write",
     "own_fds",
     "request",
     "rows",

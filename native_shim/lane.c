@@ -269,6 +269,8 @@ static void enqueue(nv_lane *lane, nv_slot *slot) {
       cb->aio_buf = (uint64_t)(uintptr_t)(slot->memory + slot->done);
       cb->aio_nbytes = slot->nbytes - slot->done;
       cb->aio_offset = (int64_t)(slot->offset + slot->done);
+      if (request->opcode == NV_READ && slot->bounce < 0)
+        nv_snapshot_give_up(cb->aio_buf, cb->aio_nbytes);
   }
   lane->pending[lane->npending++] = cb;
 }

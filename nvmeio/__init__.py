@@ -41,6 +41,8 @@ if typing.TYPE_CHECKING:
     from nvmeio.checkpoint import async_save as async_save
     from nvmeio.checkpoint import load as load
     from nvmeio.checkpoint import save as save
+    from nvmeio.checkpoint.frozen import FrozenState as FrozenState
+    from nvmeio.checkpoint.frozen import snapshot as snapshot
     from nvmeio.checkpoint.lazy_safetensors import safe_open as safe_open
     from nvmeio.checkpoint.safetensors import load_safetensors as load_safetensors
     from nvmeio.checkpoint.safetensors import save_safetensors as save_safetensors
@@ -56,6 +58,7 @@ _LATER = {
     "Checkpointer": "nvmeio.checkpoint",
     "FastFileReader": "nvmeio.checkpoint",
     "FastFileWriter": "nvmeio.checkpoint",
+    "FrozenState": "nvmeio.checkpoint.frozen",
     "GdsHandle": "nvmeio.gds",
     "SwappedModule": "nvmeio.offload",
     "SwappedOptimizer": "nvmeio.offload",
@@ -66,6 +69,7 @@ _LATER = {
     "safe_open": "nvmeio.checkpoint.lazy_safetensors",
     "save": "nvmeio.checkpoint",
     "save_safetensors": "nvmeio.checkpoint.safetensors",
+    "snapshot": "nvmeio.checkpoint.frozen",
     "stream_model": "nvmeio.inference",
 }
 # Whose names are not all up here: there as attributes too, without an import of their own.
@@ -84,6 +88,7 @@ __all__ = [
     "FastFileReader",
     "FastFileWriter",
     "File",
+    "FrozenState",
     "GdsHandle",
     "IntegrityError",
     "NvmeioError",
@@ -106,6 +111,7 @@ __all__ = [
     "safe_open",
     "save",
     "save_safetensors",
+    "snapshot",
     "stream_model",
 ]
 

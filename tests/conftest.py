@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
 
 import nvmeio
-from nvmeio import _shim, files
+from nvmeio import _copy_on_write, _shim, files
 from nvmeio._io import ending
 from nvmeio.engines import libaio
 from nvmeio.engines.base import Engine
@@ -49,6 +49,7 @@ def warm_process() -> Iterator[None]:
         import uvloop
 
         uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
+    _copy_on_write.support()  # a descriptor for the process
     with extensions.kept_with_environment(), programs.forking():
         yield
 

@@ -25,6 +25,7 @@ import torch
 from programs import Program, run_program
 
 import nvmeio
+from nvmeio import _copy_on_write
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine
 
@@ -198,6 +199,14 @@ class LateEngine(FakeEngine):
             self.moved += 1
         self.gate.wait(PATIENCE_S)
         return moved
+
+
+# What the machine allows
+
+needs_protection = pytest.mark.skipif(
+    _copy_on_write.support().kind != "any",
+    reason=f"no write protection of memory: {_copy_on_write.support().reason}",
+)
 
 
 # Tensors

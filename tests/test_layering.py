@@ -35,6 +35,7 @@ LAYERS = {
     "_begun": 0,
     "progress": 0,
     "_shim": 1,
+    "_copy_on_write": 2,
     "_holds": 2,
     "buffers": 2,
     "_serial": 0,
@@ -239,7 +240,7 @@ STANDS_ON = {
     "cli": {
         *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks", "_plan"),
         "progress",
-        *("_mounts", "_shim", "_page_cache"),
+        *("_copy_on_write", "_mounts", "_shim", "_page_cache"),
         *("_io", "_storage", "_formats", "compat", "integrations"),
         *SYSTEMS,
     },

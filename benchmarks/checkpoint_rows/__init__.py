@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _program import Row
 
-from checkpoint_rows import dcp, decoupled, guarded, loading, ranks, saving, small
+from checkpoint_rows import dcp, decoupled, loading, protected, ranks, saving, small
 
 ROWS: dict[str, Row] = {
     "save": Row("save into a new file, durable", saving.measure, lambda size, _: 2 * size),
@@ -18,9 +18,11 @@ ROWS: dict[str, Row] = {
     "training": Row(
         "training with a save every step", decoupled.measure_training, lambda size, _: 4 * size
     ),
-    "guard": Row("a guarded save every step", guarded.measure, lambda size, _: 3 * size),
-    "guard-memory": Row(
-        "extra memory of a guarded save", guarded.measure_memory, lambda size, _: 2 * size
+    "protect": Row(
+        "a save every step, nothing copied", protected.measure, lambda size, _: 3 * size
+    ),
+    "protect-memory": Row(
+        "extra memory of such a save", protected.measure_memory, lambda size, _: 2 * size
     ),
     "load": Row("load, cold", loading.measure, lambda size, _: 3 * size),
     "ranks": Row("2 and 4 ranks with one state", ranks.measure, lambda size, _: 2 * size),

@@ -27,22 +27,22 @@ def measure_steady(session: Session) -> list[Line]:
     if ready is None:
         return []
     worker, nbytes = ready
-    directory, guarded = session.directory / "generations", session.directory / "guarded"
+    directory, protected = session.directory / "generations", session.directory / "protected"
     plain, old = session.directory / "plain.pt", session.directory / "old"
     with huge_pages(huge_bytes(nbytes)) as refused:
         settings = fio_settings(session, refused, nbytes)
         try:
             worker.call("open_checkpointer", directory=str(directory), keep=KEEP)
-            worker.call("open_guarded", directory=str(guarded), keep=KEEP)
+            worker.call("open_protected", directory=str(protected), keep=KEEP)
             for _ in range(KEEP + 1):  # from the next one on, the oldest file is recycled
                 worker.call("checkpoint")
-                worker.call("checkpoint", guarded=True)
+                worker.call("checkpoint", protected=True)
             worker.call("copy")
             whole = nbytes >> 20 << 20  # in blocks of fio's
             write_file(old, whole)
             contenders = [
                 calling("nvmeio", worker, "checkpoint"),
-                calling("guarded", worker, "checkpoint", guarded=True),
+                calling("protected", worker, "checkpoint", protected=True),
                 calling("copy", worker, "copy"),
                 Contender(
                     "torch.save",
@@ -54,7 +54,7 @@ def measure_steady(session: Session) -> list[Line]:
             samples = session.measure("steady state", contenders)
         finally:
             worker.call("close_checkpointer")
-            remove(plain, old, *directory.glob("*"), *guarded.glob("*"))
+            remove(plain, old, *directory.glob("*"), *protected.glob("*"))
     ours = samples["nvmeio"]
     name, limit = best(samples, [s.name for s in settings], gb_per_s, "fio")
     work = f"Checkpointer(keep={KEEP}), steady state"
@@ -74,16 +74,18 @@ def measure_steady(session: Session) -> list[Line]:
         against_same_memory("steady", work, samples, "nvmeio", nbytes, 0.9),
         compare(
             "steady",
-            "the same with a guard: no copy first",
+            "the same of protected memory: no copy first",
             name,
             "GB/s",
             gb_per_s,
-            samples["guarded"],
+            samples["protected"],
             list(limit),
             at_least(0.9),
             "from the call until it is durable",
         ),
-        against_same_memory("steady", "the same with a guard", samples, "guarded", nbytes, 0.9),
+        against_same_memory(
+            "steady", "the same of protected memory", samples, "protected", nbytes, 0.9
+        ),
         compare(
             "steady",
             "the same, from the end of the copy",

@@ -34,7 +34,7 @@ class Checkpoints:
         self._copy: list[torch.Tensor] = []
         self._loop = asyncio.new_event_loop()
         self._checkpointer: Any = None
-        self._guarded: Any = None
+        self._protected: Any = None
         self._step = 0
         self._work: tuple[torch.Tensor, int] | None = None
 
@@ -121,9 +121,9 @@ class Checkpoints:
         nvmeio.save(self._state, path)
         return _resident_bytes("VmHWM") - before
 
-    def extra_memory_of_guarded_save(self, directory: str) -> int:
-        """Peak growth of resident memory while a guarded save is taken and written."""
-        self.open_checkpointer(directory, 1, guard=True)
+    def extra_memory_of_protected_save(self, directory: str) -> int:
+        """Peak growth of resident memory while a save of protected memory is taken and written."""
+        self.open_checkpointer(directory, 1, snapshot="protect")
         gc.collect()
         before = _resident_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
@@ -157,31 +157,28 @@ class Checkpoints:
 
     # Beside the training
 
-    def open_checkpointer(self, directory: str, keep: int, guard: bool = False) -> None:
+    def open_checkpointer(self, directory: str, keep: int, snapshot: str = "copy") -> None:
         self.close_checkpointer()
         Path(directory).mkdir(exist_ok=True)
-        self._checkpointer = nvmeio.Checkpointer(directory, keep=keep)
-        if guard:
-            self._checkpointer.guard(self._optimizer)
+        self._checkpointer = nvmeio.Checkpointer(directory, keep=keep, snapshot=snapshot)
 
-    def open_guarded(self, directory: str, keep: int) -> None:
-        """Another one, which guards, beside that of `open_checkpointer`; closed with it."""
+    def open_protected(self, directory: str, keep: int) -> None:
+        """Another one, which copies nothing, beside that of `open_checkpointer`; closed with it."""
         Path(directory).mkdir(exist_ok=True)
-        self._guarded = nvmeio.Checkpointer(directory, keep=keep)
-        self._guarded.guard(self._optimizer)
+        self._protected = nvmeio.Checkpointer(directory, keep=keep, snapshot="protect")
 
     def close_checkpointer(self) -> None:
-        for opened in filter(None, (self._checkpointer, self._guarded)):
+        for opened in filter(None, (self._checkpointer, self._protected)):
             self._loop.run_until_complete(opened.aclose())
-        self._checkpointer = self._guarded = None
+        self._checkpointer = self._protected = None
 
-    def checkpoint(self, guarded: bool = False) -> Sample:
+    def checkpoint(self, protected: bool = False) -> Sample:
         """One save, from the call until it is durable.
 
         `held_s` is what the caller waited, `written_s` what the background took after that.
         """
         self._step += 1
-        checkpointer = self._guarded if guarded else self._checkpointer
+        checkpointer = self._protected if protected else self._checkpointer
         with timed(self._nbytes) as sample:
             start = time.perf_counter()
             self._loop.run_until_complete(checkpointer.save(self._state, self._step))
@@ -237,8 +234,8 @@ class Checkpoints:
             for parameter in group["params"]:
                 parameter.grad = parameter.detach() * 0.01
 
-    def guarded_step(self) -> Sample:
-        """A save, then compute, then a step, which may have to wait for what is being written."""
+    def protected_step(self) -> Sample:
+        """A save, then compute, then a step: stopped where it writes to what was not read."""
         assert self._work is not None
         matrix, products = self._work
         self._step += 1
@@ -251,7 +248,7 @@ class Checkpoints:
             self._optimizer.step()
         report = self._loop.run_until_complete(self._checkpointer.wait())
         sample.extra["step_held_s"] = report.step_held_s
-        sample.extra["guarded_share"] = report.guarded_bytes / self._nbytes
+        sample.extra["protected_share"] = report.protected_bytes / self._nbytes
         return sample
 
     def train_with_steps(self, steps: int, save: bool) -> Sample:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,9 +30,29 @@ from nvmeio._io.caller import InCaller, at_once
 
 DEFAULT_PROTOCOL = 2  # torch.save's
 
-Data = torch.Tensor | Callable[[int, int], torch.Tensor]
-"""A record's bytes: a contiguous 1-D uint8 tensor on any device, or a function of (offset, nbytes)
-that returns that part of them as one. The part must stay as it is until the write is done."""
+
+class ReadOnce(Protocol):
+    """Bytes that can be copied from where they are kept, each once and in order."""
+
+    def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
+        """Copy bytes to an address.
+
+        Args:
+            offset: Of the first one.
+            nbytes: How many.
+            to: Where to.
+            crc: A CRC-32 to go on with; None for no sum.
+
+        Returns:
+            The CRC-32; any number where none was asked for.
+        """
+        ...
+
+
+Data = torch.Tensor | Callable[[int, int], torch.Tensor] | ReadOnce
+"""A record's bytes: a contiguous 1-D uint8 tensor on any device, a function of (offset, nbytes)
+that returns that part of them as one, or what copies them. A part that is returned must stay as it
+is until the write is done."""
 
 
 class StorageRecord(NamedTuple):
@@ -44,7 +64,6 @@ class StorageRecord(NamedTuple):
         nbytes: Its size in bytes.
         data: Its bytes.
         crc_at: Offsets in the file of the little-endian 32-bit places that hold its CRC-32.
-        is_gathered: Where `data` is a function: whether large parts are to be copied on their way.
     """
 
     name: str
@@ -52,7 +71,6 @@ class StorageRecord(NamedTuple):
     nbytes: int
     data: Data
     crc_at: tuple[int, ...]
-    is_gathered: bool = False
 
     @property
     def end(self) -> int:

@@ -23,21 +23,22 @@ from __future__ import annotations
 import ctypes
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from nvmeio import _holds, buffers
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
 from nvmeio._plan import PAGE_BYTES, round_down, round_up
 from nvmeio._storage import crc32
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import ClosedError, IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
+from nvmeio.operation import Operation
 
 # What a record's body has at least: below this one copy is cheaper than one more operation.
 BODY_BYTES = 1 << 20
@@ -99,6 +100,7 @@ def write_part(
     checksum: bool = True,
     flight: InFlight | None = None,
     shift: int = 0,
+    another: Callable[[], AioHandle] | None = None,
 ) -> list[Crc]:
     """Write [start, end) of a file; blocks.
 
@@ -112,6 +114,7 @@ def write_part(
         flight: What is in flight, for somebody else to cancel; nothing is after this returns.
         shift: Added to offsets of the layout they are those in the file, which has only this part
             then; a multiple of 4096.
+        another: Gives the handle that goes on where somebody closes this one.
 
     Returns:
         The CRC of each piece of a record in the part, in the order of the file; none without
@@ -132,7 +135,7 @@ def write_part(
         raise ValueError(f"[{start}, {end}) is not a part of whole pages of {PAGE_BYTES} bytes")
     flight = InFlight() if flight is None else flight
     with flight:
-        return _Writer(handle, file, layout, flight, checksum, shift).write(start, end)
+        return _Writer(handle, file, layout, flight, checksum, shift, another).write(start, end)
 
 
 def finish(
@@ -235,8 +238,10 @@ class _Writer:
         flight: InFlight,
         checksum: bool,
         shift: int,
+        another: Callable[[], AioHandle] | None = None,
     ) -> None:
         self._shift = shift
+        self._another = another
         self._handle = handle
         self._file = file
         self._layout = layout
@@ -283,7 +288,7 @@ class _Writer:
     @staticmethod
     def _is_gathered(record: StorageRecord) -> bool:
         data = record.data
-        return is_gathered(data) if isinstance(data, torch.Tensor) else record.is_gathered
+        return is_gathered(data) if isinstance(data, torch.Tensor) else not callable(data)
 
     # Bodies
 
@@ -352,6 +357,9 @@ class _Writer:
 
     def _copy(self, index: int, record: StorageRecord, low: int, high: int, to: int) -> None:
         """The bytes of a record in [low, high) of the file, and their CRC."""
+        if not (isinstance(record.data, torch.Tensor) or callable(record.data)):
+            self._read(index, record, record.data, low, high, to)
+            return
         data = _part_of(record, low - record.offset, high - low)
         if not data.is_cpu:
             data = data.cpu()
@@ -369,6 +377,17 @@ class _Writer:
             self._sum(index, record, low, data, to)
         finally:
             _holds.end(held)
+
+    def _read(
+        self, index: int, record: StorageRecord, data: ReadOnce, low: int, high: int, to: int
+    ) -> None:
+        offset = low - record.offset
+        if not self._checksum or self._known:
+            data.read(offset, high - low, to, None)
+            return
+        before = self._crcs.get(index) or Crc(index, offset, 0, 0)
+        crc = data.read(offset, high - low, to, before.crc)
+        self._crcs[index] = before._replace(nbytes=before.nbytes + high - low, crc=crc)
 
     def _places_in(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         first = bisect_right(self._places, (start - 4, len(self._layout.records)))
@@ -388,7 +407,15 @@ class _Writer:
     # What is in flight
 
     def _start(self, data: torch.Tensor, offset: int, staging: torch.Tensor | None) -> None:
-        begin = partial(self._handle.async_pwrite, data, self._file, offset + self._shift)
+        def begin() -> Operation:
+            while True:
+                try:
+                    return self._handle.async_pwrite(data, self._file, offset + self._shift)
+                except ClosedError:  # it has finished what was in flight
+                    if self._another is None:
+                        raise
+                    self._handle = self._another()
+
         done = None
         if staging is not None:
             done = partial(self._stagings[staging.nbytes].give_back, staging)
@@ -413,4 +440,5 @@ def _part_of(record: StorageRecord, offset: int, nbytes: int) -> torch.Tensor:
         if nbytes == record.nbytes:
             return record.data
         return record.data[offset : offset + nbytes]
+    assert callable(record.data)  # what is read once is copied by `_read`
     return record.data(offset, nbytes)

@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from nvmeio._shim import lib, memory_at
 
-_CAN_COPY = bool(lib.nv_can_copy_crc32())  # what x86-64 has had since 2010, and others have not
+CAN_COPY = bool(lib.nv_can_copy_crc32())  # what x86-64 has had since 2010, and others have not
 
 
 def of_bytes(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
@@ -37,7 +37,7 @@ def copy(to: int, address: int, nbytes: int, crc: int = 0) -> int:
 
     The caller keeps both alive; they do not overlap. The sum costs nothing beside the copying.
     """
-    if _CAN_COPY:
+    if CAN_COPY:
         found: int = lib.nv_copy_crc32(to, address, nbytes, crc)
         return found
     ctypes.memmove(to, address, nbytes)

@@ -3,9 +3,9 @@
 Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
 and written), `nvmeio._storage.replace` (a file into its place), `_saving`; then `nvmeio._io.spans`
 (many parts of files into memory), `_loading`, `_loading_ranks`.
-For saves in the background: `_retention` (the directory), `_snapshot`, `_live` and `_guard` (what
-is not copied), `_ranks`, `_writers`, `_job`, `_job_files`, `_saver`, `checkpointer`; `background`
-is the same under any names.
+For saves in the background: `_retention` (the directory), `_state_snapshot` (`_protected`,
+`_snapshot`, `_device_copies`), `_ranks`, `_writers`, `_job`, `_job_files`, `_saver`,
+`checkpointer`; `background` is the same under any names, `frozen` the snapshot by itself.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format.
 """
 

@@ -4,12 +4,12 @@
     ───────────────────────────────────────────────────   ─────────────────────────────────────────
     plan the layout                  torch_layout
     the ranks agree                  _agreement, _ranks
-    copy the storages         _snapshot, _live ─────────▶ take the oldest file, or a new one
+    protect or copy the storages  _state_snapshot ──────▶ take the oldest file, or a new one
     return: the state may change                          write it, with checksums  torch_writing
                                                           make it durable, name it        replace
                                                           then move `latest`            _retention
 
-Where the snapshot does not fit into its memory, the right side begins when the copying does.
+Where what is copied does not fit into its memory, the right side begins when the copying does.
 The right side is in `_job_files`.
 """
 
@@ -38,15 +38,12 @@ from nvmeio.checkpoint import _writers
 from nvmeio.checkpoint._agreement import Disagreement, agree, with_pieces_of_first
 from nvmeio.checkpoint._drives import OwnDrives
 from nvmeio.checkpoint._ended import Ended
-from nvmeio.checkpoint._guard import Guard
-from nvmeio.checkpoint._guarded_snapshot import GuardedSnapshot
-from nvmeio.checkpoint._live import Moved
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._retention import Lineage
-from nvmeio.checkpoint._snapshot import Snapshot, SnapshotMemory, SnapshotPart
-from nvmeio.checkpoint._watched import Told
-from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
+from nvmeio.checkpoint._snapshot import SnapshotPart
+from nvmeio.checkpoint._state_snapshot import Snapshots, StateSnapshot
+from nvmeio.errors import BackendUnavailableError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -67,10 +64,9 @@ class Setup(NamedTuple):
         keep: How many checkpoints stay whole at every moment.
         recycle: Whether the oldest one beyond those may be overwritten.
         checksum: Whether CRC-32s are computed.
-        memory: Of the snapshots.
+        snapshots: What is saved, as it was when `save` was called.
         store: What the ranks that save together share.
         timeout_s: How long one of them may make no progress, in seconds.
-        guard: What is written from where it lies.
         get_handle: Gives the handle that moves the bytes.
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
         writers: Which ranks write a file that all have; see `_writers`.
@@ -83,10 +79,9 @@ class Setup(NamedTuple):
     keep: int
     recycle: bool
     checksum: bool
-    memory: SnapshotMemory
+    snapshots: Snapshots
     store: RankStore
     timeout_s: float
-    guard: Guard
     get_handle: Callable[[], AioHandle]
     claim: Callable[[], None]
     writers: str | int = "all"
@@ -118,8 +113,8 @@ class SaveJob(ABC):
         self.step = step
         self.messages = setup.messages(number)
         self._call = LongCall("save", self.path, progress)
-        self.snapshot: Snapshot | GuardedSnapshot | None = None
-        self._moved = Moved()
+        self.snapshot: StateSnapshot | None = None
+        self._aside_bytes, self._writers_held_s = 0, 0.0
         self.flight = InFlight()
         self.number = number
         self.going_on = False  # in the background
@@ -147,15 +142,6 @@ class SaveJob(ABC):
     @abstractmethod
     def write(self) -> bool | None:
         """Write, make durable, name; whether something was recycled. In the background."""
-
-    @property
-    def told(self) -> Told:
-        """What an error says where a guarded tensor was changed."""
-        remedy = (
-            "Change it after wait(), or in optimizer.step(); a Checkpointer without guard() copies "
-            "it first"
-        )
-        return Told(f"step {self.step}", remedy)
 
     def planned(self, state: object, in_caller: InCaller) -> FileLayout:
         """The layout of what is saved."""
@@ -222,8 +208,9 @@ class SaveJob(ABC):
                 path=self.path,
                 nbytes=source.nbytes,
                 copied_bytes=snapshot.copied_bytes,
-                guarded_bytes=snapshot.guarded_bytes,
-                snapshot_bytes=self.setup.memory.nbytes,
+                guarded_bytes=snapshot.left_bytes,
+                protected_bytes=snapshot.protected_bytes,
+                snapshot_bytes=self.setup.snapshots.copies.nbytes,
                 held_s=self._taken_at - began,
                 waited_s=times[0] - began,
                 planned_s=times[1] - times[0],
@@ -255,13 +242,10 @@ class SaveJob(ABC):
             return layout
         return with_pieces_of_first(self.messages, layout)
 
-    def _new_snapshot(self, source: FileLayout) -> Snapshot | GuardedSnapshot:
-        setup = self.setup
+    def _new_snapshot(self, source: FileLayout) -> StateSnapshot:
         start, end = self.parts(source)[self.messages.rank]
         part = SnapshotPart(source, start, end, self.pages_beside(source))
-        snapshot = setup.guard.snapshot(setup.memory, part, self.told)
-        self.snapshot = snapshot
-        setup.guard.hold(*snapshot.lives)
+        self.snapshot = snapshot = self.setup.snapshots.new(part)
         self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
         self.check_cancelled()  # `cancel` may have come before either
         return snapshot
@@ -272,35 +256,19 @@ class SaveJob(ABC):
         return self.snapshot.layout
 
     def write_bytes(self, file: File, start: int, end: int) -> list[Crc]:
-        """Write [start, end) of what is saved; again with another handle, if this one is closed.
-
-        Who closes his handle while a save is under way means no harm to it.
-        """
-        snapshot = self.snapshot
-        while True:
-            self._call.again()
-            self._call.expect(end - start)
-            handle = self.setup.get_handle()
-            try:
-                crcs = write_part(
-                    handle,
-                    file,
-                    self.layout(),
-                    start,
-                    end,
-                    checksum=self.setup.checksum,
-                    flight=self.flight,
-                    shift=self.shift,
-                )
-                if snapshot is not None:
-                    snapshot.check()
-                return crcs
-            except (ClosedError, Cancelled):
-                if not handle.closed or snapshot is None or self._cancelled:
-                    raise
-                if not snapshot.again():
-                    raise
-            self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
+        """Write [start, end) of what is saved; on with another handle, where this one is closed."""
+        self._call.expect(end - start)
+        return write_part(
+            self.setup.get_handle(),
+            file,
+            self.layout(),
+            start,
+            end,
+            checksum=self.setup.checksum,
+            flight=self.flight,
+            shift=self.shift,
+            another=self.setup.get_handle,
+        )
 
     def _finished(self, operation: Operation) -> None:
         if self.snapshot is not None:
@@ -373,7 +341,11 @@ class SaveJob(ABC):
     def _log(self) -> None:
         """One line; a handler of the program's that raises does not undo what is complete."""
         try:
-            self._call.log(time.perf_counter() - self._began, f"step {self.step} is durable")
+            why = self.setup.snapshots.why_copied
+            how = "protected" if why is None else f"copied ({why})"
+            self._call.log(
+                time.perf_counter() - self._began, f"step {self.step} is durable; was {how}"
+            )
         except Exception:
             if logging.raiseExceptions:  # as logging itself tells of it
                 traceback.print_exc()
@@ -402,8 +374,8 @@ class SaveJob(ABC):
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
             snapshot.over()
-            if isinstance(snapshot, GuardedSnapshot):
-                self._moved = snapshot.moved
+            self._aside_bytes = snapshot.aside_bytes
+            self._writers_held_s = snapshot.writers_held_s
         self.flight = InFlight()
 
     # What became of it
@@ -444,8 +416,8 @@ class SaveJob(ABC):
             durable=True,
             recycled=self._recycled,
             written_s=written_s,
-            moved_bytes=self._moved.nbytes,
-            step_held_s=self._moved.held_s,
+            moved_bytes=self._aside_bytes,
+            step_held_s=self._writers_held_s,
         )
 
     def part_from_others(self) -> None:

@@ -22,10 +22,12 @@ class SaveReport(NamedTuple):
         durable: Whether all of it is durable; the next two are None until then.
         recycled: Whether the oldest checkpoint's blocks were overwritten, rather than new ones
             allocated; known by rank 0, and with ``layout="per_rank"`` by each for its own file.
-        guarded_bytes: What was left where it lies (see `Checkpointer.guard`), and not copied.
-        moved_bytes: Of that, copied out of the way of an `optimizer.step` all the same; with
-            `step_held_s` 0 until all is durable.
-        step_held_s: How long steps waited for that and for the drive, in seconds.
+        guarded_bytes: What was not copied before `save` returned: `protected_bytes`, and what is on
+            devices.
+        moved_bytes: Of `protected_bytes`, copied aside because somebody wrote there before it was
+            read; with `step_held_s` 0 until all is durable.
+        step_held_s: How long those who wrote were stopped for that, together, in seconds.
+        protected_bytes: What was left in protected host memory; 0 where all of it was copied.
         written_s: From the end of `save` until all was durable, in seconds.
     """
 
@@ -45,3 +47,9 @@ class SaveReport(NamedTuple):
     guarded_bytes: int = 0
     moved_bytes: int = 0
     step_held_s: float = 0.0
+    protected_bytes: int = 0
+
+    @property
+    def snapshot(self) -> str:
+        """How it was taken: "protect" where memory was protected, else "copy"."""
+        return "protect" if self.protected_bytes else "copy"

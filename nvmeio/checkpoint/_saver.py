@@ -26,7 +26,6 @@ from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
 from nvmeio.checkpoint import _retention
 from nvmeio.checkpoint._drives import OwnDrives
-from nvmeio.checkpoint._guard import Guard
 from nvmeio.checkpoint._job import SaveJob, Setup
 from nvmeio.checkpoint._job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._job_parts import OwnFileOfEachRank, PartOfEachRank
@@ -34,7 +33,7 @@ from nvmeio.checkpoint._loading_ranks import LoadingRanks
 from nvmeio.checkpoint._part_ranks import PartRanks
 from nvmeio.checkpoint._ranks import Messages
 from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._snapshot import SnapshotMemory
+from nvmeio.checkpoint._state_snapshot import Snapshots
 from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
@@ -70,6 +69,7 @@ class Saver:
         store: RankStore,
         timeout_s: float,
         memory_bytes: int | None,
+        snapshot: str,
         checksum: bool,
         layout: str,
         recycle: bool,
@@ -84,10 +84,9 @@ class Saver:
             keep=keep,
             recycle=recycle,
             checksum=checksum,
-            memory=SnapshotMemory(memory_bytes),
+            snapshots=Snapshots(memory_bytes, snapshot, directory),
             store=store,
             timeout_s=timeout_s,
-            guard=Guard(memory_bytes),
             get_handle=self.get_handle,
             claim=self._claim,
             writers=writers,
@@ -361,8 +360,7 @@ class Saver:
 
     def _release(self) -> None:
         self._released = True
-        self.setup.memory.release()
-        self.setup.guard.release()
+        self.setup.snapshots.release()
         if self.setup.kept is not None:
             self.setup.kept.forget()
         handle, self._handle = self._handle, None

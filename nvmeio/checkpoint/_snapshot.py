@@ -12,8 +12,7 @@ Where the arena holds the whole part nothing is ever waited for. Where it does n
 as writes finish: slower, and never with more memory.
 
 The arena is nvmeio's own memory: on huge pages, touched once, and reused by every later snapshot.
-Copies are memmoves of some MiB each, without the GIL, by a few threads; a device's are made by a
-stream of their own (`_device.beside`), behind what the caller's stream was asked before.
+Copies are memmoves of some MiB each, without the GIL, by a few threads.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ def with_aside(read: ReadBytes, aside: Aside) -> ReadBytes:
 
 
 class Snapshot:
-    """The bytes of a layout's storages within a part of the file, as they are now.
+    """The bytes of a layout's storages in host memory within a part of the file, as they are now.
 
     One thread calls `take`; another writes `layout`, and tells by `written` how far it is.
 
@@ -186,8 +185,6 @@ class Snapshot:
 
     Attributes:
         layout: The same layout on the snapshot's memory.
-        lives: What is not copied, and steps wait for: nothing.
-        guarded_bytes: What of it is not copied: 0.
         copied_bytes: Bytes that `take` has copied.
         stalled_s: How long `take` waited for memory, in seconds.
 
@@ -195,26 +192,18 @@ class Snapshot:
         MemoryError: There is no room for it.
     """
 
-    lives = ()
-    guarded_bytes = 0
-
     def __init__(self, memory: SnapshotMemory, part: SnapshotPart) -> None:
         source, start, end, _ = part
         self._records = [record for record in source.records if overlap(record, start, end)]
         self._start, self._end = start, end
-        self._streams = streams_of(self._records)
-        aside = part.aside()
-        self._arena = memory.arena(end - start, locked_for(self._streams))
+        self._arena = memory.arena(end - start)
         self._copied = self._written = start
         self._stopped = False
         self._changed = threading.Condition()
         self.copied_bytes = 0
         self.stalled_s = 0.0
         self.layout = source._replace(
-            records=[
-                record._replace(data=with_aside(self._reader(record), aside.get(index, ())))
-                for index, record in enumerate(source.records)
-            ]
+            records=[record._replace(data=self._reader(record)) for record in source.records]
         )
 
     # The copying side
@@ -233,12 +222,10 @@ class Snapshot:
         Raises:
             Cancelled: `stop` was called.
         """
-        for stream in self._streams.values():
-            stream.follow()
         while self._copied < self._end:
             window = self._wait_for_room()
             tasks = list(self._tasks(self._copied, window))
-            copy_all(tasks, lambda: self._stopped, self._streams)
+            copy_all(tasks, lambda: self._stopped)
             progress()
             with self._changed:
                 self._copied = window
@@ -282,17 +269,7 @@ class Snapshot:
         with self._changed:
             self._changed.notify_all()
 
-    def over(self) -> None:
-        """Nobody reads it any more."""
-
     # The writing side
-
-    def check(self) -> None:
-        """Raise if what was read is not what it was when the snapshot was taken: never so here."""
-
-    def again(self) -> bool:
-        """Whether all of it can be read once more, from its start."""
-        return self.fits
 
     def written(self, end: int) -> None:
         """All of the file's bytes before `end` are in the file: their memory is free again."""
@@ -337,29 +314,25 @@ class Copy(NamedTuple):
     offset: int
     nbytes: int
 
-    def run(self, streams: Streams) -> None:
-        """Copy it; a device's only begins to."""
+    def run(self) -> None:
+        """Copy it, from host memory; lets go of the GIL."""
+        source = tensor_of(self.record).data_ptr() + self.offset
+        ctypes.memmove(self.arena.data_ptr() + self.at, source, self.nbytes)
+
+    def begin(self, streams: Streams) -> None:
+        """Have the stream beside its device copy it."""
         data = tensor_of(self.record)
-        stream = streams.get(_device.device_of(data)) if streams else None
-        if stream is None:
-            source = data.data_ptr() + self.offset
-            ctypes.memmove(self.arena.data_ptr() + self.at, source, self.nbytes)
-            return
         to = self.arena[self.at : self.at + self.nbytes]
-        stream.copy(to, data[self.offset : self.offset + self.nbytes])
+        streams[_device.device_of(data)].copy(to, data[self.offset : self.offset + self.nbytes])
 
 
 Streams = Mapping[torch.device, _device.Beside]
 """What copies from each device that is not the CPU."""
 
 
-def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool], streams: Streams) -> None:
-    """Run copies in a few threads; those of devices are begun by this one, and waited for."""
-    here, there = tasks, list[Copy]()
-    if streams:
-        here = [task for task in tasks if device_of(task.record) not in streams]
-        there = [task for task in tasks if device_of(task.record) in streams]
-    queue = iter(here)
+def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool]) -> None:
+    """Run copies in a few threads."""
+    queue = iter(tasks)
     taking = threading.Lock()
 
     def work() -> None:
@@ -368,14 +341,12 @@ def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool], streams: Stream
                 task = next(queue, None)
             if task is None:
                 return
-            task.run(streams)
+            task.run()
 
-    large = sum(task.nbytes for task in here) // COPY_BYTES
+    large = sum(task.nbytes for task in tasks) // COPY_BYTES
     others = min(torch.get_num_threads(), _MOST_THREADS, large) - 1
     started: list[Thread] = []
     try:
-        for task in there:
-            task.run(streams)
         # No more threads in this process: fewer will do.
         with contextlib.suppress(RuntimeError, MemoryError):
             for _ in range(others):
@@ -386,8 +357,6 @@ def copy_all(tasks: Sequence[Copy], stopped: Callable[[], bool], streams: Stream
     finally:
         for thread in started:
             thread.join()
-        for stream in streams.values():
-            stream.mark().wait()
 
 
 def tensor_of(record: StorageRecord) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Files of any name, written while training goes on: what other libraries' trainers save with.
 
 A `Checkpointer` has a directory of its own; here the caller says where each file goes, and when one
-is removed. The snapshot, the guard and the life of a save are the same (`_job`).
+is removed. The snapshot and the life of a save are the same (`_job`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io import ending
 from nvmeio._io.caller import Cancellation, InCaller, run_with_caller
 from nvmeio._io.handles import new_handle
-from nvmeio._io.threads import run_interruptible
 from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint import _guard, _safetensors_save
-from nvmeio.checkpoint._guard import Guard
+from nvmeio.checkpoint import _safetensors_save
 from nvmeio.checkpoint._job import SaveJob, Setup
 from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._snapshot import SnapshotMemory
+from nvmeio.checkpoint._state_snapshot import Snapshots
 from nvmeio.checkpoint._under_way import UnderWay
-from nvmeio.checkpoint._watched import Told
 from nvmeio.handle import AioHandle
 
 logger = logging.getLogger("nvmeio")
@@ -45,9 +42,9 @@ _LOOK_S = 0.05
 class BackgroundSaver:
     """Saves into files, one after the other, each durable at once or not at all.
 
-    `save` waits for the save before, takes a snapshot and returns; what guarded optimizers own is
-    left where it lies (see `Checkpointer.guard`). A failure is raised by the next call of `save`
-    or `wait`, once. One that nobody has asked for is logged, and the program's exit says so.
+    `save` waits for the save before, takes a snapshot and returns. A failure is raised by the next
+    call of `save` or `wait`, once. One that nobody has asked for is logged, and the program's exit
+    says so.
 
     Args:
         checksum: Write the CRC-32 of every record.
@@ -64,22 +61,13 @@ class BackgroundSaver:
     ) -> None:
         self._checksum = checksum
         self._handle = handle
-        self._memory = SnapshotMemory(memory_bytes)
-        self._guard = Guard(memory_bytes)
+        self._memory_bytes = memory_bytes
+        self._snapshots: Snapshots | None = None
         self._turn = threading.Lock()
         self._pending: list[concurrent.futures.Future[Any]] = []
         self._last: SaveReport | None = None
         self.pid = os.getpid()
         _savers.add(self)
-
-    def guard(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Leave what these own where it lies; see `Checkpointer.guard`.
-
-        Raises:
-            TypeError: One is no torch optimizer, or wraps another one.
-        """
-        found = _guard.checked(optimizers)
-        run_interruptible(lambda: self._guard.add(found))
 
     def save(self, state: object, path: str) -> SaveReport:
         """Take a snapshot of a state and begin to write it, as `torch.save` would.
@@ -146,14 +134,10 @@ class BackgroundSaver:
         concurrent.futures.wait(self._pending)
         self.raise_failures()
 
-    def unguard(self) -> None:
-        """Copy whatever is saved from now on."""
-        self._guard.forget()
-
     def release(self) -> None:
         """Give the memory back; the next save makes it anew."""
-        self._memory.release()
-        self._guard.release()
+        if self._snapshots is not None:
+            self._snapshots.release()
 
     @property
     def idle(self) -> bool:
@@ -194,10 +178,9 @@ class BackgroundSaver:
                 1,
                 False,
                 checksum,
-                self._memory,
+                self._of_directory(os.path.dirname(path)),
                 store_of(None, path),
                 DEFAULT_TIMEOUT_S,
-                self._guard,
                 own.get,
                 lambda: None,
             )
@@ -211,6 +194,12 @@ class BackgroundSaver:
                     self._pending.append(future)
                     job.call_when_done(lambda: self._settle(job, future))
             return self._last
+
+    def _of_directory(self, directory: str) -> Snapshots:
+        if self._snapshots is None:
+            self._snapshots = Snapshots(self._memory_bytes, "auto", directory)
+        self._snapshots.directory = directory
+        return self._snapshots
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         if getpid() == self.pid:
@@ -251,12 +240,6 @@ class _NamedFile(SaveJob):
     def path(self) -> str:
         """Where the file will be."""
         return self._path
-
-    @property
-    def told(self) -> Told:
-        """What an error says where a guarded tensor was changed."""
-        remedy = "Change it once the save is durable, or in optimizer.step(); unguarded, it is "
-        return Told(self._path, f"{remedy}copied first")
 
     def planned(self, state: object, in_caller: InCaller) -> FileLayout:
         """The layout of what is saved."""

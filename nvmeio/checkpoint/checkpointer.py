@@ -19,7 +19,7 @@ from nvmeio._io.profiling import profiled
 from nvmeio._io.threads import in_thread, run_interruptible
 from nvmeio._running_loop import running_loop
 from nvmeio._storage.directories import check_above
-from nvmeio.checkpoint import _guard, _retention, _writers
+from nvmeio.checkpoint import _retention, _writers
 from nvmeio.checkpoint._drives import OwnDrives, Save
 from nvmeio.checkpoint._job import SaveJob
 from nvmeio.checkpoint._load_options import HowToLoad, LoadOptions, MapLocation
@@ -29,6 +29,7 @@ from nvmeio.checkpoint._report import SaveReport
 from nvmeio.checkpoint._restoring import Wanted, restore
 from nvmeio.checkpoint._restoring_parts import restore_parts, whole_saves
 from nvmeio.checkpoint._saver import JOBS, SaveCall, Saver
+from nvmeio.checkpoint._state_snapshot import checked_way
 from nvmeio.checkpoint._under_way import UnderWay
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
 class Checkpointer(ClosingWork):
     """Saves the state of a training loop, step by step, into a directory.
 
-    `save` copies the state and returns; the copy is written in the background, and the state may
-    change meanwhile. Files are ordinary torch checkpoints, ``step-00000012.pt``, that every
-    `torch.load` reads; the link ``latest`` leads to the one that was completed last.
+    `save` takes a snapshot and returns; it is written in the background. Every byte of the file is
+    as it was when `save` was called, whatever is written to the state meanwhile. Files are ordinary
+    torch checkpoints, ``step-00000012.pt``, that every `torch.load` reads; the link ``latest``
+    leads to the one that was completed last.
 
     ::
 
@@ -91,9 +93,15 @@ class Checkpointer(ClosingWork):
             their Checkpointers in the same order; the directory is one that all of them see, unless
             `shared` says otherwise. A rank that leaves it out saves by itself: the others say so
             after `timeout_s`, and then all of them make another one.
-        memory_bytes: The most that snapshots may take, of each process; 64 MiB are needed. A state
-            that is larger is saved all the same, but `save` takes as long as writing it. None: as
-            much as the state, and no more than half of what the machine has available.
+        memory_bytes: The most that snapshots may take, of each process; 64 MiB are needed. What is
+            written to before it was read, and finds no room, goes through a file. Where the state
+            is copied, one that is larger is saved all the same, but `save` takes as long as writing
+            it. None: no more than half of what the machine has available.
+        snapshot: "protect" leaves large tensors in host memory where they lie, write-protected by
+            the kernel (userfaultfd; Linux 6.4), until they are read; who writes to them before is
+            stopped while 2 MiB are copied aside. "copy" copies the state before `save` returns.
+            "auto" protects where the kernel lets this process see every write, also those of
+            system calls, and copies elsewhere (docs/checkpoint.md says how to allow it).
         checksum: Write the CRC-32 of every record.
         layout: Of several ranks. "one": all have the same state, and each writes an even part of
             one file, which is loaded with any number of ranks. "per_rank": each has a state of its
@@ -118,8 +126,9 @@ class Checkpointer(ClosingWork):
         TransferError: `directory` is a file, cannot be made, or cannot be written in; another
             Checkpointer saves into it. With a process group the other ranks are told: their first
             save, or restore together, raises.
+        BackendUnavailableError: ``snapshot="protect"`` cannot be had; says why, and what to do.
 
-    Cost: the memory of one snapshot, allocated by the first save and kept; 48 MiB of staging, and
+    Cost: memory for what is copied, or copied aside, kept for the next save; 48 MiB of staging, and
     the handle's own.
     """
 
@@ -133,6 +142,7 @@ class Checkpointer(ClosingWork):
         process_group: ProcessGroup | None = None,
         *,
         memory_bytes: int | str | None = None,
+        snapshot: str = "auto",
         checksum: bool = True,
         layout: str = "one",
         recycle: bool = True,
@@ -155,6 +165,7 @@ class Checkpointer(ClosingWork):
             if handle is not None and not isinstance(handle, AioHandle):
                 raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
             writers = _writers.checked(writers, layout, ranks_of(process_group))
+            way = checked_way(snapshot)
             self._store = store_of(process_group, path)
         self._keep = keep
         self._read_only = bool(read_only)
@@ -166,6 +177,7 @@ class Checkpointer(ClosingWork):
             store=self._store,
             timeout_s=timeout_s,
             memory_bytes=memory_bytes,
+            snapshot=way,
             checksum=bool(checksum),
             layout=layout,
             recycle=bool(recycle),
@@ -226,9 +238,9 @@ class Checkpointer(ClosingWork):
         came when all of it was durable), and older checkpoints are as they were. Cancelling takes
         as long as copying some MiB; of several ranks, the others get an error.
 
-        Cost: one copy of the state at the speed of memory (of this rank's part with
-        ``layout="one"``), and the pickling: about 8 us a tensor, and 3 us a storage; 15 us a
-        storage by the first save, which allocates the memory as well.
+        Cost: the pickling, about 8 us a tensor and 3 us a storage; and the protection, 40 ms a GiB
+        on small pages and less than 10 on huge ones, or one copy of the state at the speed of
+        memory (of this rank's part with ``layout="one"``).
         """
         begun = self._saver.begin(state, self._save_call(step, progress))
         if asyncio._get_running_loop() is None:
@@ -261,37 +273,13 @@ class Checkpointer(ClosingWork):
             return SaveCall(-1, None, refused)  # in its turn, for the other ranks wait for it
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Save what these optimizers own from where it lies, without a copy, from now on.
-
-        Their parameters and their state (`torch.Tensor` in CPU memory, of 4 KiB and more, and on
-        CUDA devices; of DTensors the shards) change in ``optimizer.step()`` only, so `save` returns
-        as soon as all the rest is copied, and training goes on while they are written. A step that
-        comes before all of them are waits: the remainder is copied meanwhile, from its end, within
-        `memory_bytes`, and the step goes on when the copying and the writing have met. Several
-        optimizers wait for all that is guarded. Of CUDA tensors copies are begun by `save`, on a
-        stream of their own, and the step's stream waits for those. Files and promises are the same.
-
-        Where something else changes one of these tensors while it is written (an operation on it, a
-        `load_state_dict`, other memory given to it), that save fails with an error that names it:
-        `wait`, or the next `save`, raises it, and older checkpoints are as they were. Seen is
-        whatever torch counts (`Tensor._version`), and of writes that it does not count (``.data``,
-        numpy, other processes) those that reach one of the words that are compared: the first and
-        the last of a storage and one in every 256 KiB.
-
-        Args:
-            optimizers: Of torch.optim, or derived from them, such as `SwappedOptimizer`, whose
-                parameters are guarded (its state is on the drive). Guarding one again changes
-                nothing; guarding ends with `close`. Optimizers are not kept alive.
-
-        Raises:
-            TypeError: One is no torch optimizer, or wraps another one.
-            ClosedError: As for `save`.
-
-        Cost: about 10 us a tensor in `save`; no memory, until a step comes before all is written.
-        """
-        found = _guard.checked(optimizers)
-        self._saver.check_open()
-        run_interruptible(lambda: self._saver.setup.guard.add(found))
+        """Deprecated: does nothing. `save` leaves all of the state where it lies, by itself."""
+        warnings.warn(
+            "Checkpointer.guard does nothing any more: save leaves the state where it lies by "
+            "itself, whatever writes to it afterwards (snapshot='auto'); leave the call out",
+            DeprecationWarning,
+            stacklevel=2,
+        )
 
     # Waiting
 

@@ -17,6 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nvmeio._copy_on_write import HOW_TO_ALLOW
 from nvmeio.cli._problems import Finding, aio_is_plentiful, find_problems
 from nvmeio.cli._quantities import binary_size as _size
 from nvmeio.cli._tune.space import in_words
@@ -99,6 +100,7 @@ def render(report: Report, console: Console) -> None:
             (aio_is_plentiful(facts.aio), "AIO events", *_aio_events(facts.aio)),
             (facts.memory.huge_pages != "never", "huge pages", *_huge_pages(facts.memory)),
             (None, "page-locking", *_memlock(facts.memory)),
+            (None, "snapshots", *_snapshots(facts.memory)),
         ),
         _heading("GPUDirect Storage"),
         _table(*_gds(facts.cufile, software.cuda_available)),
@@ -180,6 +182,12 @@ def _aio_events(aio: Aio) -> tuple[str, str]:
     if aio.nr is None or aio.max_nr is None:
         return "unknown", "/proc/sys/fs/aio-nr cannot be read"
     return f"{aio.nr} of {aio.max_nr} taken", "fs.aio-nr of fs.aio-max-nr"
+
+
+def _snapshots(memory: MemoryLimits) -> tuple[str, str]:
+    if memory.protection == "any":
+        return "protect", "saves leave the state where it lies, write-protected"
+    return "copy", f"{memory.protection_reason}; {HOW_TO_ALLOW}"
 
 
 def _huge_pages(memory: MemoryLimits) -> tuple[str, str]:

@@ -7,7 +7,6 @@ durable; older checkpoints are removed after that.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import shutil
 import tempfile
@@ -20,8 +19,6 @@ from nvmeio._io.ending import do_all
 from nvmeio._storage.durable import sync_directory
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.handle import AioHandle
-
-logger = logging.getLogger("nvmeio")
 
 _HIDDEN = ".nvmeio-saving-"
 
@@ -40,13 +37,11 @@ class TrainerSaving:
     def __init__(self, handle: AioHandle | None) -> None:
         self._handle = handle
         self._files = 0
-        self._optimizer: torch.optim.Optimizer | None = None
         self.directory: str | None = None
         self.savers: list[BackgroundSaver] = []
 
-    def begin(self, run_directory: str, optimizer: Any) -> None:
+    def begin(self, run_directory: str) -> None:
         """From now on files are part of a checkpoint; the one before must have ended."""
-        self._optimizer = _innermost(optimizer)
         self._files = 0
         os.makedirs(run_directory, exist_ok=True)
         for name in os.listdir(run_directory):
@@ -93,11 +88,6 @@ class TrainerSaving:
             self.savers.append(BackgroundSaver(handle=self._handle))
         saver = self.savers[self._files]
         self._files += 1
-        if self._optimizer is not None:
-            try:
-                saver.guard(self._optimizer)
-            except TypeError as refused:
-                logger.warning("the optimizer is not guarded: %s", refused)
         return saver
 
 
@@ -131,10 +121,3 @@ def _name(
     rotate = getattr(importlib.import_module("transformers.trainer"), "rotate_checkpoints", None)
     if rotate is not None:
         rotate(output_dir=run_directory, save_total_limit=limit, use_mtime=True)
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Within accelerate's wrapper, and whichever else asks another one."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -8,7 +8,7 @@
     dcp.save(state_dict, storage_writer=NvmeStorageWriter("checkpoint/1000"))
     dcp.load(state_dict, storage_reader=NvmeStorageReader("checkpoint/1000"))
 
-    stager = GuardingStager(optimizer)  # no copy of what the optimizer owns
+    stager = SnapshotStager()  # training goes on at once; the state is copied behind it
     dcp.async_save(state_dict, storage_writer=NvmeStorageWriter(…), async_stager=stager)
 
 The checkpoint is that of torch's own FileSystemWriter: a directory with ``.metadata`` and a
@@ -60,7 +60,7 @@ from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
 from nvmeio.integrations._dcp.sources import ItemSource, stream_transforms
 from nvmeio.integrations._dcp.staging import GuardingStager as GuardingStager
-from nvmeio.integrations._dcp.staging import Reads, is_default, taken_here
+from nvmeio.integrations._dcp.staging import SnapshotStager as SnapshotStager
 from nvmeio.integrations._dcp.writing import write_file
 
 logger = logging.getLogger("nvmeio")
@@ -80,7 +80,6 @@ class _DataFile(NamedTuple):
     name: str
     items: Sequence[WriteItem]
     flight: InFlight
-    reads: Reads | None = None
 
 
 class _InDirectory:
@@ -246,32 +245,16 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
         if self._exists():
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
             prefix = names.replacing(prefix, self.save_id)
-        held = taken_here()
         files = [
             _DataFile(f"{prefix}{number}{names.SUFFIX}", items, InFlight())
             for number, items in enumerate(self._split(plan.items))
         ]
-        transformed = getattr(self.transforms, "extensions", ())
-        if held is not None and len(files) == 1 and is_default(planner) and not transformed:
-            reads = Reads(held)
-            flight = InFlight(held.most_in_flight_bytes, reads.finished)
-            files = [files[0]._replace(flight=flight, reads=reads)]
 
         def cancel() -> None:
             for file in files:
                 file.flight.cancel()
 
-        def write() -> list[WriteResult]:
-            try:
-                results = self._write_files(files, planner)
-                if held is not None:
-                    held.check()
-                return results
-            finally:
-                if held is not None:
-                    held.end(told=True)
-
-        found = run_interruptible(_as_here(write), cancel)
+        found = run_interruptible(_as_here(lambda: self._write_files(files, planner)), cancel)
         results: Future[list[WriteResult]] = Future()
         results.set_result(found)
         return results
@@ -311,8 +294,6 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     ) -> list[WriteResult]:
         sources = [ItemSource(planner, item, self.transforms) for item in file.items]
         resolve = [source.resolve for source in sources]
-        if file.reads is not None:
-            resolve = file.reads.begin(resolve)
         fqns = [source.item.index.fqn for source in sources]
         spans = write_file(
             get_handle,
@@ -322,7 +303,6 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             written=written,
             flight=file.flight,
             durable=self.sync_files,
-            reads=file.reads,
         )
         return [
             source.written(file.name, span) for source, span in zip(sources, spans, strict=True)

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -159,8 +160,8 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         handle: See `checksum`.
 
     Cost: host memory of the size of the state, kept until `teardown`; the training loop is held
-    for one copy of it (longer at the first save, when the memory is new). What guarded optimizers
-    own is not copied (see `guard`).
+    for one copy of it (longer at the first save, when the memory is new). Where the kernel
+    write-protects memory for this process nothing large is copied (see `Checkpointer`).
     """
 
     def __init__(self, *, checksum: bool = True, handle: AioHandle | None = None) -> None:
@@ -169,18 +170,12 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         self._thread = threading.get_ident()
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Save what these own from where it lies, without a copy; see `Checkpointer.guard`.
-
-        `NvmeModelCheckpoint` calls it with the Trainer's. A step waits, where it has to, until what
-        it changes is written. `teardown` ends it: what is saved behind a fit is copied.
-
-        Args:
-            optimizers: Of torch.optim, as in ``trainer.optimizers``.
-
-        Raises:
-            TypeError: One is no torch optimizer, or wraps another one.
-        """
-        self._saver.guard(*optimizers)
+        """Deprecated: does nothing; see `Checkpointer.guard`."""
+        warnings.warn(
+            "AsyncNvmeCheckpointIO.guard does nothing any more: leave the call out",
+            DeprecationWarning,
+            stacklevel=2,
+        )
 
     @property
     def report(self) -> SaveReport | None:
@@ -231,11 +226,10 @@ class AsyncNvmeCheckpointIO(NvmeCheckpointIO):
         self._saver.wait()
 
     def teardown(self) -> None:
-        """Wait, give back the memory and guard nothing any more; raises what failed."""
+        """Wait, and give back the memory; raises what failed."""
         try:
             self.wait()
         finally:
-            self._saver.unguard()
             self._saver.release()
 
     @property
@@ -258,37 +252,31 @@ class NvmeModelCheckpointMixin:
     """What `NvmeModelCheckpoint` adds to a ``ModelCheckpoint``, of Lightning's or one's own.
 
     When training starts, the Trainer's own `CheckpointIO` gives way to an `AsyncNvmeCheckpointIO`
-    (one that was passed in ``plugins=[…]`` stays), which guards the Trainer's optimizers.
+    (one that was passed in ``plugins=[…]`` stays), which writes while training goes on.
 
     Where that cannot be, training goes on as it would without, and a warning says why: another
-    plugin saves; the strategy writes checkpoints of its own (DeepSpeed, sharded FSDP); an optimizer
-    is none of torch's. A strategy that gathers a copy of the state before it is saved (FSDP with
-    full state dicts) has nothing that could be left where it lies: its copy is copied.
+    plugin saves; the strategy writes checkpoints of its own (DeepSpeed, sharded FSDP).
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to save in the background, and guard the optimizers."""
+        """Begin to save in the background."""
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         strategy = trainer.strategy
         if not trainer.is_global_zero:
             return  # only that rank saves
         own = _writes_itself(strategy)
         if own is not None:
-            logger.warning("optimizers are not guarded: %s", own)
+            logger.warning("checkpoints are not written while training goes on: %s", own)
             return
         plugin = strategy.checkpoint_io
         if type(plugin).__name__ == "TorchCheckpointIO":
-            plugin = strategy.checkpoint_io = AsyncNvmeCheckpointIO()
-        if not isinstance(plugin, AsyncNvmeCheckpointIO):
+            strategy.checkpoint_io = AsyncNvmeCheckpointIO()
+        elif not isinstance(plugin, AsyncNvmeCheckpointIO):
             logger.warning(
-                "optimizers are not guarded: %s saves, and no AsyncNvmeCheckpointIO",
+                "checkpoints are not written while training goes on: %s saves, and no "
+                "AsyncNvmeCheckpointIO",
                 type(plugin).__name__,
             )
-            return
-        try:
-            plugin.guard(*trainer.optimizers)
-        except TypeError as refused:
-            logger.warning("optimizers are not guarded: %s", refused)
 
 
 def _writes_itself(strategy: Any) -> str | None:

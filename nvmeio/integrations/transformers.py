@@ -118,10 +118,10 @@ class NvmeTrainerMixin:
 
     Attributes:
         nvme_handle: Moves the bytes and stays open; None makes one for each file.
-        nvme_guard: Write checkpoints while training goes on, what the optimizer owns from where it
-            lies (see `Checkpointer.guard`): an `optimizer.step` waits for what it would change.
-            It is made in ``.nvmeio-saving-…`` and gets its name once all of it is durable:
-            after ``on_save``, and before the next is saved and `train` returns, which raise what
+        nvme_guard: Write checkpoints while training goes on, each with the state of the moment when
+            it was saved (see `Checkpointer`).
+            It is made in ``.nvmeio-saving-…`` and gets its name once all of it is durable: after
+            ``on_save``, and before the next is saved and `train` returns, which raise what
             failed. Older ones are removed after that. Not with several processes, `push_to_hub`,
             or a best model to be kept: a warning says so, and saves block as without.
     """
@@ -160,7 +160,7 @@ class NvmeTrainerMixin:
         saving.wait()
         saving.give_up()
         run_directory = trainer._get_output_dir(trial=trial)
-        saving.begin(run_directory, trainer.optimizer)
+        saving.begin(run_directory)
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         except BaseException:

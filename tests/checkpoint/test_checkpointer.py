@@ -89,9 +89,10 @@ async def test_training_goes_on(new: Any) -> None:
 
 
 def test_the_state_is_let_go_of_before_it_is_durable(
-    held: nvmeio.Checkpointer, engine_held: HeldEngine
+    new: Any, new_handle: Any, engine_held: HeldEngine
 ) -> None:
     """The whole state was kept until the last byte was written, beside the snapshot."""
+    held = new(handle=new_handle(engine_held, block_size=MIB), snapshot="copy")
     tensor = nvmeio.empty_aligned(MIB, dtype=torch.uint8).fill_(7)
     address = tensor.data_ptr()
     held.save_sync({"a": tensor}, 1)
@@ -292,7 +293,9 @@ async def test_a_state_that_is_larger_than_the_memory_streams(
     new: Any, new_handle: Any, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = FakeEngine(delay_s=lambda kind, *_: 0.002 if kind == "pwrite" else 0)
-    checkpointer = new(keep=1, memory_bytes=64 * MIB, handle=new_handle(slow, block_size=MIB))
+    checkpointer = new(
+        keep=1, memory_bytes=64 * MIB, snapshot="copy", handle=new_handle(slow, block_size=MIB)
+    )
     for step, nbytes in enumerate((100 * MIB, MIB, 110 * MIB)):  # the last one is recycled
         caplog.clear()
         state = large_state(nbytes) | {"step": step}
@@ -312,7 +315,7 @@ async def test_a_state_that_is_larger_than_the_memory_streams(
 
 def test_a_budget_that_is_too_small_to_work_with(new: Any) -> None:
     """64 MiB are used then, as is documented, and no more."""
-    checkpointer = new(memory_bytes=1)
+    checkpointer = new(memory_bytes=1, snapshot="copy")
     report = checkpointer.save_sync(large_state(70 * MIB), 0)
     assert report.snapshot_bytes == 64 * MIB
     checkpointer.wait_sync()
@@ -320,7 +323,7 @@ def test_a_budget_that_is_too_small_to_work_with(new: Any) -> None:
 
 
 def test_memory_is_that_of_the_largest_snapshot(new: Any, directory: Path) -> None:
-    checkpointer = new(keep=1)
+    checkpointer = new(keep=1, snapshot="copy")
     held = [
         checkpointer.save_sync(state_of(step, numel), step).snapshot_bytes
         for step, numel in enumerate((1000, 2_000_000, 10, 1_000_000))
@@ -329,7 +332,7 @@ def test_memory_is_that_of_the_largest_snapshot(new: Any, directory: Path) -> No
     checkpointer.wait_sync()
     check_file(file_of(directory, 3), 3, 1_000_000)
     checkpointer.close()
-    assert checkpointer._saver.setup.memory.nbytes == 0
+    assert checkpointer._saver.setup.snapshots.copies.nbytes == 0
 
 
 def test_a_streaming_save_fails_at_once(new: Any, new_handle: Any, directory: Path) -> None:
@@ -340,7 +343,10 @@ def test_a_streaming_save_fails_at_once(new: Any, new_handle: Any, directory: Pa
         return errno.ENOSPC if failing[0] and kind == "pwrite" and offset > 50 * MIB else 0
 
     checkpointer = new(
-        keep=1, memory_bytes=64 * MIB, handle=new_handle(FakeEngine(fail=fail), block_size=MIB)
+        keep=1,
+        memory_bytes=64 * MIB,
+        snapshot="copy",
+        handle=new_handle(FakeEngine(fail=fail), block_size=MIB),
     )
     for step in range(2):
         checkpointer.save_sync(state_of(step), step)

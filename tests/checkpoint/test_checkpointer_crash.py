@@ -263,7 +263,7 @@ def test_disk_full_while_it_streams() -> None:
     """The call itself says so: the state is not all copied then."""
     with (
         mounted("tmpfs", "none", "size=24m") as folder,
-        nvmeio.Checkpointer(folder, keep=1, memory_bytes=1) as checkpointer,
+        nvmeio.Checkpointer(folder, keep=1, memory_bytes=1, snapshot="copy") as checkpointer,
     ):
         checkpointer.save_sync(state_of(0), 0)
         with pytest.raises(nvmeio.TransferError) as raised:

@@ -282,7 +282,7 @@ def test_a_state_that_cannot_be_pickled(new: Any, directory: Path) -> None:
 def test_no_memory(new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nvmeio.checkpoint import _snapshot
 
-    checkpointer = new()
+    checkpointer = new(snapshot="copy")
     checkpointer.save_sync(state_of(0), 0)
     checkpointer.wait_sync()
 
@@ -333,7 +333,7 @@ def test_no_more_threads(
     numel: int, new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that streamed hung: it waited for a thread that had not begun."""
-    checkpointer = new(memory_bytes=1)
+    checkpointer = new(memory_bytes=1, snapshot="copy")
     state = state_of(0, numel)
     start = threading.Thread.start
 
@@ -353,7 +353,7 @@ def test_no_more_threads(
 
 
 def test_fewer_threads_for_the_copies(new: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer = new()
+    checkpointer = new(snapshot="copy")
     start = threading.Thread.start
     refused: list[str] = []
 
@@ -398,7 +398,10 @@ async def test_cancelling_a_save_that_streams(
     """While the snapshot is taken: nothing of it is left."""
     engine_held.gate.set()
     checkpointer = new(
-        keep=1, memory_bytes=64 * MIB, handle=new_handle(engine_held, block_size=MIB)
+        keep=1,
+        memory_bytes=64 * MIB,
+        snapshot="copy",
+        handle=new_handle(engine_held, block_size=MIB),
     )
     for step in range(2):
         await checkpointer.save(state_of(step), step)
@@ -495,7 +498,7 @@ def test_interrupted_while_it_streams(
 
     monkeypatch.setattr(_saver.SaveCall, "cancel", noting)
     handle = new_handle(FakeEngine(fail=interrupt), block_size=MIB)
-    checkpointer = new(keep=1, memory_bytes=64 * MIB, handle=handle)
+    checkpointer = new(keep=1, memory_bytes=64 * MIB, snapshot="copy", handle=handle)
     checkpointer.save_sync(state_of(0), 0)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.save_sync(large_state(400 * MIB), 1)

@@ -73,7 +73,7 @@ def from_a_loop(ckpt):
 
 def streaming(ckpt):
     ckpt.close()
-    ckpt = nvmeio.Checkpointer(ckpt.directory, memory_bytes=1)
+    ckpt = nvmeio.Checkpointer(ckpt.directory, memory_bytes=1, snapshot="copy")
     ckpt.save_sync({"step": 1, "a": torch.ones(30_000_000)}, 1)
 
 def with_a_failure(ckpt):

@@ -149,13 +149,13 @@ def test_shares_of_those_that_write(nodes: list[str], pages: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_ranks_guard_is_written_from_where_it_lies(
+def test_whoever_writes_while_ranks_save_changes_no_file(
     layout: str, ranks: Any, tmp_path: Path
 ) -> None:
-    ranks(2, "guard", tmp_path, layout)
+    ranks(2, "protect", tmp_path, layout)
 
 
-def test_shards_are_written_from_where_they_lie(ranks: Any, tmp_path: Path) -> None:
+def test_shards_are_saved_as_they_were(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp")
     ranks(2, "shards", tmp_path, "per_rank")
 

@@ -213,7 +213,7 @@ def test_checkpointer_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.Ai
     resources = Resources(folder)
 
     def work() -> None:
-        checkpointer = nvmeio.Checkpointer(folder, 2, handle)
+        checkpointer = nvmeio.Checkpointer(folder, 2, handle, overwrite=True)
         try:
             checkpointer.save_sync(saved, 1)
             checkpointer.wait_sync()
@@ -229,7 +229,7 @@ def test_checkpointer_interrupted_at_any_point(tmp_path: Path, handle: nvmeio.Ai
         deadline = time.monotonic() + 60
         while True:  # one whose close was interrupted goes on closing
             try:
-                with nvmeio.Checkpointer(folder, 2, handle) as again:
+                with nvmeio.Checkpointer(folder, 2, handle, overwrite=True) as again:
                     again.save_sync(saved, 1)
                 break
             except nvmeio.TransferError:

@@ -31,8 +31,8 @@ def ranks() -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     ("world", "works"),
     [
-        (2, [("save", "one"), ("save", "per_rank"), ("some_write", "one"), ("guard", "one")]),
-        (2, [("guard", "per_rank"), ("fail", "one"), ("fail", "per_rank")]),
+        (2, [("save", "one"), ("save", "per_rank"), ("some_write", "one"), ("protect", "one")]),
+        (2, [("protect", "per_rank"), ("fail", "one"), ("fail", "per_rank")]),
         (2, [("disagree", "one"), ("cancel", "one"), ("late", "one"), ("many", "one")]),
         (2, [("anew", "one"), ("anew", "per_rank")]),
         (4, [("save", "one"), ("some_write", "one"), ("fail", "one"), ("save", "per_rank")]),

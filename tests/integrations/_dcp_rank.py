@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nvmeio.integrations.dcp import GuardingStager, NvmeStorageReader, NvmeStorageWriter
+from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 
 # Sizes that no number of ranks divides; the larger ones are read in place or by rows and columns.
 SHAPES = {"rows": (1031, 517), "columns": (517, 1031), "whole": (600, 601), "flat": (300_001,)}
@@ -153,26 +153,6 @@ def save_fsdp(folder: Path, world: int) -> None:
         (folder / "losses").write_text(json.dumps(losses))
 
 
-def save_guarded(folder: Path, world: int) -> None:
-    """The step after it comes while shards are written from where they lie."""
-    made, optimizer = model(world)
-    train(made, optimizer)
-    stager = GuardingStager(optimizer)
-    future = dcp.async_save(
-        fsdp_state(made, optimizer),
-        storage_writer=NvmeStorageWriter(folder / "fsdp"),
-        async_stager=stager,
-        process_group=dist.new_group(),
-    )
-    # Rows that two ranks divide; those of the other layer lie in padded storages and are copied.
-    assert stager.guarded_bytes >= 3 * 700 * 301 * 4 // world, stager.guarded_bytes
-    losses = [train(made, optimizer) for _ in range(2)]
-    future.result(timeout=500)
-    stager.close()
-    if dist.get_rank() == 0:
-        (folder / "losses").write_text(json.dumps(losses))
-
-
 def load_fsdp(folder: Path, world: int) -> None:
     """Training goes on where it was, on another number of ranks."""
     made, optimizer = model(world)
@@ -188,8 +168,7 @@ def load_fsdp(folder: Path, world: int) -> None:
 
 
 STEPS = {
-    step.__name__: step
-    for step in (save, load, load_one, fail, replace, save_fsdp, save_guarded, load_fsdp)
+    step.__name__: step for step in (save, load, load_one, fail, replace, save_fsdp, load_fsdp)
 }
 
 

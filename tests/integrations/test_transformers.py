@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE_S, run_python
+from support import PATIENCE_S, needs_protection, run_python
 
 import nvmeio
+from nvmeio.checkpoint import _protected
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the packages it imports
@@ -321,22 +323,58 @@ def test_a_disk_error_ends_the_training(tmp_path: Path) -> None:
 
 
 class Guarding(NvmeTrainer):  # type: ignore[misc,valid-type]
-    """Says what was copied of each checkpoint, and what it was when it was saved."""
+    """Says what became of the first checkpoint."""
 
     nvme_guard = True
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.state.global_step == 4:
+            self._nvme_saving.wait()
+            self.reports = [saver.last for saver in self._nvme_saving.savers]
         super()._save_checkpoint(model, trial)
-        self.reports = [saver.last for saver in self._nvme_saving.savers]
 
 
+class Gate(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 3:
+            self.gate.set()
+
+
+@needs_protection
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
-def test_a_guarded_optimizer_is_not_copied_and_files_are_the_same(
-    options: dict[str, Any], tmp_path: Path
+def test_training_goes_on_while_it_is_saved_and_files_are_the_same(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, too; and only the last is kept, which is there when training ends."""
     wanted, _ = train(NvmeTrainer, tmp_path / "stock", 4, **options)
-    found, trainer = train(Guarding, tmp_path / "ours", 4, save_total_limit=1, **options)
+    monkeypatch.setattr(_protected, "LEAST_BYTES", 4096)  # the model is small
+    gate, read = threading.Event(), _protected.Protected.read
+
+    def late(*arguments: Any) -> int:
+        assert gate.wait(PATIENCE_S)
+        return read(*arguments)
+
+    monkeypatch.setattr(_protected.Protected, "read", late)
+
+    class Ours(Guarding):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.add_callback(Gate(gate))
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            moment.setdefault(self.state.global_step, copy.deepcopy(self.optimizer.state_dict()))
+            if self.state.global_step == 4:
+                saved.update(torch.load(tmp_path / "ours" / "checkpoint-2" / "optimizer.pt"))
+
+    moment: dict[int, Any] = {}
+    saved: dict[str, Any] = {}
+    found, trainer = train(Ours, tmp_path / "ours", 4, save_total_limit=1, **options)
+    for key, values in moment[2]["state"].items():
+        assert all(torch.equal(saved["state"][key][name], each) for name, each in values.items())
     assert found == wanted
     assert os.listdir(tmp_path / "ours") == ["checkpoint-4"]
     ours, stock = (tmp_path / name / "checkpoint-4" for name in ("ours", "stock"))
@@ -344,7 +382,8 @@ def test_a_guarded_optimizer_is_not_copied_and_files_are_the_same(
     for name in ("model.safetensors", "optimizer.pt"):
         assert (ours / name).read_bytes() == (stock / name).read_bytes()
     for report in trainer.reports:
-        assert report.guarded_bytes > report.copied_bytes
+        assert report.durable and report.protected_bytes > report.copied_bytes
+    assert sum(report.moved_bytes for report in trainer.reports) > 0
     rest, _ = train(NvmeTrainer, tmp_path / "more", 6, ours, **options)
     assert set(rest) == {5, 6}
 
@@ -393,7 +432,7 @@ def test_a_scaler_skips_the_step_after_a_save(guarded: bool, tmp_path: Path) -> 
             assert int(state["step"]) == {2: 2, 4: 3}[step]
 
 
-def test_a_guarded_checkpoint_that_fails_gets_no_name(tmp_path: Path) -> None:
+def test_a_checkpoint_that_fails_in_the_background_gets_no_name(tmp_path: Path) -> None:
     with (
         nvmeio.AioHandle(
             engine=nvmeio.testing.FakeEngine(

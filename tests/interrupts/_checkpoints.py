@@ -190,8 +190,8 @@ class CheckpointerSave(Scenario):
         self.checkpointer.close()
 
 
-class CheckpointerGuard(CheckpointerSave):
-    """What an optimizer has is written from where it lies, and its step comes meanwhile.
+class CheckpointerStep(CheckpointerSave):
+    """The state stays where it lies, protected, and an optimizer's step comes meanwhile.
 
     All elements have one value, which is saved beside them, and a step adds one in a single call
     of C.
@@ -203,10 +203,8 @@ class CheckpointerGuard(CheckpointerSave):
         self.optimizer = torch.optim.SGD(self.weights, lr=1.0, fused=True)
         for weight in self.weights:
             weight.grad = torch.full_like(weight, -1)
-        self.checkpointer.guard(self.optimizer)
 
     def work(self) -> Any:
-        self.checkpointer.guard(self.optimizer)
         value = float(self.weights[0].detach()[0, 0])
         saved = {"step": self.step, "value": value, "weights": self.weights}
         self.checkpointer.save_sync(saved, self.step)
@@ -323,7 +321,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "safetensors-load": SafetensorsLoad,
     "file-object": FileObject,
     "checkpointer-save": CheckpointerSave,
-    "checkpointer-guard": CheckpointerGuard,
+    "checkpointer-step": CheckpointerStep,
     "checkpointer-async": CheckpointerAsync,
     "checkpointer-restore": CheckpointerRestore,
     "checkpointers": Checkpointers,

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
-from support import PATIENCE_S, collect, spin_until
+from support import PATIENCE_S, collect
 from test_module_on_device import EVERY_PACE, WIDTH, model, swapped
 
 import nvmeio
 from nvmeio import _device
-from nvmeio.checkpoint._device_live import DeviceLive
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._device_turns import DeviceTurns
 from nvmeio.offload._subgroups import SlotRun
@@ -373,22 +372,14 @@ def test_a_killed_training_goes_on(
 
 
 @pytest.mark.parametrize("pace", [(Pace.EAGER, Pace.LAZY), (Pace.LAZY, Pace.EAGER)])
-def test_a_step_waits_for_the_copies_of_a_guarded_save(
+def test_a_step_comes_after_the_copies_of_a_save(
     pace: tuple[Pace, Pace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a step in place changes on the device is saved as it was before."""
-    run = DeviceLive._run
-
-    def late(live: DeviceLive) -> None:
-        spin_until(lambda: live._asked_at > 0)  # by the step
-        run(live)
-
-    monkeypatch.setattr(DeviceLive, "_run", late)
     with accelerator(monkeypatch, *pace) as cuda:
         made = plain(cuda)
         optimizer = swapped_optimizer("adamw", made, tmp_path)
         with optimizer, nvmeio.Checkpointer(tmp_path / "saved") as checkpointer:
-            checkpointer.guard(optimizer)
             for step in range(STEPS):
                 gradients_of(made, cuda.tensor, step)
                 state = {"model": made.state_dict(), "optimizer": optimizer.state_dict()}

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import nvmeio
-from nvmeio import tuned
+from nvmeio import _copy_on_write, tuned
 from nvmeio._mounts import find_mount
 from nvmeio._shim import kernel_aio
 from nvmeio.cli.measure.cufile_facts import CuFile as CuFile
@@ -60,12 +60,17 @@ class MemoryLimits:
         memlock_hard_bytes: What a process may raise it to, None for unlimited.
         memlock_exempt: CAP_IPC_LOCK is held, so that the limit does not apply.
         huge_pages: "always", "madvise" or "never"; None where the kernel does not say.
+        protection: Which writes to write-protected memory are seen: "any", "user" (those of
+            programs, not of system calls) or "none".
+        protection_reason: Why not any, or "".
     """
 
     memlock_bytes: int | None
     memlock_hard_bytes: int | None
     memlock_exempt: bool
     huge_pages: str | None
+    protection: str = "any"
+    protection_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,7 @@ def _one_line(error: BackendUnavailableError) -> str:
 
 
 def memory() -> MemoryLimits:
-    """The limit on page-locked memory, and the transparent huge page mode."""
+    """The limit on page-locked memory, the transparent huge page mode, and write protection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = _read("/proc/self/status") or ""
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
@@ -234,6 +239,8 @@ def memory() -> MemoryLimits:
         memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
         memlock_exempt=bool(effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1),
         huge_pages=chosen[1] if chosen else None,
+        protection=_copy_on_write.support().kind,
+        protection_reason=_copy_on_write.support().reason,
     )
 
 

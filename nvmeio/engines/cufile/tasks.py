@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nvmeio import _copy_on_write
 from nvmeio._device import Copier
 from nvmeio._plan import PAGE_BYTES
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
@@ -132,6 +133,8 @@ class TaskMover:
         base = self._base(request)
         move = self._library.read if transfer.opcode == Opcode.READ else self._library.write
         at = task.start
+        if transfer.opcode == Opcode.READ and transfer.memory.device is None:
+            _copy_on_write.give_up(memory + at, task.end - at)
         while at < task.end and not request.stop:
             address = memory + at
             start = address if base is None else base

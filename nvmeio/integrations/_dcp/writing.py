@@ -15,7 +15,6 @@ from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.items import Skeletons, place
-from nvmeio.integrations._dcp.staging import Reads
 
 # Items are resolved, then written, so many bytes at a time: a planner may make each tensor anew (in
 # another dtype, say), and all of them at once could be too much memory. The queue runs empty
@@ -41,7 +40,6 @@ def write_file(
     written: Callable[[], None],
     flight: InFlight,
     durable: bool = True,
-    reads: Reads | None = None,
 ) -> list[ItemSpan]:
     """Write a file of items and put it in its place; blocks.
 
@@ -53,7 +51,6 @@ def write_file(
         written: Called when the handle is not needed any more.
         flight: What is in flight, for somebody else to cancel.
         durable: As for `Replacement.commit`.
-        reads: Where some of the data must not be read but by this.
 
     Returns:
         Where each item lies.
@@ -62,14 +59,12 @@ def write_file(
         TransferError: It cannot be written; `path` is as it was.
         Cancelled: `flight` was cancelled; likewise.
     """
-    writer = _FileWriter(get_handle, checksum, flight, reads)
+    writer = _FileWriter(get_handle, checksum, flight)
     with Replacement(path) as replacement:
         for name, resolve in items:
             writer.add(replacement, name, resolve())
         writer.flush(replacement)
         written()
-        if reads is not None:
-            reads.check()
         replacement.truncate(writer.end)
         replacement.commit(durable)
     return writer.spans
@@ -81,11 +76,9 @@ class _FileWriter:
         get_handle: Callable[[], AioHandle],
         checksum: bool,
         flight: InFlight,
-        reads: Reads | None,
     ) -> None:
         self._get_handle = get_handle
         self._flight = flight
-        self._reads = reads
         self._checksum = checksum
         self._skeletons = Skeletons()
         self._start = 0  # of the group, in whole pages
@@ -99,9 +92,7 @@ class _FileWriter:
         layout = self._skeletons.layout(data)
         placed = place(layout, name, self._position)
         self._pieces += placed.pieces
-        self._records += (
-            placed.records if self._reads is None else self._reads.watch(placed.records)
-        )
+        self._records += placed.records
         self._group_bytes += placed.nbytes
         self._position = placed.offset + placed.nbytes
         self.spans.append(ItemSpan(placed.offset, placed.nbytes))

@@ -1,4 +1,4 @@
-"""Rows `guard` and `guard-memory`: what an optimizer owns, written from where it lies."""
+"""Rows `protect` and `protect-memory`: a state that is written from where it lies."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def measure(session: Session) -> list[Line]:
     if ready is None:
         return []
     worker, nbytes = ready
-    directory = session.directory / "guarded"
+    directory = session.directory / "protected"
     try:
-        worker.call("open_checkpointer", directory=str(directory), keep=1, guard=True)
+        worker.call("open_checkpointer", directory=str(directory), keep=1, snapshot="protect")
         worker.call("give_gradients")
         writes: list[Sample] = [worker.call("checkpoint") for _ in range(5)]
         write_s = median([sample.extra["written_s"] for sample in writes[2:]]) or 1.0
@@ -35,7 +35,7 @@ def measure(session: Session) -> list[Line]:
         contenders = [
             calling("saving", worker, "train_with_steps", steps=STEPS, save=True),
             calling("without", worker, "train_with_steps", steps=STEPS, save=False),
-            calling("one step", worker, "guarded_step"),
+            calling("one step", worker, "protected_step"),
         ]
         if session.has_fio():
             alone = worker.call("train_with_steps", steps=STEPS, save=False)
@@ -43,9 +43,9 @@ def measure(session: Session) -> list[Line]:
             write_file(beside, nbytes // MIB * MIB)
             train = partial(_train_beside_fio, worker, beside, nbytes, nbytes * alone.iops)
             contenders.append(Contender("beside fio", train))
-        samples = session.measure("guarded", contenders)
+        samples = session.measure("protected", contenders)
     except Failed as error:
-        session.leave_out("nvmeio (guarded)", error)
+        session.leave_out("nvmeio (protected)", error)
         return []
     finally:
         worker.call("close_checkpointer")
@@ -53,8 +53,8 @@ def measure(session: Session) -> list[Line]:
     ones = samples["one step"]
     return [
         compare(
-            "guard",
-            "steps with a guarded save each",
+            "protect",
+            "steps with a save of protected memory each",
             "without saves",
             "steps/s",
             lambda sample: sample.iops,
@@ -64,7 +64,7 @@ def measure(session: Session) -> list[Line]:
             f"forward and backward of {COMPUTE_PER_WRITE:g} times the write, on all cores",
         ),
         compare(
-            "guard",
+            "protect",
             "the same steps, fio overwriting as much beside",
             "without saves",
             "steps/s",
@@ -74,7 +74,7 @@ def measure(session: Session) -> list[Line]:
             note="what these bytes cost at the least: no copy, no checksum; "
             + _kept_up(samples.get("beside fio", [])),
         ),
-        _own_figure("held by a guarded save", "ms", ones, "held_s", 10.0),
+        _own_figure("held by a save", "ms", ones, "held_s", 10.0),
         _own_figure("held by optimizer.step()", "ms", ones, "step_held_s", 1.0),
     ]
 
@@ -94,24 +94,24 @@ def _kept_up(samples: list[Sample]) -> str:
 
 
 def measure_memory(session: Session) -> list[Line]:
-    directory = session.directory / "guarded-memory"
+    directory = session.directory / "protected-memory"
     with session.fresh_worker(NAME) as worker:
         if worker is None or not session.attempt(NAME, worker, "prepare", nbytes=session.size):
             return []
         try:
-            extra = worker.call("extra_memory_of_guarded_save", directory=str(directory))
+            extra = worker.call("extra_memory_of_protected_save", directory=str(directory))
             worker.call("close_checkpointer")
         except (Failed, BackendUnavailableError) as error:
-            session.leave_out("nvmeio (extra memory of a guarded save)", error)
+            session.leave_out("nvmeio (extra memory of a save of protected memory)", error)
             return []
         finally:
             remove(*directory.glob("*"))
-    work = "extra memory of a guarded save"
+    work = "extra memory of a save of protected memory"
     note = "peak resident memory, the handle's own included"
     figures = [extra / MIB]
-    return [Line("guard-memory", work, "64 MiB", "MiB", figures, [64.0], at_most(1.0), note=note)]
+    return [Line("protect-memory", work, "64 MiB", "MiB", figures, [64.0], at_most(1.0), note=note)]
 
 
 def _own_figure(work: str, unit: str, samples: list[Sample], key: str, most: float) -> Line:
     figures = [sample.extra[key] * 1e3 for sample in samples]
-    return Line("guard", work, f"{most:g} {unit}", unit, figures, [most], at_most(1.0))
+    return Line("protect", work, f"{most:g} {unit}", unit, figures, [most], at_most(1.0))

@@ -1,0 +1,680 @@
+"""`Checkpointer.save`: the state of the moment of the call, whoever writes afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import ctypes
+import errno
+import gc
+import io
+import os
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint._checkpointers import file_of, large_state, names
+from checkpoint._objects import assert_same
+from faults._support import MIB
+from support import HeldEngine, needs_protection, run_python, spin_until, thread
+
+import nvmeio
+from nvmeio._formats import torch_writing
+from nvmeio.checkpoint import _protected
+from nvmeio.offload import SwappedOptimizer
+from nvmeio.testing import FakeEngine
+
+pytestmark = needs_protection
+
+SIDE = 640  # a weight of 1.6 MB
+
+
+class Model(torch.nn.Module):
+    """Weights that are protected, small ones, and buffers that forward changes."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(layers))
+        self.norm = torch.nn.BatchNorm1d(SIDE)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 30)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        result: torch.Tensor = self.norm(rows)
+        return result
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+    "adam": lambda given: torch.optim.Adam(given, amsgrad=True, foreach=False),
+    "adamw foreach": lambda given: torch.optim.AdamW(given, foreach=True),
+    "adamw fused": lambda given: torch.optim.AdamW(given, fused=True),
+    "adagrad fused": lambda given: torch.optim.Adagrad(given, fused=True),
+    "adafactor": lambda given: torch.optim.Adafactor(given),
+    "adamax": lambda given: torch.optim.Adamax(given),
+    "radam": lambda given: torch.optim.RAdam(given),
+}
+
+
+class Training:
+    """A model, its optimizer and what is saved of them; stepped once, so that there is state."""
+
+    def __init__(self, kind: str = "adamw fused", layers: int = 3) -> None:
+        self.model = Model(layers)
+        self.optimizer = OPTIMIZERS[kind](self.model.named_parameters())
+        self.batches = 0
+        self.backward()
+        self.optimizer.step()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.layers[1].weight  # type: ignore[assignment]
+        return weight
+
+    def backward(self) -> None:
+        generator = torch.Generator().manual_seed(self.batches)
+        self.batches += 1
+        self.model(torch.randn(4, SIDE, generator=generator)).square().sum().backward()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "batches": self.batches,
+        }
+
+
+@pytest.fixture(autouse=True)
+def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a state is not read yet when somebody writes to it."""
+    monkeypatch.setattr(torch_writing, "STAGING_BYTES", MIB // 4)
+    monkeypatch.setattr(torch_writing, "STAGINGS", 2)
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def check(checkpointer: nvmeio.Checkpointer, step: int, wanted: Any) -> None:
+    """A checkpoint is whole, said by torch and by the sums in it."""
+    path = file_of(Path(checkpointer.directory), step)
+    assert_same(torch.load(path), wanted)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
+def save_and_write(
+    held: nvmeio.Checkpointer, engine: HeldEngine, state: Any, write: Callable[[], object]
+) -> nvmeio.checkpoint.SaveReport:
+    """Save, have somebody write before the drive has anything, and look at what is in the file."""
+    wanted = copy.deepcopy(state)
+    report = held.save_sync(state, 1)
+    assert report.snapshot == "protect" and report.protected_bytes > report.copied_bytes
+    write()
+    assert not engine.gate.is_set()  # no write has waited for the drive
+    engine.gate.set()
+    done = held.wait_sync()
+    assert done is not None and done.durable
+    check(held, 1, wanted)
+    return done
+
+
+# Who writes
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_step(kind: str, held: nvmeio.Checkpointer, engine_held: HeldEngine) -> None:
+    training = Training(kind)
+    training.backward()
+    done = save_and_write(held, engine_held, training.state(), training.optimizer.step)
+    assert done.moved_bytes > 0 and done.step_held_s > 0
+
+
+def averages_in_and_out(training: Training) -> None:
+    """As weights' averages are tried: torch counts nothing, and all is as it was in the end."""
+    kept = [parameter.detach().clone() for parameter in training.model.parameters()]
+    for parameter in training.model.parameters():
+        parameter.data.copy_(parameter.data * 0.5 + 7)
+    for parameter, own in zip(training.model.parameters(), kept, strict=True):
+        parameter.data.copy_(own)
+
+
+def averages_in(training: Training) -> None:
+    for parameter in training.model.parameters():
+        parameter.data.copy_(parameter.data * 0.5 + 7)
+
+
+def numpy_view(training: Training) -> None:
+    training.weight.detach().numpy()[64, 3] = 9.0
+
+
+def raw_pointer(training: Training) -> None:
+    ctypes.memset(training.weight.data_ptr() + 100_000, 3, 9)
+
+
+def another_thread(training: Training) -> None:
+    with thread(lambda: training.weight.data.zero_()):
+        pass
+
+
+def system_call(training: Training) -> None:
+    view = memoryview(training.weight.detach().numpy()).cast("B")
+    assert io.BytesIO(bytes(view.nbytes)).readinto(view) == view.nbytes
+    with open("/dev/zero", "rb") as zeros:
+        assert os.readv(zeros.fileno(), [view]) == view.nbytes
+
+
+def restored_state(training: Training) -> None:
+    training.model.load_state_dict(Model().state_dict())
+
+
+def other_memory(training: Training) -> None:
+    """The tensor's memory goes back to malloc, and is used again."""
+    for parameter in training.model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    training.optimizer.state.clear()
+    gc.collect()
+    for _ in range(8):
+        torch.full((SIDE, SIDE), 3.0)
+
+
+def compiled_step(training: Training) -> None:
+    training.backward()
+    torch.compile(training.optimizer.step, backend="eager")()
+
+
+def average_of_all(training: Training) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(training.model)
+    averaged.update_parameters(training.model)
+    training.model.load_state_dict(averaged.module.state_dict())
+    training.weight.data.mul_(2)
+
+
+def scaled_step(training: Training) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(training.model(torch.ones(4, SIDE)).square().sum()).backward()
+    scaler.step(training.optimizer)
+    scaler.update()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "write",
+    [
+        averages_in_and_out,
+        averages_in,
+        numpy_view,
+        raw_pointer,
+        another_thread,
+        system_call,
+        restored_state,
+        other_memory,
+        compiled_step,
+        average_of_all,
+        scaled_step,
+    ],
+    ids=lambda write: write.__name__,
+)
+def test_writes_that_nobody_counts(
+    write: Callable[[Training], None],
+    held: nvmeio.Checkpointer,
+    engine_held: HeldEngine,
+    training: Training,
+) -> None:
+    """A file held a mixture of two states, and verify called it whole."""
+    save_and_write(held, engine_held, training.state(), lambda: write(training))
+
+
+def test_a_read_of_ours_into_what_is_being_saved(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training, tmp_path: Path
+) -> None:
+    zeros = torch.zeros(SIDE, SIDE)
+    with nvmeio.AioHandle() as handle:
+        handle.sync_pwrite(zeros, tmp_path / "zeros")
+
+        def write() -> None:
+            handle.sync_pread(training.weight.detach(), tmp_path / "zeros")
+
+        save_and_write(held, engine_held, training.state(), write)
+    assert torch.equal(training.weight.detach(), zeros)
+
+
+def test_the_weights_of_a_swapped_optimizer(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, tmp_path: Path
+) -> None:
+    model = Model()
+    with SwappedOptimizer(
+        torch.optim.AdamW, model.parameters(), swap_dir=tmp_path / "swap", lr=0.1
+    ) as optimizer:
+        model(torch.randn(4, SIDE)).square().sum().backward()
+        save_and_write(held, engine_held, {"model": model.state_dict()}, optimizer.step)
+
+
+# What of it is protected
+
+
+def test_a_write_behind_the_reader_costs_nothing(new: Any, training: Training) -> None:
+    checkpointer = new()
+    checkpointer.save_sync(training.state(), 1)
+    done = checkpointer.wait_sync()
+    training.optimizer.step()
+    assert done.moved_bytes == 0 and done.step_held_s == 0
+
+
+def test_the_file_is_that_of_a_save_with_a_copy(new: Any, directory: Path) -> None:
+    state = large_state(40 * MIB)
+    for step, how in enumerate(("copy", "protect")):
+        with nvmeio.Checkpointer(directory, snapshot=how) as checkpointer:
+            checkpointer.save_sync(state, step)
+    one, other = (file_of(directory, step).read_bytes() for step in range(2))
+    assert one == other
+
+
+def test_views_tied_weights_and_odd_places(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """A storage is protected once, whatever lies in it; its first and last page are copied."""
+    whole = torch.arange(400_001, dtype=torch.float32)
+    state = {
+        "whole": whole,
+        "inner": whole[3:300_000],
+        "again": whole,
+        "strided": whole[::2],
+        "parameter": torch.nn.Parameter(whole),
+        "empty": torch.empty(0),
+    }
+
+    def write() -> None:
+        whole.data[:10] = -1
+        whole.data[-10:] = -1
+        whole.data[200_000] = -1
+
+    done = save_and_write(held, engine_held, state, write)
+    assert done.protected_bytes == whole.nbytes
+    loaded = held.restore()
+    assert loaded["again"].data_ptr() == loaded["whole"].data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["shared", "mapped", "numpy's", "small"])
+def test_memory_that_others_may_write_to_is_copied(kind: str, new: Any, tmp_path: Path) -> None:
+    """The kernel stops the threads of this process, and for its own memory alone."""
+    numel = 300_000
+    tensor = torch.arange(numel, dtype=torch.float32)
+    if kind == "shared":
+        tensor.share_memory_()
+    elif kind == "mapped":
+        tensor.numpy().tofile(tmp_path / "mapped")
+        tensor = torch.from_file(str(tmp_path / "mapped"), shared=True, size=numel)
+    elif kind == "numpy's":
+        tensor = torch.from_numpy(tensor.numpy().copy())
+    else:
+        tensor = tensor[:3000].clone()
+    checkpointer = new()
+    report = checkpointer.save_sync({"a": tensor}, 1)
+    wanted = {"a": tensor.clone()}
+    tensor.zero_()
+    assert report.protected_bytes == 0 and report.copied_bytes == tensor.nbytes
+    assert report.snapshot == "copy"
+    checkpointer.wait_sync()
+    check(checkpointer, 1, wanted)
+
+
+def test_two_checkpointers_save_the_same_tensors(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training, tmp_path: Path
+) -> None:
+    """A page belongs to one of them; the other one copies it."""
+    state = training.state()
+    wanted = copy.deepcopy(state)
+    first = held.save_sync(state, 1)
+    with nvmeio.Checkpointer(tmp_path / "other") as other:
+        second = other.save_sync(state, 1)
+        averages_in(training)
+        other.wait_sync()
+        check(other, 1, wanted)
+    assert first.protected_bytes > 0 and second.protected_bytes == 0
+    engine_held.gate.set()
+    held.wait_sync()
+    check(held, 1, wanted)
+
+
+def test_memory_cannot_be_taken_away_meanwhile(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    """`resize_` and `share_memory_` would free it; afterwards they may."""
+    tensor = torch.arange(300_000, dtype=torch.float32)
+    wanted = {"a": tensor.clone()}
+    held.save_sync({"a": tensor}, 1)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="cannot move a storage to shared memory"):
+        tensor.share_memory_()
+    engine_held.gate.set()
+    held.wait_sync()
+    check(held, 1, wanted)
+    tensor.share_memory_()
+    other = torch.arange(300_000, dtype=torch.float32)
+    held.save_sync({"a": other}, 2)
+    held.wait_sync()
+    other.untyped_storage().resize_(0)
+
+
+def test_a_forked_child(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    """The child has the state as it is, writes as it likes, and the parent's save is exact."""
+
+    before = training.weight.detach().numpy().tobytes()
+
+    def write() -> None:
+        child = os.fork()
+        if child == 0:
+            try:  # without torch's threads, which are the parent's
+                address, nbytes = training.weight.data_ptr(), training.weight.nbytes
+                same = ctypes.string_at(address, nbytes) == before
+                ctypes.memset(address, 0, nbytes)
+                os._exit(0 if same and not any(ctypes.string_at(address, nbytes)) else 1)
+            finally:
+                os._exit(2)
+        averages_in(training)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    save_and_write(held, engine_held, training.state(), write)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 3 * MIB, None])
+def test_what_finds_no_memory_goes_into_a_file(
+    memory_bytes: int | None, new: Any, new_handle: Any, engine_held: HeldEngine, directory: Path
+) -> None:
+    """Nobody waits for the drive's turn, and nothing is left of the file."""
+    held = new(handle=new_handle(engine_held, block_size=MIB), memory_bytes=memory_bytes)
+    state = {str(i): torch.full((MIB,), float(i)) for i in range(80)}
+    if memory_bytes is not None:
+        held._saver.setup.snapshots.copies._budget = memory_bytes  # less than the least of a user's
+    wanted = copy.deepcopy(state)
+    held.save_sync(state, 1)
+    for tensor in state.values():
+        tensor.zero_()
+    protection = held._saver.last.snapshot._protected._protection
+    assert (protection.spilled_bytes > 0) == (memory_bytes is not None)
+    engine_held.gate.set()
+    held.wait_sync()
+    check(held, 1, wanted)
+    assert names(directory) == ["latest", "step-00000001.pt"]
+
+
+def test_no_room_at_all_fails_the_save_and_nothing_else(
+    new: Any, new_handle: Any, engine_held: HeldEngine, directory: Path, monkeypatch: Any
+) -> None:
+    held = new(handle=new_handle(engine_held, block_size=MIB))
+    state = {str(i): torch.full((MIB,), float(i)) for i in range(20)}
+    with monkeypatch.context() as broken:
+        broken.setattr(_protected.AsideMemory, "take", lambda *_: None)
+        held._saver.setup.snapshots.directory = "/nowhere"
+        held.save_sync(state, 1)
+        for tensor in state.values():
+            tensor.zero_()
+        engine_held.gate.set()
+        with pytest.raises(nvmeio.TransferError, match="memory_bytes") as raised:
+            held.wait_sync()
+    assert raised.value.errno == errno.ENOENT
+    held._saver.setup.snapshots.directory = str(directory)
+    assert held.steps() == []
+    held.save_sync(state, 2)
+    held.wait_sync()
+    check(held, 2, state)
+
+
+# Ways
+
+
+def test_a_copy_can_be_asked_for(new: Any, training: Training) -> None:
+    checkpointer = new(snapshot="copy")
+    state = training.state()
+    wanted = copy.deepcopy(state)
+    report = checkpointer.save_sync(state, 1)
+    averages_in(training)
+    assert (report.snapshot, report.protected_bytes) == ("copy", 0)
+    checkpointer.wait_sync()
+    check(checkpointer, 1, wanted)
+
+
+@pytest.mark.parametrize("wrong", ["fork", None, 3])
+def test_another_way_is_refused(wrong: Any, new: Any) -> None:
+    with pytest.raises(ValueError, match="'auto', 'protect' or 'copy'"):
+        new(snapshot=wrong)
+
+
+SCRIPT = """
+import logging, os, sys, tempfile, torch, nvmeio
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+way = sys.argv[1] if len(sys.argv) > 1 else os.environ["WAY"]
+with tempfile.TemporaryDirectory(dir=".") as folder:
+    with nvmeio.Checkpointer(folder, snapshot=way) as checkpointer:
+        tensor = torch.arange(1 << 20)
+        before = tensor.clone()
+        report = checkpointer.save_sync({"a": tensor}, 1)
+        tensor.zero_()
+        checkpointer.wait_sync()
+        assert torch.equal(checkpointer.restore()["a"], before)
+        print("was", report.snapshot)
+"""
+
+
+@pytest.mark.parametrize(
+    ("allowed", "way", "taken"),
+    [("user", "auto", "copy"), ("user", "protect", "protect"), ("none", "auto", "copy")],
+)
+def test_what_the_kernel_allows(allowed: str, way: str, taken: str) -> None:
+    """Where a system call of the program's could fail, nothing is protected but on request."""
+    found = run_python(SCRIPT, fresh=True, NVMEIO_USERFAULTFD=allowed, WAY=way)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert f"was {taken}" in found.stdout
+    told = f"NVMEIO_USERFAULTFD={allowed}" in found.stdout and "userfaultfd=1" in found.stdout
+    assert told == (taken == "copy")
+
+
+def test_protection_that_cannot_be_had_is_refused() -> None:
+    found = run_python(SCRIPT, fresh=True, NVMEIO_USERFAULTFD="none", WAY="protect")
+    assert found.returncode == 1
+    assert "BackendUnavailableError" in found.stderr and "how to fix it" in found.stderr
+
+
+def test_guard_is_a_name_that_does_nothing(new: Any, training: Training) -> None:
+    with pytest.warns(DeprecationWarning, match="leave the call out"):
+        new().guard(training.optimizer)
+
+
+# Ends
+
+
+async def test_saves_that_are_awaited(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    wanted = copy.deepcopy(training.state())
+    report = await held.save(training.state(), 1)
+    assert report.protected_bytes > 0
+    averages_in(training)
+    engine_held.gate.set()
+    await held.wait()
+    check(held, 1, wanted)
+
+
+def test_a_write_that_fails_lets_everybody_go_on(
+    new: Any, new_handle: Any, training: Training
+) -> None:
+    fails = [True]
+
+    def fail(kind: str, offset: int, nbytes: int) -> int:
+        return errno.EIO if fails[0] and kind == "pwrite" else 0
+
+    checkpointer = new(handle=new_handle(FakeEngine(fail=fail), block_size=MIB))
+    checkpointer.save_sync(training.state(), 1)
+    averages_in(training)
+    with pytest.raises(nvmeio.TransferError):
+        checkpointer.wait_sync()
+    fails[0] = False
+    wanted = copy.deepcopy(training.state())
+    checkpointer.save_sync(training.state(), 2)
+    averages_in(training)
+    checkpointer.wait_sync()
+    check(checkpointer, 2, wanted)
+
+
+def test_a_handle_that_its_owner_closes(
+    directory: Path, new_handle: Any, engine_held: HeldEngine, training: Training
+) -> None:
+    """What was read stays read; another handle goes on."""
+    handle = new_handle(engine_held, block_size=MIB)
+    with nvmeio.Checkpointer(directory, handle=handle) as checkpointer:
+        wanted = copy.deepcopy(training.state())
+        checkpointer.save_sync(training.state(), 1)
+        engine_held.wait_until_begun(1)
+        with thread(handle.close):
+            spin_until(lambda: handle.closed)
+            averages_in(training)
+            engine_held.gate.set()
+        checkpointer.wait_sync()
+        check(checkpointer, 1, wanted)
+
+
+def test_closing_and_dropping_while_it_is_written(
+    directory: Path, new_handle: Any, engine_held: HeldEngine, training: Training
+) -> None:
+    checkpointer = nvmeio.Checkpointer(directory, handle=new_handle(engine_held, block_size=MIB))
+    wanted = copy.deepcopy(training.state())
+    checkpointer.save_sync(training.state(), 1)
+    with pytest.warns(ResourceWarning, match="is being written"):
+        del checkpointer
+        gc.collect()
+    averages_in(training)
+    engine_held.gate.set()
+    spin_until(lambda: "step-00000001.pt" in names(directory))
+    assert_same(torch.load(file_of(directory, 1)), wanted)
+
+
+async def test_a_cancelled_save_lets_everybody_go_on(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    first = held.save(training.state(), 1)
+    await first
+    second = asyncio.ensure_future(held.save(training.state(), 2))  # waits for the first one
+    await asyncio.sleep(0)
+    second.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await second
+    wanted = copy.deepcopy(training.state())
+    averages_in(training)
+    engine_held.gate.set()
+    await held.wait()
+    check(held, 1, wanted)
+
+
+def test_a_program_that_ends_at_once() -> None:
+    found = run_python(
+        """
+        import os, shutil, tempfile, torch, nvmeio
+        folder = tempfile.mkdtemp(dir=".")
+        child = os.fork()
+        if child == 0:
+            checkpointer = nvmeio.Checkpointer(folder)
+            tensor = torch.arange(4 << 20)
+            checkpointer.save_sync({"a": tensor}, 1)
+            tensor.zero_()
+            raise SystemExit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        loaded = nvmeio.load(os.path.join(folder, "step-00000001.pt"))
+        assert torch.equal(loaded["a"], torch.arange(4 << 20))
+        shutil.rmtree(folder)
+        """,
+        "-W",
+        "ignore::ResourceWarning",
+        fresh=True,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+# A state that somebody else reads
+
+
+def test_a_frozen_state(training: Training) -> None:
+    state = training.state()
+    wanted = copy.deepcopy(state)
+    frozen = nvmeio.snapshot(state)
+    averages_in(training)
+    training.optimizer.step()
+    with frozen as before:
+        assert_same(before, wanted)
+    assert frozen.protected_bytes > 0 and frozen.done()
+    assert frozen.result() is before
+
+
+def test_a_frozen_module_and_views() -> None:
+    model = torch.nn.Linear(SIDE, SIDE)
+    wanted = copy.deepcopy(model)
+    frozen = nvmeio.snapshot([model, model.weight.detach()[3:], model.weight])
+    model.weight.data.zero_()
+    found: Any = frozen.result()
+    module, part, weight = found
+    assert torch.equal(module.weight, wanted.weight) and module.weight is weight
+    assert torch.equal(part, wanted.weight[3:])
+
+
+async def test_a_frozen_state_is_awaited(training: Training) -> None:
+    wanted = copy.deepcopy(training.state())
+    frozen = nvmeio.snapshot(training.state())
+    averages_in(training)
+    assert_same(await frozen, wanted)
+
+
+def test_freezing_while_a_save_is_written(
+    held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training
+) -> None:
+    wanted = copy.deepcopy(training.state())
+    held.save_sync(training.state(), 1)
+    frozen = nvmeio.snapshot(training.state())
+    averages_in(training)
+    assert frozen.protected_bytes == 0  # it was copied at once
+    assert_same(frozen.result(), wanted)
+    engine_held.gate.set()
+    held.wait_sync()
+    check(held, 1, wanted)
+
+
+def test_threads_that_wrote_are_not_left_waiting(training: Training, new: Any) -> None:
+    """Writers in four threads, through several saves: all end, and every file is right."""
+    checkpointer = new(keep=2)
+    stop = threading.Event()
+    numbers = [torch.zeros(300_000) for _ in range(4)]
+
+    def write(tensor: torch.Tensor) -> None:
+        while not stop.wait(0.001):
+            tensor.data[::1000] += 1
+
+    writers = [threading.Thread(target=write, args=(tensor,)) for tensor in numbers]
+    for writer in writers:
+        writer.start()
+    try:
+        for step in range(6):
+            wanted = copy.deepcopy(training.state())
+            checkpointer.save_sync({"mine": training.state(), "theirs": numbers}, step)
+            averages_in(training)
+            checkpointer.wait_sync()
+            assert_same(checkpointer.restore(step)["mine"], wanted)
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join(60)
+    assert not any(writer.is_alive() for writer in writers)

@@ -1,0 +1,364 @@
+"""Write protection: bytes as they were at one moment, whoever writes afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import needs_protection, run_python
+
+import nvmeio
+from nvmeio._copy_on_write import WriteProtection
+from nvmeio._memory import Mapping
+from nvmeio._plan import PAGE_BYTES
+
+MIB = 1 << 20
+
+pytestmark = needs_protection
+
+
+def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Bytes in torch's own memory."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def protect(
+    *tensors: torch.Tensor, arena: int = 64 * MIB, directory: str | Path = "/tmp"
+) -> WriteProtection:
+    made = WriteProtection([(t.data_ptr(), t.nbytes) for t in tensors], str(directory))
+    assert made.taken == [True] * len(tensors)
+    assert made.protect(Mapping(arena) if arena else None)
+    return made
+
+
+def read(protection: WriteProtection, tensor: torch.Tensor, piece: int = 3 * MIB) -> torch.Tensor:
+    """All bytes of a range, in order."""
+    copy = torch.empty_like(tensor)
+    for offset in range(0, tensor.nbytes, piece):
+        nbytes = min(piece, tensor.nbytes - offset)
+        protection.read(tensor.data_ptr() + offset, nbytes, copy.data_ptr() + offset, None)
+    return copy
+
+
+# Who writes
+
+
+def by_torch(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def by_data(tensor: torch.Tensor) -> None:
+    tensor.data.copy_(tensor.data ^ 255)
+
+
+def by_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[::PAGE_BYTES] ^= 255
+
+
+def by_pointer(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr() + 5, 77, tensor.nbytes - 5)
+
+
+def by_another_thread(tensor: torch.Tensor) -> None:
+    writer = threading.Thread(target=by_torch, args=(tensor,))
+    writer.start()
+    writer.join(60)
+    assert not writer.is_alive()
+
+
+def by_the_kernel(tensor: torch.Tensor) -> None:
+    with open("/dev/zero", "rb") as zeros:
+        assert os.readv(zeros.fileno(), [memoryview(tensor.numpy())]) == tensor.nbytes
+
+
+WRITERS: list[Callable[[torch.Tensor], None]] = [
+    by_torch,
+    by_data,
+    by_numpy,
+    by_pointer,
+    by_another_thread,
+    by_the_kernel,
+]
+
+
+@pytest.mark.parametrize("arena", [64 * MIB, 2 * MIB + 4096, 0], ids=["memory", "little", "file"])
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_what_was_there_is_read_whoever_writes(
+    write: Callable[[torch.Tensor], None], arena: int, tmp_path: Path
+) -> None:
+    tensor = numbers(7 * MIB + 12_345)
+    before = tensor.clone()
+    protection = protect(tensor, arena=arena, directory=tmp_path)
+    write(tensor)
+    changed = tensor.clone()
+    assert not torch.equal(changed, before)
+    assert protection.aside_bytes > 0 and protection.held_s > 0
+    assert torch.equal(read(protection, tensor), before)
+    protection.end()
+    assert torch.equal(tensor, changed)
+    spilled = protection.spilled_bytes
+    assert (spilled > 0) == (protection.aside_bytes > arena)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_read_is_free_for_writers() -> None:
+    """Nothing is copied for who writes behind the reader."""
+    tensor = numbers(8 * MIB)
+    before = tensor.clone()
+    protection = protect(tensor)
+    assert torch.equal(read(protection, tensor), before)
+    tensor.zero_()
+    assert protection.aside_bytes == 0
+
+
+def test_memory_that_was_never_touched_is_zero() -> None:
+    """Its pages do not exist yet, and their first write has to be seen all the same."""
+    tensor = Mapping(6 * MIB).tensor(0, (6 * MIB,), torch.uint8)
+    protection = protect(tensor)
+    tensor.fill_(3)
+    assert not read(protection, tensor).any()
+    assert int(tensor.sum()) == 3 * 6 * MIB
+
+
+def test_a_write_elsewhere_in_the_pages_beside_is_nobodys() -> None:
+    """First and last page of a range are shared with other objects, and so never protected."""
+    whole = numbers(4 * MIB)
+    inner = whole[100 : 3 * MIB + 7]
+    before = inner.clone()
+    protection = protect(inner)
+    whole[:100] = 1
+    whole[3 * MIB + 7 :] = 2
+    assert protection.aside_bytes == 0
+    inner[:50] = 3  # of the first page, which was copied at once
+    inner[-50:] = 4
+    assert protection.aside_bytes == 0
+    assert torch.equal(read(protection, inner), before)
+
+
+def test_a_crc_goes_on_with_what_is_read() -> None:
+    from nvmeio._storage import crc32
+
+    if not crc32.CAN_COPY:
+        pytest.skip("this processor has no instruction for it")
+    tensor = numbers(5 * MIB + 3)
+    wanted = crc32.of_tensor(tensor)
+    for arena in (0, 64 * MIB):
+        protection = protect(tensor, arena=arena)
+        kept, crc = tensor.clone(), 0
+        tensor[2 * MIB :] ^= 255
+        copy = torch.empty_like(tensor)
+        for offset in range(0, tensor.nbytes, MIB):
+            nbytes = min(MIB, tensor.nbytes - offset)
+            to = copy.data_ptr() + offset
+            crc = protection.read(tensor.data_ptr() + offset, nbytes, to, crc)
+        assert crc == wanted
+        protection.end()
+        tensor.copy_(kept)
+
+
+def test_bytes_are_read_once() -> None:
+    tensor = numbers(4 * MIB)
+    protection = protect(tensor)
+    read(protection, tensor)
+    with pytest.raises(nvmeio.IntegrityError, match="read twice"):
+        read(protection, tensor)
+
+
+def test_one_snapshot_at_a_time_has_a_page() -> None:
+    one, other = numbers(4 * MIB), numbers(4 * MIB, 1)
+    protection = protect(one)
+    second = WriteProtection([(t.data_ptr(), t.nbytes) for t in (other, one, one[:MIB])], "/tmp")
+    assert second.taken == [True, False, False]
+    assert second.protect(None)
+    before = one.clone()
+    one.zero_()
+    assert torch.equal(read(protection, one), before)
+    protection.end()
+    assert protect(one).taken == [True]
+
+
+def test_memory_that_cannot_be_protected_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(MIB))
+    mapped = torch.from_file(str(path), shared=False, size=MIB, dtype=torch.uint8)
+    tiny = numbers(100)
+    made = WriteProtection([(t.data_ptr(), t.nbytes) for t in (mapped, tiny)], str(tmp_path))
+    assert made.taken == [False, False]
+    assert made.protect(None)
+
+
+def test_no_room_aside_and_no_file_either_is_an_error_and_holds_nobody() -> None:
+    tensor = numbers(6 * MIB)
+    before = tensor.clone()
+    protection = protect(tensor, arena=2 * MIB, directory="/nowhere")
+    tensor.zero_()
+    assert not tensor.any()
+    with pytest.raises(OSError, match="No such file") as failed:
+        read(protection, tensor)
+    assert failed.value.errno == errno.ENOENT
+    protection.end()
+    tensor.copy_(before)  # as if nothing had been
+
+
+def test_a_dropped_protection_lets_writers_go_on() -> None:
+    tensor = numbers(4 * MIB)
+    protection = protect(tensor)
+    del protection
+    tensor.zero_()
+    assert protect(tensor).taken == [True]
+
+
+def test_many_writers_and_a_reader_at_random_places() -> None:
+    """Each range exact, with writers in four threads beside the reader."""
+    seed = random.randrange(1 << 30)
+    chance = random.Random(seed)
+    for turn in range(12):
+        sizes = [chance.randrange(2 * PAGE_BYTES, 5 * MIB) for _ in range(8)]
+        tensors = [numbers(size, seed + i) for i, size in enumerate(sizes)]
+        before = [tensor.clone() for tensor in tensors]
+        arena = chance.choice([0, 3 * MIB, 64 * MIB])
+        protection = protect(*tensors, arena=arena)
+        start = threading.Barrier(5)
+
+        def write(seed: int, mine: Any = tensors, gate: Any = start) -> None:
+            chance = random.Random(seed)
+            gate.wait(60)
+            for _ in range(60):
+                tensor = chance.choice(mine)
+                low = chance.randrange(tensor.nbytes)
+                tensor[low : low + chance.choice([1, 5000, 400_000])] = chance.randrange(256)
+
+        writers = [threading.Thread(target=write, args=(seed + turn * 4 + i,)) for i in range(4)]
+        for writer in writers:
+            writer.start()
+        start.wait(60)
+        for tensor, kept in zip(tensors, before, strict=True):
+            assert torch.equal(read(protection, tensor, chance.randrange(1, 3 * MIB)), kept), seed
+        for writer in writers:
+            writer.join(60)
+            assert not writer.is_alive()
+        protection.end()
+
+
+# Our own reads
+
+
+@pytest.mark.parametrize("engine", ["libaio", "threads"])
+def test_a_read_into_protected_memory(engine: str, tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    data = numbers(6 * MIB, 9)
+    data.numpy().tofile(path)
+    tensor = nvmeio.empty_aligned(6 * MIB, dtype=torch.uint8)
+    tensor.fill_(1)
+    protection = protect(tensor)
+    with nvmeio.AioHandle(engine=engine) as handle:
+        handle.sync_pread(tensor, path)
+    assert torch.equal(tensor, data)
+    assert (read(protection, tensor) == 1).all()
+
+
+# Forks and ends
+
+
+def test_a_forked_child_is_free_and_its_parent_exact() -> None:
+    tensor = numbers(8 * MIB)
+    before = tensor.clone()
+    child_own = numbers(4 * MIB, 4)
+    kept = child_own.numpy().tobytes()
+    protection = protect(tensor)
+    tensor[0] ^= 1
+    child = os.fork()
+    if child == 0:
+        try:  # without torch's threads, which are the parent's
+            ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # what nobody serves here
+            protection.end()
+            again = protect(child_own)  # the child's own
+            ctypes.memset(child_own.data_ptr(), 0, child_own.nbytes)
+            copy = bytearray(child_own.nbytes)
+            to = ctypes.addressof(ctypes.c_char.from_buffer(copy))
+            again.read(child_own.data_ptr(), child_own.nbytes, to, None)
+            zeros = not any(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+            os._exit(0 if copy == kept and zeros else 1)
+        finally:
+            os._exit(2)
+    tensor[4 * MIB :] = 9
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(read(protection, tensor), before)
+
+
+def test_a_program_that_ends_in_the_middle() -> None:
+    found = run_python(
+        """
+        import os, torch
+        from nvmeio._copy_on_write import WriteProtection
+        tensor = torch.ones(8 << 20)
+        protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], "/tmp")
+        assert protection.protect(None)
+        tensor[5] = 3
+        """
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+# What a process may do
+
+
+def test_where_only_programs_faults_are_served() -> None:
+    """A system call that writes there fails, so it is for those who ask for it."""
+    found = run_python(
+        """
+        import errno, os, tempfile, torch, nvmeio
+        from nvmeio import _copy_on_write
+        from nvmeio._copy_on_write import WriteProtection
+        assert _copy_on_write.support().kind == "user", _copy_on_write.support()
+        assert "NVMEIO_USERFAULTFD=user" in _copy_on_write.support().reason
+        tensor = torch.arange(4 << 20)
+        before = tensor.clone()
+        protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], ".")
+        assert protection.protect(None)
+        tensor[7] = 0
+        with open("/dev/zero", "rb") as zeros:
+            try:
+                os.readv(zeros.fileno(), [memoryview(tensor.numpy()[1 << 20:])])
+            except OSError as failed:
+                assert failed.errno == errno.EFAULT
+            else:
+                raise AssertionError("it was written")
+        folder = tempfile.TemporaryDirectory()
+        path = os.path.join(folder.name, "data")
+        before.numpy().tofile(path)
+        for engine in ("libaio", "threads"):  # ours goes through
+            with nvmeio.AioHandle(engine=engine) as handle:
+                handle.sync_pread(tensor[2 << 20 :], path)
+        copy = torch.empty_like(tensor)
+        protection.read(tensor.data_ptr(), tensor.nbytes, copy.data_ptr(), None)
+        assert torch.equal(copy, before)
+        """,
+        fresh=True,
+        NVMEIO_USERFAULTFD="user",
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_where_nothing_is_allowed() -> None:
+    found = run_python(
+        """
+        from nvmeio import _copy_on_write
+        kind, attempts = _copy_on_write.support()
+        assert kind == "none"
+        assert [name for name, _ in attempts] == [
+            "userfaultfd", "/dev/userfaultfd", "userfaultfd for programs alone"]
+        """,
+        fresh=True,
+        NVMEIO_USERFAULTFD="none",
+    )
+    assert (found.returncode, found.stderr) == (0, "")
