@@ -18,6 +18,7 @@ import torch
 
 from nvmeio._residency.window import Slot
 from nvmeio._shim import memory_at
+from nvmeio.buffers import empty_aligned
 from nvmeio.pool import Lease, PinnedPool
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -47,24 +48,45 @@ class LentPool:
     def __init__(self, budget_bytes: int) -> None:
         self._pool = PinnedPool(budget_bytes)
         self._ended: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
-        self._out: dict[int, tuple[weakref.ref[Any], Lease]] = {}  # by the id of the reference
+        # By the id of the reference; without a lease where it is memory of its own.
+        self._out: dict[int, tuple[weakref.ref[Any], Lease | None, int]] = {}
+        self._apart_bytes = 0
 
     def take(self, unit: Unit, nbytes: int) -> LentSlot[Unit] | None:
         """Memory for a unit, page-aligned; None where it is not free now."""
         self._take_back()
+        if self._apart_bytes and self.in_use_bytes + nbytes > self.budget_bytes:
+            return None
         lease, lent = lease_now(self._pool, nbytes) or (None, None)
         if lease is None or lent is None:
             return None
+        return self._lend(unit, lent, lease)
+
+    def take_apart(self, unit: Unit, nbytes: int) -> LentSlot[Unit] | None:
+        """Memory outside of the pool for a unit that finds its free bytes in pieces.
+
+        It counts as the pool's; None where too few bytes are free, in pieces or not.
+        """
+        if self.in_use_bytes + nbytes > self.budget_bytes:
+            return None
+        lent = empty_aligned(nbytes, dtype=torch.uint8)
+        self._apart_bytes += nbytes
+        return self._lend(unit, lent, None)
+
+    def _lend(self, unit: Unit, lent: torch.Tensor, lease: Lease | None) -> LentSlot[Unit]:
         room = memory_at(lent.data_ptr(), lent.nbytes, lent)
         # The arena stays mapped for as long as the storage lives, whatever is closed
         mark = weakref.ref(room, self._ended.put)
-        self._out[id(mark)] = mark, lease
+        self._out[id(mark)] = mark, lease, lent.nbytes
         return LentSlot(unit, torch.frombuffer(room, dtype=torch.uint8), lent)
 
     def _take_back(self) -> None:
         while not self._ended.empty():
-            _, lease = self._out.pop(id(self._ended.get()))
-            lease.__exit__(None, None, None)
+            _, lease, nbytes = self._out.pop(id(self._ended.get()))
+            if lease is None:
+                self._apart_bytes -= nbytes
+            else:
+                lease.__exit__(None, None, None)
 
     def close(self) -> None:
         """Take no more requests; tensors that are out stay valid."""
@@ -80,7 +102,7 @@ class LentPool:
     def in_use_bytes(self) -> int:
         """What tensors hold of it."""
         self._take_back()
-        return self._pool.in_use_bytes
+        return self._pool.in_use_bytes + self._apart_bytes
 
     @property
     def locked(self) -> bool:

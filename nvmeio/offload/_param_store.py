@@ -486,8 +486,10 @@ class ParamStore(Keeper[Unit, Slot]):
             slot = self.take(unit)
             if slot is not None:
                 return slot
-        gc.collect()
-        slot = self.take(unit)
+        slot = self._pool.take_apart(unit, unit.nbytes)
+        if slot is None:
+            gc.collect()
+            slot = self.take(unit) or self._pool.take_apart(unit, unit.nbytes)
         if slot is not None:
             return slot
         raise MemoryError(

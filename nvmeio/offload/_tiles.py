@@ -116,7 +116,7 @@ class TiledLayers:
         layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
 
     def undo(self) -> None:
-        """Make them whole again, with the parameters that they had."""
+        """Make them whole again, with the parameters that they had; they can be cut anew."""
         for layer, parameters, hooks in self._whole:
             layer.__dict__.pop("forward", None)
             layer.__dict__.pop(_SHOWN, None)
@@ -127,6 +127,7 @@ class TiledLayers:
             layer._parameters.update(parameters)
             for hook in hooks:
                 hook.remove()
+        self._whole.clear()
 
     def keep(self) -> None:
         """They stay cut, and the memory of what they had goes with their tiles'."""

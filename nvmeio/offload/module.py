@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +19,10 @@ from nvmeio.offload._inner import watch
 from nvmeio.offload._param_store import ParamStore, store_of
 from nvmeio.offload._saved_parameters import attach
 from nvmeio.offload._sharded import Sharded, is_fsdp
-from nvmeio.offload._stages import Stage, Unit, find_stages, find_units
+from nvmeio.offload._stages import Unit, find_stages, find_units
 from nvmeio.offload._tensors import is_sharded, own_strides, sharded_alike
 from nvmeio.offload._tiles import TiledLayers, whole_parameters
+from nvmeio.offload._windows import Windows, divide, largest, needed
 
 
 class SwappedModule(Closing, torch.nn.Module):
@@ -36,7 +37,7 @@ class SwappedModule(Closing, torch.nn.Module):
     with a `SwappedOptimizer`, which writes the new values to the drive; change them by hand within
     `gather`.
 
-    A `torch.nn.Linear` that is larger than the window is cut into tiles, `layer.tiles`: linear
+    A `torch.nn.Linear` that is too large for the window is cut into tiles, `layer.tiles`: linear
     layers of some of its rows each, with parameters of their own. In state dicts it is what it was.
     Each output is the same sum, of which last bits may differ. One with a weight that another
     module has too, or that has hooks of its own, is not cut.
@@ -53,17 +54,20 @@ class SwappedModule(Closing, torch.nn.Module):
         swap_dir: A directory on a fast drive, made where it is missing (not those above it); a
             subdirectory is made in it and locked. Or a list of them, as for `SwappedOptimizer`.
         resident_bytes: The window in host memory. At least the largest part of the module, or 64
-            rows of a linear layer; two or three of them let reading and computing overlap.
+            rows of a linear layer, and the parameters of the modules that call it; and, where
+            something wants gradients, one part more, since backward may have a weight while it has
+            a checkpointed region run again. Another one lets reading and computing overlap.
         stage_bytes: How large a part may be that is brought in as one; None: a quarter of the
-            (smaller) window. A larger module comes child by child, if its forward calls its
-            children. A tile is no larger either. Not for a module that FSDP2 shards, which has its
+            (smaller) window, or less where that would not hold what is needed at once. A larger
+            module comes child by child, if its forward calls its children. A tile is no larger
+            either. Not for a module that FSDP2 shards, which has its
             parts.
         device: Where it computes: the CPU, or a CUDA device, which no such machine has run yet.
             The host's window is then the way there, and keeps what it has room for; copies have
             a stream of their own, and yours waits for them by events. Buffers are moved there,
             and gradients are made there. Bring inputs there yourself.
         device_bytes: The window on the device, for a CUDA device only. None: three of the largest
-            parts.
+            parts, or what is needed at once.
         init: For parameters on the meta device: called with each module that has some, in the
             order of `modules()`, once they have memory. None: its `reset_parameters`.
         handle: Moves the bytes and stays open; None makes one for each drive. With a `GdsHandle`
@@ -73,8 +77,9 @@ class SwappedModule(Closing, torch.nn.Module):
 
     Raises:
         BackendUnavailableError: There is no such device.
-        ValueError: A window cannot hold a part; a buffer is on the meta device; a parameter is on
-            another device, swapped already, or sharded otherwise than by `fully_shard`.
+        ValueError: A window is too small (says what is enough); a buffer is on the meta device; a
+            parameter is on another device, swapped already, or sharded otherwise than by
+            `fully_shard`.
         TypeError: A parameter on the meta device has nobody who makes it.
         TransferError: The directory is missing, full, or in use (EBUSY).
 
@@ -113,17 +118,15 @@ class SwappedModule(Closing, torch.nn.Module):
         tiled = TiledLayers()
         try:
             direct = is_direct(handle, there)
-            window_bytes = device_bytes or resident_bytes
-            if not direct:
-                window_bytes = min(window_bytes, resident_bytes)
-            most_bytes = stage_bytes or window_bytes // 4
+            windows = Windows(resident_bytes, device_bytes, there, direct)
             if sharded is None:
-                tiled.cut(module, most_bytes, window_bytes, there)
+                most_bytes = divide(module, tiled, windows, stage_bytes)
             made_by, strides = _materialised(module)
             stages = find_stages(module, most_bytes) if sharded is None else sharded.stages
             units = find_units(stages, strides) if sharded is None else sharded.units
-            host_bytes = None if direct else resident_bytes
-            device_bytes = _budget(module, stages, units, host_bytes, there, device_bytes)
+            # FSDP copies a part at a time out of the window.
+            need = None if sharded is not None else needed(module, stages, units)
+            device_bytes = windows.checked(largest(module, units), need)
             store = ParamStore(units, resident_bytes, there, device_bytes, direct)
             self._store = store
             self._sharded = sharded
@@ -356,9 +359,6 @@ def is_direct(handle: AioHandle | None, device: torch.device) -> bool:
     return isinstance(handle, GdsHandle) and device.type == "cuda" and handle.mode in _DIRECT_MODES
 
 
-_READ_AHEAD = 3  # parts: one computes, one comes, one is there to begin with
-
-
 def _sharded_by_fsdp(
     module: torch.nn.Module, device: torch.device, stage_bytes: int | None
 ) -> Sharded | None:
@@ -466,49 +466,3 @@ def _make(
                 "reset_parameters(): give init=, which is called with each such module"
             )
         reset()
-
-
-def _budget(
-    module: torch.nn.Module,
-    stages: Sequence[Stage],
-    units: Sequence[Unit],
-    resident_bytes: int | None,
-    device: torch.device,
-    device_bytes: int | None,
-) -> int:
-    """The window on the device, 0 for none; raises where a window does not hold a part.
-
-    `resident_bytes` is None where there is none in host memory.
-    """
-    largest, which = _largest(module, stages, units)
-    if device_bytes is None and device.type != "cpu":
-        device_bytes = _READ_AHEAD * largest
-    if resident_bytes is not None:
-        _check_budget("resident_bytes", resident_bytes, largest, which)
-    if device_bytes is None:
-        return 0
-    _check_budget("device_bytes", device_bytes, largest, which)
-    return device_bytes
-
-
-def _largest(
-    module: torch.nn.Module, stages: Sequence[Stage], units: Sequence[Unit]
-) -> tuple[int, str]:
-    """What is needed at once at most, and by which part."""
-    largest = 0
-    which = ""
-    for stage in stages:
-        mine = {id(p) for p in stage.parameters}
-        need = sum(u.nbytes for u in units if mine & {id(p) for p in u.parameters})
-        if need > largest:
-            largest, which = need, stage.name or type(module).__name__
-    return largest, which
-
-
-def _check_budget(name: str, nbytes: int, largest: int, which: str) -> None:
-    if largest > nbytes:
-        raise ValueError(
-            f"{name}={nbytes} is too small: {which} alone takes {largest} bytes; "
-            f"give at least that, and {_READ_AHEAD * largest} to read ahead, or make smaller "
-            "modules of it (docs/offload.md, Matrices larger than the window)"
-        )

@@ -302,7 +302,7 @@ def test_an_exception_that_is_kept_keeps_no_room_of_the_window(
     def fail(*_: Any) -> Any:
         raise OSError(errno.EMFILE, "no descriptors")
 
-    with direct(model(), places, device_bytes=LARGEST) as module:
+    with direct(model(), places, device_bytes=2 * LARGEST) as module:
         with monkeypatch.context() as patch:
             patch.setattr(direct_module.OrderedReads, "async_pread", fail)
             with pytest.raises(OSError, match="no descriptors") as failed:

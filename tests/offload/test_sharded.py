@@ -105,7 +105,7 @@ def distributed_only() -> Any:
     ("make", "options", "why"),
     [
         (sharded, {"stage_bytes": 4096}, "leave out stage_bytes"),
-        (wide, {"resident_bytes": 4096}, "FSDPSequential alone takes 20480 bytes"),
+        (wide, {"resident_bytes": 4096}, "FSDPSequential needs 20480 bytes"),
         (with_ignored, {}, "not sharded.*without ignored_params"),
         (on_meta, {}, "on the meta device"),
         (distributed_only, {}, "not by fully_shard"),

@@ -57,3 +57,24 @@ def test_lent_memory_is_free_with_the_last_tensor_over_it() -> None:
     del kept
     assert pool.take("another", 4096) is not None
     pool.close()
+
+
+def test_a_unit_that_finds_the_free_bytes_in_pieces_gets_as_many_of_its_own() -> None:
+    """A window of enough bytes refused a part, since a smaller one lay in the middle of it."""
+    pool = LentPool(4 * 4096)
+    first, middle = pool.take("first", 4096), pool.take("middle", 4096)
+    assert first is not None and middle is not None
+    first.memory = first.host = torch.empty(0)
+    del first
+    assert pool.in_use_bytes == 4096
+    assert pool.take("large", 3 * 4096) is None
+    large = pool.take_apart("large", 3 * 4096)
+    assert large is not None and large.memory is not None
+    assert large.memory.nbytes == 3 * 4096
+    assert pool.in_use_bytes == 4 * 4096
+    assert pool.take("one more", 4096) is None
+    assert pool.take_apart("one more", 4096) is None
+    large.memory = None
+    assert pool.in_use_bytes == 4096
+    middle.memory = None
+    pool.close()
