@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,6 +59,39 @@ def check_class(optimizer_class: Any) -> None:
     step = inspect.signature(optimizer_class.step).parameters.get("closure")
     if step is not None and step.default is inspect.Parameter.empty:
         raise TypeError(f"{optimizer_class.__name__}.step needs a closure, which cannot be swapped")
+
+
+def check_fused(
+    optimizer_class: Any, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a fused step of which torch's kernel leaves the weights as they are.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if (
+        options.get("fused")
+        and device.type == "cpu"
+        and issubclass(optimizer_class, torch.optim.SGD)
+        and not _fused_sgd_steps(dtype)
+    ):
+        raise ValueError(
+            f"fused=True of {optimizer_class.__name__} leaves {str(dtype)[6:]} weights on the CPU "
+            f"as they are in torch {torch.__version__}, without a word: leave out fused, or step "
+            "on master weights (master_dtype=torch.float32)"
+        )
+
+
+@functools.cache
+def _fused_sgd_steps(dtype: torch.dtype) -> bool:
+    """Whether each weight changes, those too that vector instructions step many of at once."""
+    weights = torch.nn.Parameter(torch.ones(256, dtype=dtype))
+    weights.grad = torch.ones_like(weights)
+    try:
+        torch.optim.SGD([weights], lr=0.5, fused=True).step()
+    except RuntimeError:  # torch says so itself
+        return True
+    return bool((weights.detach() == 0.5).all())
 
 
 def splits(optimizer_class: type, dtype: torch.dtype) -> bool:

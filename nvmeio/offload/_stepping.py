@@ -68,6 +68,7 @@ class Stepper:
         self, group: dict[str, Any], number: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> tuple[Any, ...]:
         """The swapped state of a parameter of a group; see `_probe.kinds`."""
+        self._check_fused(group, dtype)
         splittable = self.splits(dtype)
         key = (number, dtype, None if splittable else shape)
         if key not in self._probed:
@@ -75,6 +76,9 @@ class Stepper:
             make = self._made_by(options)
             self._probed[key] = _probe.kinds(make, {}, dtype, shape, splittable, self._device)
         return self._probed[key]
+
+    def _check_fused(self, group: dict[str, Any], dtype: torch.dtype) -> None:
+        _probe.check_fused(self.optimizer_class, group, dtype, self._device)
 
     def splits(self, dtype: torch.dtype) -> bool:
         """Whether a parameter may be stepped in parts."""
@@ -94,6 +98,8 @@ class Stepper:
             For each of these pieces, by number, that state after the step.
         """
         found: dict[int, dict[str, Any]] = {}
+        for work in works:  # the groups may have other options by now
+            self._check_fused(groups[work.group], work.weights.dtype)
         begun = [work for work in works if work.piece.begun]
         if begun:
             self._engine.param_groups = _groups_of(begun, groups)

@@ -88,7 +88,8 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
     Raises:
         TypeError: The class cannot be swapped (LBFGS, SparseAdam, one that needs a closure).
         ValueError: A parameter is out of range; a directory is named twice; the buffers
-            are too small for one parameter; a parameter is not on the device that steps.
+            are too small for one parameter; a parameter is not on the device that steps; torch's
+            fused step of it leaves its weights as they are (SGD in bfloat16 on the CPU).
         BackendUnavailableError: There is no such device.
         MemoryError: The device has no room for the buffers.
         TransferError: The directory above is missing; it is read-only, full, in use (EBUSY), or

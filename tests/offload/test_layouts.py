@@ -140,7 +140,7 @@ def test_every_layout_is_stepped_as_in_memory(
     whole = name in ("Adafactor", "Muon")  # sums over a tensor, which depend on its layout
     for dtype in (torch.float32, torch.bfloat16) if fused or whole else (torch.bfloat16,):
         if name == "SGD" and fused and dtype != torch.float32 and "master_dtype" not in options:
-            continue  # torch 2.13 leaves the weights as they are
+            continue  # torch 2.13 leaves the weights as they are, and we refuse it
         ours = parameters(name, dtype, lambda values: values)
         theirs = parameters(name, dtype, dense if fused else lambda values: values)
         masters = "master_dtype" in options
