@@ -90,7 +90,7 @@ class BackgroundSaver:
         self, tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None
     ) -> SaveReport:
         """The same as one safetensors file; tensors and metadata as for `save_safetensors`."""
-        # Aligned: what is guarded can be written from where it lies.
+        # Aligned, as all of `NvmeTrainer`'s: the files do not depend on when they are written.
         wanted = _safetensors_save.checked(tensors, path, metadata, None, True)
         return self._save(lambda *_: _safetensors_save.layout_of(wanted), path, False)
 

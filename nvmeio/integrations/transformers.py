@@ -252,7 +252,7 @@ def _weights_written_by(
     """Within the block, this thread's `save_pretrained` calls write through nvmeio."""
     _install(importlib.import_module("transformers.modeling_utils"))
     before = getattr(_here, "writer", None)
-    # Aligned, as a guarded optimizer's weights are: the files do not depend on the guard.
+    # Aligned, as those of saves in the background: the files do not depend on `nvme_guard`.
     _here.writer = writer or partial(save_safetensors, align=True, handle=handle)
     try:
         yield
