@@ -203,8 +203,9 @@ class LazyTensors:
                 )
             return memory.to(self._device)
 
-        if not view.numel():
-            memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+        if not view.numel() or self._device.type == "meta":
+            nbytes = len(rows.offsets) * rows.nbytes if view.numel() else 0
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         elif len(rows.offsets) == 1:
             memory = run_interruptible(one, load.cancel)
         else:

@@ -209,9 +209,11 @@ def test_loaded_tensors_are_nobodys_views(file: Path) -> None:
 
 
 def test_loading_to_meta_reads_headers_only(file: Path, new_handle: NewHandle) -> None:
-    tensors = every_form()
+    tensors = every_form() | {"large": torch.zeros(1 << 20)}
     save_safetensors(tensors, file)
-    loaded = load_safetensors(file, "meta", handle=new_handle("threads"))
+    handle = new_handle("threads")
+    loaded = load_safetensors(file, "meta", handle=handle)
+    assert handle.stats.bytes_read < 1 << 20
     assert {name: (t.shape, t.dtype, t.is_meta) for name, t in loaded.items()} == {
         name: (t.shape, t.dtype, True) for name, t in tensors.items()
     }
@@ -400,6 +402,15 @@ def test_a_set_of_shards_is_saved_and_loaded(tmp_path: Path) -> None:
         assert package.load_file(tmp_path / file_name)[name].equal(tensors[name])
     assert_same(load_safetensors(tmp_path), tensors)
     assert_same(load_safetensors(tmp_path / "model.safetensors.index.json"), tensors)
+
+
+def test_a_tensor_larger_than_a_shard_is_not_divided(tmp_path: Path) -> None:
+    tensors = ten()
+    save_safetensors(tensors, tmp_path, max_shard_size=min(t.nbytes for t in tensors.values()) // 2)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(tensors)
+    for name, file_name in index["weight_map"].items():
+        assert package.load_file(tmp_path / file_name)[name].equal(tensors[name])
 
 
 def test_small_tensors_need_no_shards(tmp_path: Path) -> None:
