@@ -1,4 +1,4 @@
-"""Blocks to and from the drive: a cache that outlives its process and never grows past its size.
+"""Blocks to and from the drive: a cache that outlives its process, whose blocks stay within a size.
 
 A store is two files in a private directory: ``NAME.blocks``, slots of one size, allocated ahead in
 large steps and read and written direct; and ``NAME.table``, what lies in them (`table`). One

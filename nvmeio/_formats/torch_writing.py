@@ -47,8 +47,9 @@ BODY_BYTES = 1 << 20
 CHUNK_BYTES = 16 << 20
 
 # The ring in which stretches between bodies are gathered, and chunks of other devices' memory. With
-# six, a guarded save over an old file takes 0.80 to 0.92 of the time that it takes with four, since
-# one is filled and one has just been written while the others are in flight. More gain nothing.
+# six, a save in the background over an old file takes 0.80 to 0.92 of the time that it takes with
+# four, since one is filled and one has just been written while the others are in flight. More gain
+# nothing.
 STAGING_BYTES = 8 << 20
 STAGINGS = 6
 DEVICE_STAGING_BYTES = 16 << 20

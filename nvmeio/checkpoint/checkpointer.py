@@ -44,7 +44,8 @@ class Checkpointer(ClosingWork):
     """Saves the state of a training loop, step by step, into a directory.
 
     `save` takes a snapshot and returns; it is written in the background. Every byte of the file is
-    as it was when `save` was called, whatever is written to the state meanwhile. Files are ordinary
+    as it was when `save` was called, whatever is written to the state from then on (but by a direct
+    read that was in flight already: wait for it first). Files are ordinary
     torch checkpoints, ``step-00000012.pt``, that every `torch.load` reads; the link ``latest``
     leads to the one that was completed last.
 
@@ -119,7 +120,8 @@ class Checkpointer(ClosingWork):
             old run's directory would overwrite that one's checkpoints. Saves after it go by the
             order of saving, whatever their steps.
         read_only: Restore only, from a directory that need not be writable, that another one saves
-            into, or that is not there yet. Nothing is made, locked or removed; saves are refused.
+            into, or that is not there yet. Nothing is made or removed there, and the directory's
+            lock is left alone; saves are refused.
 
     Raises:
         TypeError, ValueError: A parameter is none of these.

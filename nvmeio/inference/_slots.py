@@ -298,9 +298,9 @@ class SlotPools:
             self._work_used = _not_done(self._work_used) + marks
 
     def settle(self) -> None:
-        """Wait until nothing on the device is at work with weights; never raises.
+        """Wait until nothing on the device is at work with weights.
 
-        Streams that use what stays tell nobody.
+        Streams that use what stays tell nobody. A device that failed is not told of here.
         """
         if self._copies is not None:
             with contextlib.suppress(RuntimeError):  # a device that failed computes no more

@@ -156,7 +156,7 @@ class Ranks:
         return exchange
 
     def drop(self) -> None:
-        """Nobody has taken the connection, and nobody will. Never raises."""
+        """Nobody has taken the connection, and nobody will; see `Exchange.end`."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.end(False)

@@ -159,7 +159,7 @@ class TensorParallel:
         return found
 
     def end(self) -> None:
-        """Leave the group: whoever waits for this rank, raises. Never raises."""
+        """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""
         self._ending()
 
 

@@ -104,11 +104,11 @@ class _InDirectory:
 class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     """Writes distributed checkpoints through nvmeio, for `dcp.save` and `dcp.async_save`.
 
-    Each rank writes its tensors straight from their memory, with direct I/O, into files whose large
-    tensors lie on page boundaries, computing the CRC-32 of every record on the way. A file is made
-    durable, then renamed; ``.metadata`` comes last, in the same way. So a checkpoint that is there
-    is whole, and one that is saved over another takes its place at once: until then the old one is
-    untouched, whatever happens.
+    Each rank writes its tensors with direct I/O, with no copy of them made first, into files whose
+    large tensors lie on page boundaries, computing the CRC-32 of every record on the way. A file is
+    made durable, then renamed; ``.metadata`` comes last, in the same way. So a checkpoint that is
+    there is whole, and one that is saved over another takes its place at once: until then the old
+    one is untouched, whatever happens.
 
     Args:
         path: The directory of the checkpoint; made if it is missing, with those above it, as

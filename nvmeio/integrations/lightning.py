@@ -1,7 +1,7 @@
 """Lightning checkpoints through nvmeio: a `CheckpointIO` plugin, and one that saves meanwhile.
 
     Trainer(plugins=[NvmeCheckpointIO()])
-    Trainer(callbacks=[NvmeModelCheckpoint(...)])  # meanwhile, without a copy of the optimizers'
+    Trainer(callbacks=[NvmeModelCheckpoint(...)])  # while training goes on
 
 Works with `lightning` and with `pytorch_lightning`, whichever the Trainer comes from. Files are
 ordinary Lightning checkpoints: with or without the plugin, each reads what the other wrote.

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program
-from support import random_tensor
+from support import HeldEngine, random_tensor
 
 from nvmeio import AioHandle
 from nvmeio._blocks import catalog
@@ -106,6 +106,19 @@ def test_what_cannot_be_a_block_is_refused(tmp_path: Path, handle: AioHandle) ->
             BlockStore(tmp_path, "kv", *sizes, handle=handle)
     with pytest.raises(ValueError, match="no name"):
         BlockStore(tmp_path, "../kv", 10, 1 << 20, handle=handle)
+
+
+def test_whoever_begins_something_does_not_wait_for_the_drive(tmp_path: Path) -> None:
+    engine = HeldEngine()
+    with AioHandle(engine=engine) as held, opened(tmp_path, held) as store:
+        answers: list[list[bool]] = []
+        blocks = [block(seed) for seed in range(6)]
+        store.begin_store([str(seed) for seed in range(6)], blocks, answers.append)
+        engine.wait_until_begun(1)
+        assert answers == []
+        engine.gate.set()
+        store.drain()
+        assert answers == [[True] * 6]
 
 
 def test_in_the_background(tmp_path: Path, handle: AioHandle) -> None:

@@ -213,6 +213,13 @@ def test_one_that_only_restores_does_nothing_to_the_directory(new: Any, director
             writer.save_sync(state_of(1), 1)
             writer.wait_sync()
             assert_same(reader.restore(), state_of(1))
+        # A killed writer's, which the next one that saves removes
+        (directory / ".step-00000002.pt.1-aa.nvmeio-tmp").write_bytes(b"half")
+        before = names(directory)
+        assert_same(reader.restore(), state_of(1))
+        with new() as writer:  # the lock is free
+            assert names(directory) == before
         with pytest.raises(ValueError, match="read_only=True"):
             reader.save_sync(state_of(2), 2)
         assert reader.steps() == [1]
+    assert names(directory) == before

@@ -169,6 +169,13 @@ def test_an_error_in_the_with_statement_discards(path: Path) -> None:
     assert path.read_bytes() == b"old" and names_in(path.parent) == [path.name]
 
 
+def test_what_is_committed_cannot_be_discarded(path: Path) -> None:
+    writer = nvmeio.FastFileWriter(path)
+    torch.save({"a": 1}, writer)
+    writer.discard()
+    assert torch.load(path) == {"a": 1} and names_in(path.parent) == [path.name]
+
+
 def test_an_interrupted_save_gives_its_memory_back(path: Path) -> None:
     """torch's writer never lets go of the traceback of an interrupt within `write`."""
     state = {"weights": noise(1 << 20)}

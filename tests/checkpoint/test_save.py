@@ -178,6 +178,31 @@ def test_an_object_that_saves_within_its_pickle(path: Path) -> None:
     assert_same(nvmeio.load(path, weights_only=False), wanted)
 
 
+def test_nothing_of_torch_that_saves_or_loads_is_patched() -> None:
+    found = run_python(
+        """
+        import os, pickle, tempfile, torch
+        modules = (pickle, torch.serialization, torch.storage, torch._weights_only_unpickler)
+        before = [(module, dict(vars(module))) for module in modules]
+        classes = [(kind, dict(vars(kind))) for kind in (torch.storage.TypedStorage, torch.Tensor)]
+        save, load = torch.save, torch.load
+        import nvmeio
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            path = os.path.join(folder, "a.pt")
+            nvmeio.save({"a": torch.ones(5), "b": torch.nn.Linear(2, 2).state_dict()}, path)
+            nvmeio.load(path)
+            with nvmeio.Checkpointer(os.path.join(folder, "many")) as checkpointer:
+                checkpointer.save_sync({"a": torch.ones(99999)}, 1)
+        assert (torch.save, torch.load) == (save, load)
+        for owner, names in before + classes:
+            changed = [name for name, what in names.items() if vars(owner).get(name) is not what]
+            assert not changed, (owner, changed)
+        """,
+        fresh=True,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_torch_is_left_as_it_was(path: Path) -> None:
     from torch.utils.serialization import config
 

@@ -21,7 +21,7 @@ import torch
 from checkpoint._checkpointers import file_of, large_state, names
 from checkpoint._objects import assert_same
 from faults._support import MIB
-from support import HeldEngine, needs_protection, run_python, spin_until, thread
+from support import PATIENCE_S, HeldEngine, needs_protection, run_python, spin_until, thread
 
 import nvmeio
 from nvmeio._formats import torch_writing
@@ -264,11 +264,24 @@ def test_the_weights_of_a_swapped_optimizer(
 
 
 def test_a_write_behind_the_reader_costs_nothing(new: Any, training: Training) -> None:
+    read, go_on = threading.Event(), threading.Event()
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == total:
+            read.set()
+            assert go_on.wait(PATIENCE_S)
+
     checkpointer = new()
-    checkpointer.save_sync(training.state(), 1)
-    done = checkpointer.wait_sync()
+    training.backward()
+    state = training.state()
+    wanted = copy.deepcopy(state)
+    checkpointer.save_sync(state, 1, progress=progress)
+    assert read.wait(PATIENCE_S)
     training.optimizer.step()
-    assert done.moved_bytes == 0 and done.step_held_s == 0
+    go_on.set()
+    done = checkpointer.wait_sync()
+    assert done.moved_bytes == 0 and done.step_held_s == 0 < done.protected_bytes
+    check(checkpointer, 1, wanted)
 
 
 def test_the_file_is_that_of_a_save_with_a_copy(new: Any, directory: Path) -> None:

@@ -165,6 +165,24 @@ def test_names_are_local_paths(tmp_path: Path) -> None:
     assert not fs.exists(url(tmp_path / "folder"))
 
 
+def test_a_file_that_is_moved_is_renamed_and_its_names_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = files.NvmeFileSystem()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "one").write_bytes(b"1")
+    number, synchronised = (tmp_path / "one").stat().st_ino, []
+
+    def sync(folder: str) -> None:
+        assert not (tmp_path / "one").exists()  # it is behind the rename
+        synchronised.append(folder)
+
+    monkeypatch.setattr(files, "sync_directory", sync)
+    fs.mv(url(tmp_path / "one"), url(tmp_path / "new" / "two"))
+    assert (tmp_path / "new" / "two").stat().st_ino == number
+    assert sorted(synchronised) == [str(tmp_path), str(tmp_path / "new")]
+
+
 def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
     state = {"w": torch.randn(800, 900), "b": torch.randn(3)}
     with fsspec.open(url(tmp_path / "state.pt"), "wb") as file:
