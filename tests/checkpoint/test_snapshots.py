@@ -318,7 +318,7 @@ def test_views_tied_weights_and_odd_places(
     assert loaded["again"].data_ptr() == loaded["whole"].data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["shared", "mapped", "numpy's", "small"])
+@pytest.mark.parametrize("kind", ["shared", "mapped", "numpy's", "seen by numpy", "small"])
 def test_memory_that_others_may_write_to_is_copied(kind: str, new: Any, tmp_path: Path) -> None:
     """The kernel stops the threads of this process, and for its own memory alone."""
     numel = 300_000
@@ -330,6 +330,8 @@ def test_memory_that_others_may_write_to_is_copied(kind: str, new: Any, tmp_path
         tensor = torch.from_file(str(tmp_path / "mapped"), shared=True, size=numel)
     elif kind == "numpy's":
         tensor = torch.from_numpy(tensor.numpy().copy())
+    elif kind == "seen by numpy":
+        tensor.numpy()
     else:
         tensor = tensor[:3000].clone()
     checkpointer = new()
