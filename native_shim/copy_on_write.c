@@ -30,6 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -38,6 +39,7 @@
  * 0.4 s with 2 MiB (0.08 s without protection); and huge pages stay whole. */
 #define CELL ((uint64_t)2 << 20)
 #define MOST_HANDLERS 4
+#define GET_MEMORY_MERGE 68 /* linux/prctl.h, since Linux 6.4 */
 
 /* --- linux/userfaultfd.h -------------------------------------------------------------------- */
 
@@ -110,11 +112,9 @@ static unsigned generation;
 
 /* --- forks ---------------------------------------------------------------------------------- */
 
-static void before_fork(void) { pthread_mutex_lock(&mutex); }
-
-static void after_fork_in_parent(void) { pthread_mutex_unlock(&mutex); }
-
-/* The child's memory is what the parent's was at the fork, and nothing of it is protected. */
+/* The child's memory is what the parent's was at the fork, and nothing of it is protected. Nothing is
+ * locked before the fork: another library's handler may wait there for a thread that writes, which
+ * waits for ours. So what the parent's threads were changing may be half done: it is all made anew. */
 static void after_fork_in_child(void) {
   if (descriptor >= 0) close(descriptor);
   descriptor = -1;
@@ -122,12 +122,12 @@ static void after_fork_in_child(void) {
   snapshots = NULL;
   atomic_store(&active, 0);
   generation++;
-  pthread_cond_init(&changed, NULL); /* the parent's handlers may have waited */
-  pthread_mutex_unlock(&mutex);
+  pthread_mutex_init(&mutex, NULL);
+  pthread_cond_init(&changed, NULL);
 }
 
 __attribute__((constructor)) static void watch_forks(void) {
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  pthread_atfork(NULL, NULL, after_fork_in_child);
 }
 
 /* --- the kernel's calls ---------------------------------------------------------------------- */
@@ -146,6 +146,8 @@ static void lift(uint64_t low, uint64_t high) {
 
 static int open_descriptor(int which) {
   int fd = -1;
+  /* KSM (mm/ksm.c, replace_page) forgets the protection of a page that it merges. */
+  if (prctl(GET_MEMORY_MERGE, 0, 0, 0, 0) == 1) return -ENOTUNIQ;
   if (which == NV_SNAPSHOT_DEVICE) {
     int device = open("/dev/userfaultfd", O_RDWR | O_CLOEXEC);
     if (device < 0) return -errno;
@@ -199,16 +201,20 @@ static nv_area *first_area(const nv_snapshot *snapshot, uint64_t address) {
   return snapshot->areas + from;
 }
 
-/* With the mutex held: what protects an address. */
-static nv_area *protector(uint64_t address, nv_snapshot **owner) {
+/* With the mutex held: the first protected address in [*address, end), and what protects it. */
+static nv_area *protector(uint64_t *address, uint64_t end, nv_snapshot **owner) {
+  nv_area *found = NULL;
+  uint64_t first = end;
   for (nv_snapshot *each = snapshots; each; each = each->next) {
-    nv_area *area = first_area(each, address);
-    if (area < each->areas + each->count && area->low <= address && address < area->high) {
-      *owner = each;
-      return area;
-    }
+    nv_area *area = first_area(each, *address), *last = each->areas + each->count;
+    if (area < last && area->high <= *address) area++; /* behind its whole pages */
+    if (area == last || area->low >= first) continue;
+    found = area;
+    *owner = each;
+    first = area->low > *address ? area->low : *address;
   }
-  return NULL;
+  *address = first;
+  return found;
 }
 
 /* --- what was copied aside ------------------------------------------------------------------- */
@@ -309,9 +315,10 @@ static void *handle_faults(void *unused) {
     if (n != sizeof message || message.event != EVENT_FAULT) continue;
     nv_snapshot *snapshot = NULL;
     pthread_mutex_lock(&mutex);
-    nv_area *area = protector(message.address, &snapshot);
+    uint64_t at = message.address;
+    nv_area *area = protector(&at, at + 1, &snapshot);
     if (area) {
-      give_up(snapshot, area, cell_at(area, message.address));
+      give_up(snapshot, area, cell_at(area, at));
     } else { /* the snapshot has ended. Nobody else may protect it meanwhile: with the mutex */
       uint64_t page = message.address / PAGE * PAGE;
       lift(page, page + PAGE);
@@ -423,10 +430,12 @@ nv_snapshot *nv_snapshot_new(uint32_t count, const uint64_t *addresses, const ui
 }
 
 int nv_snapshot_protect(nv_snapshot *snapshot, uint64_t arena, uint64_t arena_nbytes) {
-  snapshot->arena = (char *)(uintptr_t)arena;
-  snapshot->arena_nbytes = arena_nbytes;
   snapshot->free_cells = calloc(arena_nbytes / CELL + 1, sizeof *snapshot->free_cells);
   int failure = snapshot->free_cells ? 0 : -ENOMEM;
+  pthread_mutex_lock(&mutex); /* a fault of the snapshot before may still be served */
+  snapshot->arena = (char *)(uintptr_t)arena;
+  snapshot->arena_nbytes = arena_nbytes;
+  pthread_mutex_unlock(&mutex);
   for (nv_area *area = snapshot->areas; area < snapshot->areas + snapshot->count; area++) {
     if (!failure) failure = protect(area->low, area->high);
     if (failure) break;
@@ -438,13 +447,19 @@ int nv_snapshot_protect(nv_snapshot *snapshot, uint64_t arena, uint64_t arena_nb
   return failure;
 }
 
-void nv_snapshot_end(nv_snapshot *snapshot) {
-  pthread_mutex_lock(&mutex);
+/* With the mutex held: what leads to a snapshot; to NULL where it has ended, or is the parent's of
+ * this forked process. */
+static nv_snapshot **place_of(const nv_snapshot *snapshot) {
   nv_snapshot **at = &snapshots;
   while (*at && *at != snapshot) at = &(*at)->next;
-  if (*at) { /* else it has ended, or is the parent's of this forked process */
-    while (snapshot->busy) pthread_cond_wait(&changed, &mutex);
-    for (at = &snapshots; *at != snapshot;) at = &(*at)->next;
+  return at;
+}
+
+void nv_snapshot_end(nv_snapshot *snapshot) {
+  pthread_mutex_lock(&mutex);
+  nv_snapshot **at;
+  while (*(at = place_of(snapshot)) && snapshot->busy) pthread_cond_wait(&changed, &mutex);
+  if (*at) { /* else somebody else has ended it meanwhile */
     *at = snapshot->next;
     atomic_fetch_sub(&active, 1);
     for (uint32_t i = 0; i < snapshot->count; i++) { /* which lifts, and wakes whoever waits */
@@ -562,21 +577,18 @@ int nv_snapshot_read(nv_snapshot *snapshot, uint64_t address, uint64_t nbytes, u
 void nv_snapshot_give_up(uint64_t address, uint64_t nbytes) {
   if (!atomic_load_explicit(&active, memory_order_relaxed)) return;
   uint64_t end = address + nbytes;
+  nv_snapshot *snapshot = NULL;
+  nv_area *area;
   pthread_mutex_lock(&mutex);
-  while (address < end) {
-    nv_snapshot *snapshot = NULL;
-    nv_area *area = protector(address, &snapshot);
-    if (area) {
-      uint64_t cell = cell_at(area, address);
-      while (area && area->states[cell] <= COPYING) { /* another thread's copy: until it is there */
-        if (area->states[cell] == LIVE)
-          give_up(snapshot, area, cell);
-        else
-          pthread_cond_wait(&changed, &mutex);
-        area = protector(address, &snapshot);
-      }
+  while ((area = protector(&address, end, &snapshot))) {
+    uint64_t low, high, cell = cell_at(area, address);
+    bounds(area, cell, &low, &high);
+    if (area->states[cell] == COPYING) { /* another thread's copy: until it is there */
+      pthread_cond_wait(&changed, &mutex);
+    } else { /* whoever has copied it may not have lifted its protection yet */
+      give_up(snapshot, area, cell);
+      address = high;
     }
-    address = (address / CELL + 1) * CELL;
   }
   pthread_mutex_unlock(&mutex);
 }

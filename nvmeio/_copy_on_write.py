@@ -44,6 +44,12 @@ _WAYS = (
     ("user", lib.NV_SNAPSHOT_USER_MODE, "userfaultfd for programs alone"),
 )
 
+_WHY = {
+    errno.EOPNOTSUPP: "this kernel lacks a feature of it",
+    errno.ENOTUNIQ: "the kernel merges equal pages of this process (KSM, PR_SET_MEMORY_MERGE; "
+    "systemd: MemoryKSM=no), and forgets their protection",
+}
+
 HOW_TO_ALLOW = (
     "allow it by `sysctl vm.unprivileged_userfaultfd=1`, by access to /dev/userfaultfd (such as "
     "`chmod 666`), or by CAP_SYS_PTRACE; in a container by a seccomp profile with userfaultfd"
@@ -88,8 +94,7 @@ def _support(_pid: int) -> Support:  # a forked child needs a descriptor of its 
         opened = lib.nv_snapshot_open(which)
         if opened >= 0:
             return Support(kind, tuple(attempts))
-        why = "this kernel lacks a feature of it" if opened == -errno.EOPNOTSUPP else ""
-        attempts.append((name, why or os.strerror(-opened)))
+        attempts.append((name, _WHY.get(-opened) or os.strerror(-opened)))
     return Support("none", tuple(attempts))
 
 

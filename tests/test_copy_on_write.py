@@ -295,6 +295,71 @@ def test_a_forked_child_is_free_and_its_parent_exact() -> None:
     assert torch.equal(read(protection, tensor), before)
 
 
+def test_a_fork_that_waits_for_a_writer() -> None:
+    """Before a fork other libraries wait for their threads (OpenBLAS does); it waited for ever."""
+    found = run_python(
+        """
+        import ctypes, os, threading, torch
+        tensor = torch.ones(2 << 20)
+        forking, written = threading.Event(), threading.Event()
+
+        @ctypes.CFUNCTYPE(None)
+        def before_fork():
+            forking.set()
+            print("written" if written.wait(60) else "the writer is held")
+
+        ctypes.CDLL(None).__register_atfork(before_fork, None, None, None)
+        from nvmeio._copy_on_write import WriteProtection
+        protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], "/tmp")
+        assert protection.protect(None)
+
+        def write():
+            forking.wait(60)
+            ctypes.memset(tensor.data_ptr() + 8192, 1, 10)
+            written.set()
+
+        threading.Thread(target=write, daemon=True).start()
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """,
+        fresh=True,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "written\n", "")
+
+
+def test_several_threads_end_it_beside_writers() -> None:
+    """Those that waited for a handler looked for what the first of them had removed: SIGSEGV."""
+    found = run_python(
+        """
+        import ctypes, threading, torch
+        from nvmeio._copy_on_write import WriteProtection
+        for _ in range(100):
+            tensor = torch.ones(4 << 20, dtype=torch.uint8)
+            protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], "/tmp")
+            assert protection.protect(None)
+            start = threading.Barrier(5)
+
+            def write(at):
+                start.wait(60)
+                ctypes.memset(tensor.data_ptr() + at, 1, 1)
+
+            def end():
+                start.wait(60)
+                protection.end()
+
+            threads = [threading.Thread(target=write, args=(at,)) for at in (100_000, 3_000_000)]
+            threads += [threading.Thread(target=end) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        """
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
 def test_a_program_that_ends_in_the_middle() -> None:
     found = run_python(
         """
@@ -347,6 +412,50 @@ def test_where_only_programs_faults_are_served() -> None:
         NVMEIO_USERFAULTFD="user",
     )
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_what_is_given_up_begins_anywhere() -> None:
+    """Protected memory behind the first address, in the same 2 MiB, was left out: EFAULT."""
+    found = run_python(
+        """
+        import os, torch
+        from nvmeio import _copy_on_write
+        from nvmeio._copy_on_write import WriteProtection
+        small, large = torch.ones(5 << 20, dtype=torch.uint8).split([1 << 20, 4 << 20])
+        before = large.clone()
+        ranges = [(large.data_ptr() + at, 300_000) for at in range(0, 4 << 20, 400_000)]
+        protection = WriteProtection(ranges, ".")
+        assert all(protection.taken) and protection.protect(None)
+        _copy_on_write.give_up(small.data_ptr(), 5 << 20)
+        with open("/dev/zero", "rb") as zeros:
+            assert os.readv(zeros.fileno(), [small.numpy(), large.numpy()]) == 5 << 20
+        copy = torch.empty(300_000, dtype=torch.uint8)
+        for address, nbytes in ranges:
+            protection.read(address, nbytes, copy.data_ptr(), None)
+            assert (copy == 1).all()
+        """,
+        fresh=True,
+        NVMEIO_USERFAULTFD="user",
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_memory_that_the_kernel_merges_is_not_protected() -> None:
+    """Where KSM puts a page into the place of an equal one, Linux forgets the protection."""
+    found = run_python(
+        """
+        import ctypes
+        merge = ctypes.CDLL(None).prctl(67, 1, 0, 0, 0)  # PR_SET_MEMORY_MERGE
+        from nvmeio import _copy_on_write
+        print(_copy_on_write.support().kind if merge == 0 else "cannot merge")
+        print(_copy_on_write.support().reason)
+        """,
+        fresh=True,
+    )
+    if "cannot merge" in found.stdout:
+        pytest.skip("this process may not ask for merging")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("none\n") and "KSM" in found.stdout
 
 
 def test_where_nothing_is_allowed() -> None:
