@@ -280,6 +280,7 @@ class Job(Generic[Value]):
     def _fail(self, error: BaseException) -> None:
         if self._claim.acquire(False):
             self._error = error
+            self._work = None  # and with it what it would have worked on
             self._end()
 
     def _end(self) -> None:

@@ -12,8 +12,9 @@ the kernel does not stop.
 from __future__ import annotations
 
 import errno
+import os
+import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from nvmeio import _holds, _memory_system, buffers
 from nvmeio._copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtection, whole_pages
@@ -77,10 +78,10 @@ class Protected:
         large.sort(key=lambda index: spans[index][1] - spans[index][2])  # the largest first
         large = sorted(large[:MOST_RANGES])
         # `resize_` and `share_memory_` free the memory: refused to everybody until the end.
-        self._storages = [tensor_of(spans[index][0]).untyped_storage() for index in large]
-        self._held, unheld = _holds.hold_all(self._storages)
-        for storage in self._storages:
-            _in_snapshots[storage._cdata] = self
+        storages = [tensor_of(spans[index][0]).untyped_storage() for index in large]
+        self._storages = {storage._cdata: storage for storage in storages}
+        _in_use[id(self)] = self
+        self._held, unheld = _holds.hold_all(storages)
         kept = [
             index
             for place, index in enumerate(large)
@@ -134,9 +135,7 @@ class Protected:
     def end(self) -> None:
         """Nobody reads it any more: its owner may do with it what he likes. Idempotent."""
         self._protection.end()
-        for storage in self._storages:
-            _in_snapshots.pop(storage._cdata, None)
-        self._storages = []
+        self._storages = {}
         held, self._held = self._held, None
         _holds.end(held)
 
@@ -149,6 +148,10 @@ class Protected:
     def held_s(self) -> float:
         """How long those who wrote were stopped, together, in seconds."""
         return self._protection.held_s
+
+    def uses(self, cdata: int) -> bool:
+        """Whether the memory of a storage, by its ``_cdata``, is to stay where it is."""
+        return cdata in self._storages
 
     def __repr__(self) -> str:
         return f"<a save into {self._directory}>"
@@ -190,5 +193,14 @@ def _memory_of(span: RecordSpan) -> tuple[int, int]:
     return tensor_of(record).data_ptr() + low - record.offset, high - low
 
 
-_in_snapshots: dict[int, Any] = {}  # by the storage's `_cdata`
-_holds.refuse_sharing(_in_snapshots.get)
+# By their own numbers: several may be in one storage. Whoever is dropped has ended.
+_in_use: weakref.WeakValueDictionary[int, Protected] = weakref.WeakValueDictionary()
+
+
+def _user_of(cdata: int) -> Protected | None:
+    users = (refer() for refer in _in_use.valuerefs())
+    return next((user for user in users if user is not None and user.uses(cdata)), None)
+
+
+_holds.refuse_sharing(_user_of)
+os.register_at_fork(after_in_child=_in_use.clear)  # its parent's

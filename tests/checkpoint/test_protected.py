@@ -1,0 +1,75 @@
+"""`Protected`: what is left where it lies, and stays there until the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from support import needs_protection
+
+from nvmeio._formats.torch_layout import StorageRecord
+from nvmeio.checkpoint import _protected
+from nvmeio.checkpoint._protected import AsideMemory, Protected
+from nvmeio.checkpoint._spans import RecordSpan
+
+pytestmark = needs_protection
+
+
+def span_of(tensor: torch.Tensor) -> RecordSpan:
+    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return StorageRecord("tensor", 0, data.nbytes, data, ()), 0, data.nbytes
+
+
+def begun(tensor: torch.Tensor) -> Protected:
+    protected = Protected([span_of(tensor)], "/tmp")
+    assert protected.begin(AsideMemory(), None)
+    return protected
+
+
+def test_the_end_of_a_second_snapshot_frees_no_memory_of_the_first() -> None:
+    """`share_memory_` moved the storage then, and the first read what others had made of it."""
+    tensor = torch.ones(1 << 20)
+    first = begun(tensor)
+    second = begun(tensor)
+    assert (first.taken, second.taken) == ([0], [])
+    second.end()
+    with pytest.raises(RuntimeError, match="cannot move a storage to shared memory"):
+        tensor.share_memory_()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+    first.end()
+    tensor.share_memory_()
+
+
+def test_one_that_cannot_be_made_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its storages could never be resized or shared again."""
+    tensor = torch.ones(1 << 20)
+
+    def refuse(*_: object) -> Any:
+        raise MemoryError("no memory for a snapshot's tables")
+
+    monkeypatch.setattr(_protected, "WriteProtection", refuse)
+    with pytest.raises(MemoryError, match="no memory for a snapshot's tables"):
+        Protected([span_of(tensor)], "/tmp")
+    gc.collect()
+    assert tensor.untyped_storage().resizable()
+    tensor.share_memory_()
+
+
+def test_a_forked_child_may_share_its_memory() -> None:
+    """It was refused there for ever, for a save of the parent's."""
+    tensor = torch.ones(1 << 20)
+    protected = begun(tensor)
+    child = os.fork()
+    if child == 0:
+        try:
+            # Not `share_memory_`, which copies by torch's threads: they are the parent's.
+            user = _protected._user_of(tensor.untyped_storage()._cdata)
+            os._exit(0 if user is None and tensor.untyped_storage().resizable() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    protected.end()
