@@ -38,7 +38,8 @@ def snapshot(state: State) -> FrozenState[State]:
 
     Large tensors in host memory are write-protected, not copied, where the kernel allows that
     (see `Checkpointer`); a thread copies them beside what the program does next, and what
-    somebody writes to before that is copied first. Everything else is copied before this returns.
+    somebody writes to before that is copied first. Everything else is copied before this returns:
+    small tensors, Parameters (take a ``state_dict``), subclasses, objects.
 
     Args:
         state: Tensors in dicts, lists and tuples, or anything else that `copy.deepcopy` takes.
@@ -64,17 +65,16 @@ class FrozenState(Generic[State]):
     """
 
     def __init__(self, state: State) -> None:
-        protected, spans = _protectable(state)
+        known: dict[Any, Any] = {}  # to deepcopy: what it has copied
+        protected, spans = _protectable(state, known)
         self.protected_bytes = 0
         try:
             copies = [_empty_like(span) for span in spans]
             # deepcopy is told of these as if it had copied them; they are filled below.
-            known: dict[Any, Any] = {
-                "torch": {
-                    _storage_of(span)._cdata: each.untyped_storage()
-                    for span, each in zip(spans, copies, strict=True)
-                }
-            }
+            known.setdefault("torch", {}).update(
+                (_storage_of(span)._cdata, each.untyped_storage())
+                for span, each in zip(spans, copies, strict=True)
+            )
             self._state = copy.deepcopy(state, known)
             if spans and protected.begin(AsideMemory(), None):
                 self.protected_bytes = protected.nbytes
@@ -82,10 +82,10 @@ class FrozenState(Generic[State]):
                 for (record, _, _), each in zip(spans, copies, strict=True):
                     each.copy_(tensor_of(record))
                 spans = []
+            self._copying = UnderWay(lambda: _fill(protected, spans, copies), lambda: None)
         except BaseException:
             protected.end()
             raise
-        self._copying = UnderWay(lambda: _fill(protected, spans, copies), lambda: None)
 
     def done(self) -> bool:
         """Whether all of it is there."""
@@ -128,15 +128,19 @@ class FrozenState(Generic[State]):
         return f"<nvmeio.FrozenState {doing}, {self.protected_bytes} bytes were protected>"
 
 
-def _protectable(state: object) -> tuple[Protected, list[RecordSpan]]:
-    """What of a state's storages can be protected, as a file's spans; none is before `begin`."""
+def _protectable(state: object, known: dict[Any, Any]) -> tuple[Protected, list[RecordSpan]]:
+    """What of a state's storages can be protected, as a file's spans; none is before `begin`.
+
+    Everything else is copied here, and noted in `known`: what says itself how it is copied
+    (`__deepcopy__`) may look at the bytes of its copies, which have to be there.
+    """
     leaves = _pytree.tree_leaves(state) if support().kind == "any" else []
+    copy.deepcopy([leaf for leaf in leaves if not _is_plain(leaf)], known)
+    copied = known.get("torch", {})
     storages = {
         leaf.untyped_storage()._cdata: leaf.untyped_storage()
         for leaf in leaves
-        if type(leaf) in (torch.Tensor, torch.nn.Parameter)
-        and leaf.is_cpu
-        and leaf.layout is torch.strided
+        if _is_plain(leaf) and leaf.untyped_storage()._cdata not in copied
     }
     spans: list[RecordSpan] = []
     end = 0
@@ -147,6 +151,16 @@ def _protectable(state: object) -> tuple[Protected, list[RecordSpan]]:
         end = round_up(record.end, PAGE_BYTES)
     protected = Protected(spans, tempfile.gettempdir())
     return protected, [spans[index] for index in protected.taken]
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether deepcopy copies the storage of a tensor, and looks at no byte of it."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.is_cpu
+        and leaf.layout is torch.strided
+        and not (leaf.is_nested or leaf.is_conj() or leaf.is_neg() or vars(leaf))
+    )
 
 
 def _fill(protected: Protected, spans: list[RecordSpan], copies: list[torch.Tensor]) -> None:

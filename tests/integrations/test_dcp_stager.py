@@ -448,3 +448,44 @@ def test_shards_of_fsdp_are_saved_as_they_were(world: int, tmp_path: Path) -> No
     program = Path(__file__).parent / "_dcp_stager_rank.py"
     ended = run_ranks(program, world, tmp_path, "save_staged", "load_fsdp")
     assert [status for status, _ in ended] == [0] * world, "\n".join(out for _, out in ended)
+
+
+@needs_protection
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda staged: staged.copy()["a"],
+        lambda staged: (staged | {})["a"],
+        lambda staged: ({} | staged)["a"],
+        lambda staged: dict(staged)["a"],
+        lambda staged: {**staged}["a"],
+        lambda staged: staged.pop("a"),
+        lambda staged: staged.popitem()[1],
+        lambda staged: staged.setdefault("a"),
+    ],
+    ids=["copy", "or", "ror", "dict", "unpacked", "pop", "popitem", "setdefault"],
+)
+def test_whoever_looks_waits_for_the_bytes(
+    look: Callable[[Any], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several ways to a value did not wait, and had zeros."""
+    began, gate, fill = threading.Event(), threading.Event(), frozen._fill
+
+    def late(*given: Any) -> None:
+        assert gate.wait(PATIENCE_S)
+        fill(*given)
+
+    monkeypatch.setattr(frozen, "_fill", late)
+    tensor = torch.ones(SIDE, SIDE)
+    staged = SnapshotStager().stage({"a": tensor})
+
+    def found() -> bool:
+        began.set()
+        return bool((look(staged) == 1).all())
+
+    with thread(found) as values:
+        assert began.wait(PATIENCE_S)
+        for _ in range(100):
+            os.sched_yield()
+        gate.set()
+    assert values == [True]

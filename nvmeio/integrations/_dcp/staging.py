@@ -114,6 +114,28 @@ class Staged(dict[str, Any]):
         self._frozen.result()
         return super().__iter__()
 
+    def copy(self) -> dict[str, Any]:
+        """As `items`."""
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As ``[key]``."""
+        self._frozen.result()
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        """As `items`."""
+        self._frozen.result()
+        return super().popitem()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As ``[key]``."""
+        self._frozen.result()
+        return super().setdefault(key, default)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "this is copied in this process's memory, so no other process can save it: use "
