@@ -20,7 +20,7 @@ import pytest
 import torch
 from checkpoint._checkpointers import file_of, large_state, names
 from checkpoint._objects import assert_same
-from faults._support import MIB
+from faults._support import MIB, mounted
 from support import PATIENCE_S, HeldEngine, needs_protection, run_python, spin_until, thread
 
 import nvmeio
@@ -193,6 +193,11 @@ def compiled_step(training: Training) -> None:
     torch.compile(training.optimizer.step, backend="eager")()
 
 
+def compiled_graph(training: Training) -> None:
+    training.backward()
+    torch.compile(training.optimizer.step, backend="aot_eager")()
+
+
 def average_of_all(training: Training) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(training.model)
     averaged.update_parameters(training.model)
@@ -220,6 +225,7 @@ def scaled_step(training: Training) -> None:
         restored_state,
         other_memory,
         compiled_step,
+        compiled_graph,
         average_of_all,
         scaled_step,
     ],
@@ -344,6 +350,46 @@ def test_memory_that_others_may_write_to_is_copied(kind: str, new: Any, tmp_path
     check(checkpointer, 1, wanted)
 
 
+def test_page_locked_memory_is_copied(new: Any) -> None:
+    """A device may write there, whom the kernel does not stop."""
+    tensor = nvmeio.empty_pinned(300_000)
+    tensor.fill_(3)
+    checkpointer = new()
+    report = checkpointer.save_sync({"a": tensor}, 1)
+    wanted = {"a": tensor.clone()}
+    tensor.zero_()
+    assert (report.protected_bytes, report.copied_bytes) == (0, tensor.nbytes)
+    checkpointer.wait_sync()
+    check(checkpointer, 1, wanted)
+
+
+class Named(torch.Tensor):
+    """A tensor that has a type of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["strided", "jagged", "subclass"])
+def test_tensors_of_other_kinds(
+    kind: str, held: nvmeio.Checkpointer, engine_held: HeldEngine
+) -> None:
+    rows = [torch.full((300, 500), 1.0), torch.full((400, 500), 2.0)]
+    if kind == "subclass":
+        tensor: torch.Tensor = torch.cat(rows).as_subclass(Named)
+        write: Callable[[], object] = tensor.zero_
+    else:
+        tensor = torch.nested.nested_tensor(rows, layout=getattr(torch, kind))
+        write = tensor.values().zero_
+    report = held.save_sync({"a": tensor}, 1)
+    assert report.protected_bytes == 4 * 700 * 500
+    write()
+    engine_held.gate.set()
+    held.wait_sync()
+    loaded = torch.load(file_of(Path(held.directory), 1), weights_only=False)["a"]
+    assert type(loaded) is type(tensor)
+    parts = loaded.split([300, 400]) if kind == "subclass" else loaded.unbind()
+    assert all(torch.equal(part, row) for part, row in zip(parts, rows, strict=True))
+
+
 def test_two_checkpointers_save_the_same_tensors(
     held: nvmeio.Checkpointer, engine_held: HeldEngine, training: Training, tmp_path: Path
 ) -> None:
@@ -450,6 +496,31 @@ def test_no_room_at_all_fails_the_save_and_nothing_else(
     held.save_sync(state, 2)
     held.wait_sync()
     check(held, 2, state)
+
+
+def test_a_full_disk_where_copies_go(
+    new_handle: Any, engine_held: HeldEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {str(i): torch.full((MIB,), float(i)) for i in range(4)}  # of 4 MiB each
+    with (
+        mounted("tmpfs", "none", "size=24m") as folder,
+        nvmeio.Checkpointer(folder, keep=1, handle=new_handle(engine_held, block_size=MIB)) as held,
+    ):
+        with monkeypatch.context() as little:
+            little.setattr(_protected.AsideMemory, "take", lambda *_: None)
+            held.save_sync(state, 1)
+            engine_held.wait_until_begun(1)  # and has all of its room
+            for tensor in state.values():
+                tensor.add_(1)
+            engine_held.gate.set()
+            with pytest.raises(nvmeio.TransferError, match="memory_bytes") as raised:
+                held.wait_sync()
+        assert raised.value.errno == errno.ENOSPC
+        assert names(folder) == []
+        assert [int(tensor.max()) for tensor in state.values()] == [1, 2, 3, 4]
+        held.save_sync(state, 2)
+        held.wait_sync()
+        check(held, 2, state)
 
 
 # Ways
