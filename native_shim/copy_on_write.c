@@ -467,6 +467,8 @@ void nv_snapshot_end(nv_snapshot *snapshot) {
       struct range range = {area->low, area->high - area->low};
       ioctl(descriptor, UFFD_UNREGISTER, &range);
     }
+    if (snapshot->spill_fd >= 0) close(snapshot->spill_fd); /* its room is the file system's again */
+    snapshot->spill_fd = -1;
   }
   pthread_mutex_unlock(&mutex);
 }
