@@ -15,7 +15,7 @@ from torch import nn
 import nvmeio
 from nvmeio._blocks.store import BlockStore
 from nvmeio.checkpoint.background import BackgroundSaver
-from nvmeio.integrations.dcp import GuardingStager
+from nvmeio.integrations.dcp import SnapshotStager
 
 
 def made_stream(path: Path) -> Any:
@@ -64,7 +64,7 @@ def made_module(path: Path) -> Any:
 
 
 def made_stager(path: Path) -> Any:
-    return GuardingStager(torch.optim.AdamW(nn.Linear(4, 4).parameters()))
+    return SnapshotStager()
 
 
 MADE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -85,7 +85,7 @@ MADE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: BlockStore(path, "kv", 4096, 1 << 20),
         "open it with writer=False in other processes",
     ),
-    "GuardingStager": (made_stager, "make one in each process"),
+    "SnapshotStager": (made_stager, "make one in each process"),
 }
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -128,9 +129,13 @@ class CallHandle:
                 self._begun = True
 
     def close(self) -> None:
-        """`done`, and wait for it: no thread of its own handle is left."""
+        """`done`, and wait for it: no thread of its own handle is left.
+
+        Not at the interpreter's end, which may drop a call that was never finished: threads do not
+        run any more, and to wait for one would be for ever.
+        """
         self.done()
-        if self._closing is not None:
+        if self._closing is not None and not sys.is_finalizing():
             self._closing.wait()
 
     def wait(self) -> None:

@@ -97,7 +97,9 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_checkpointer(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_writing, "STAGING_BYTES", 1 << 20)  # as small as the state is here
     module, optimizer = trained
-    with nvmeio.Checkpointer(tmp_path / "saved", memory_bytes=4 << 20) as checkpointer:
+    with nvmeio.Checkpointer(
+        tmp_path / "saved", memory_bytes=4 << 20, snapshot="copy"
+    ) as checkpointer:
         checkpointer.save_sync({"warm": torch.ones(16 << 20)}, 0)  # a handle, the whole snapshot
         checkpointer.wait_sync()
         with watched() as highest:

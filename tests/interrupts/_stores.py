@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -291,9 +292,11 @@ class TierChunks(Scenario):
     def done(self, submit: Any, keys: list[bytes]) -> Any:
         self.job += 1
         submit(SimpleNamespace(job_id=self.job, keys=keys, chunk_ids=range(len(keys))))
-        self.tier.drain_jobs()
-        jobs = {result.job_id: result for result in self.tier.get_finished_jobs()}
-        return jobs[self.job].success  # of an interrupted call there may be others
+        while True:  # of an interrupted call there may be others; `drain_jobs` forgets all blocks
+            for result in self.tier.get_finished_jobs():
+                if result.job_id == self.job:
+                    return result.success
+            time.sleep(0.0005)
 
     def work(self) -> Any:
         keys = [f"{self.job}-{n}".encode() for n in range(len(self.rows))]
