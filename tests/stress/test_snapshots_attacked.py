@@ -9,7 +9,10 @@ import copy
 import ctypes
 import os
 import random
+import subprocess
+import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -158,3 +161,43 @@ def test_every_file_is_the_moment_of_its_save(trials: int, tmp_path: Path) -> No
                 with zipfile.ZipFile(path) as archive:
                     assert archive.testzip() is None
     assert moved > 0
+
+
+KILLED = """
+import sys, torch, nvmeio
+folder = sys.argv[1]
+tensors = [torch.zeros(300_000) for _ in range(16)]
+with nvmeio.Checkpointer(folder, keep=2, overwrite=True) as checkpointer:
+    step = (checkpointer.latest_step() or 0) + 1
+    while True:
+        for tensor in tensors:
+            tensor.fill_(step)
+        checkpointer.save_sync({"tensors": tensors}, step)
+        print(step, flush=True)
+        for tensor in tensors:  # whoever is first: this, or the reader
+            tensor.data[::1000] = -1.0
+        step += 1
+        checkpointer.wait_sync()
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(300, marks=LONG)])
+def test_killed_while_pages_are_copied_aside(kills: int, tmp_path: Path) -> None:
+    """Every file that has a name is of one moment."""
+    chance = random.Random()
+    root = str(Path(nvmeio.__file__).parents[1])
+    looked_at = 0
+    for _ in range(kills):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "saved")]
+        environment = {**os.environ, "PYTHONPATH": root}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+            assert process.stdout is not None
+            for _ in range(chance.randint(1, 4)):
+                process.stdout.readline()
+            time.sleep(chance.random() * 0.05)  # somewhere in a write, or in its end
+            process.kill()
+        for path in (tmp_path / "saved").glob("step-*.pt"):
+            step = float(int(path.stem.removeprefix("step-")))
+            assert all(bool((t == step).all()) for t in torch.load(path)["tensors"]), path
+            looked_at += 1
+    assert looked_at > 0
