@@ -231,10 +231,6 @@ class Job(Generic[Value]):
         """Begin it; called once."""
         start(self._run_listed if self._name else self._run, self._name, self._fail)
 
-    def run_here(self) -> None:
-        """Do it in the calling thread, in the place of `start`."""
-        self._run()
-
     def withdraw(self) -> bool:
         """Keep it from beginning; False where it has begun or ended, or was withdrawn before."""
         return self._claim.acquire(False)

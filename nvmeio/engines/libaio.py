@@ -144,13 +144,11 @@ class LibaioEngine:
         lanes = list(self._lanes)
         for lane in lanes:
             lane.join()
-        if lanes:
-            given_back = Job(functools.partial(lib.nv_engine_close, self._engine), "")
-            if self.patient:
-                given_back.run_here()
-            else:
-                self.given_back = given_back
-                given_back.start()
+        if lanes and self.patient:
+            lib.nv_engine_close(self._engine)  # here, where an interrupt is the caller's
+        elif lanes:
+            self.given_back = Job(functools.partial(lib.nv_engine_close, self._engine), "")
+            self.given_back.start()
         self._lanes.clear()
 
 
