@@ -1,8 +1,8 @@
 """nvmeio: tensors to and from files at the speed of the drive, awaited.
 
-Reading order for newcomers: `errors`, `_plan` (what goes direct), `engines.base` (the contract),
-`native_shim/lane.c` (the pump), `operation`, `_core` (who notices an end), `handle`. The map is
-docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
+Reading order for newcomers: `errors`, `_files.plan` (what goes direct), `engines.base` (the
+contract), `native_shim/lane.c` (the pump), `operation`, `_core.core` (who notices an end),
+`handle`. The map is docs/architecture.md. What stands on that begins in `checkpoint/__init__.py`,
 `inference/__init__.py`, `offload/__init__.py` and `data/__init__.py`; its names and `GdsHandle`
 (`gds.py`, `engines/cufile/`) are loaded when they are first asked for.
 """
@@ -11,7 +11,7 @@ import importlib
 import typing
 
 from nvmeio import _interpreter  # noqa: F401 - first: refuses Pythons in which torch would hang
-from nvmeio._tensor import cast_to_byte_tensor as cast_to_byte_tensor
+from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio.bound import BoundFile as BoundFile
 from nvmeio.buffers import empty_aligned as empty_aligned
 from nvmeio.buffers import empty_pinned as empty_pinned

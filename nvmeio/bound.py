@@ -7,10 +7,10 @@ from typing import NoReturn, Protocol
 
 from nvmeio import _checks
 from nvmeio._checks import OFFSET_MAX
-from nvmeio._core import Core
-from nvmeio._short import ShortWay, start_short
-from nvmeio._tensor import Data, is_simple
-from nvmeio._transfer import BOUNCE_FROM_BYTES
+from nvmeio._core.core import Core
+from nvmeio._core.short import ShortWay, start_short
+from nvmeio._core.transfers import BOUNCE_FROM_BYTES
+from nvmeio._memory.tensors import Data, is_simple
 from nvmeio.engines.base import Opcode
 from nvmeio.files import File
 from nvmeio.operation import Operation

@@ -7,8 +7,8 @@ of the device's block size can go through O_DIRECT without a copy. Direct reads 
 Page-locking adds nothing to that: Linux pins the pages of a direct transfer itself. It matters to
 copies between host and GPU only.
 
-`PinnedPool` (pool.py) reuses such memory; _memory.py has the mappings, _memory_registry.py which
-addresses they have.
+`PinnedPool` (pool.py) reuses such memory; _memory/mappings.py has the mappings,
+_memory/registry.py which addresses they have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from nvmeio import _checks, _memory, _memory_registry, _memory_system
+from nvmeio import _checks
+from nvmeio._memory import mappings, registry, system
 
 __all__ = [
     "empty_aligned",
@@ -68,7 +69,7 @@ def empty_aligned(
     """
     sizes = _sizes(shape)
     dtype = _checks.dtype("dtype", dtype)
-    mapping = _memory.Mapping(_nbytes(sizes, dtype))
+    mapping = mappings.Mapping(_nbytes(sizes, dtype))
     mapping.populate()
     return mapping.tensor(0, sizes, dtype)
 
@@ -105,7 +106,7 @@ def empty_pinned(
     """
     sizes = _sizes(shape)
     dtype = _checks.dtype("dtype", dtype)
-    mapping = _memory.Mapping(_nbytes(sizes, dtype))
+    mapping = mappings.Mapping(_nbytes(sizes, dtype))
     mapping.lock()
     mapping.populate()
     mapping.register_with_cuda()
@@ -150,7 +151,7 @@ def free_pinned(tensor: torch.Tensor) -> None:
     """
     _check_tensor(tensor)
     address = span(tensor)[0]
-    if not _memory_registry.unpin(address):
+    if not registry.unpin(address):
         raise ValueError(_why_not_freeable(tensor, address))
 
 
@@ -174,7 +175,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     _check_tensor(tensor)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
-    if _memory_registry.locked.covers(*span(tensor)):
+    if registry.locked.covers(*span(tensor)):
         return True
     # torch has pinned memory of its own only where CUDA is up; asking must not bring it up.
     cuda: Any = torch.cuda
@@ -194,7 +195,7 @@ def owns(address: int, nbytes: int) -> bool:
     Cost:
         0.3 us among 10,000 buffers. Takes no lock.
     """
-    return _memory_registry.mapped.covers(address, nbytes)
+    return registry.mapped.covers(address, nbytes)
 
 
 def on_huge_pages(address: int, nbytes: int) -> bool:
@@ -203,7 +204,7 @@ def on_huge_pages(address: int, nbytes: int) -> bool:
     True for nvmeio's own buffers, and for all memory where transparent huge pages are "always".
     Parameters and cost as for `owns`.
     """
-    return _memory_system.huge_pages_for_all() or owns(address, nbytes)
+    return system.huge_pages_for_all() or owns(address, nbytes)
 
 
 def _sizes(shape: tuple[int | tuple[int, ...] | list[int], ...]) -> tuple[int, ...]:
@@ -249,8 +250,8 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _why_not_freeable(tensor: torch.Tensor, address: int) -> str:
     what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor at {address:#x} on {tensor.device}"
-    if address and _memory_registry.locked.covers(address, 1):
+    if address and registry.locked.covers(address, 1):
         return f"{what} is a view into the middle of page-locked memory: free the whole tensor"
-    if address and _memory_registry.mapped.covers(address, 1):
+    if address and registry.mapped.covers(address, 1):
         return f"{what} is not page-locked (any more): it was freed before, or is empty_aligned's"
     return f"{what} was not page-locked by nvmeio (new_cpu_locked_tensor, empty_pinned)"

@@ -9,11 +9,11 @@ import tempfile
 from typing import NamedTuple, NoReturn
 
 from nvmeio import _checks
-from nvmeio._closing import Closing
-from nvmeio._descriptors import Descriptors, open_error
-from nvmeio._direct_io import MEMORY_FILE_SYSTEMS
-from nvmeio._mounts import file_system_of
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._files.descriptors import Descriptors, open_error
+from nvmeio._files.direct_io import MEMORY_FILE_SYSTEMS
+from nvmeio._files.mounts import file_system_of
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._threads.closing import Closing
 from nvmeio.errors import ClosedError
 
 _MODES = {

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from nvmeio import _checks, _device, _tensor, _transfer, buffers
-from nvmeio._core import Core
-from nvmeio._cores import ring_core
-from nvmeio._tensor import Data
+from nvmeio import _checks, buffers
+from nvmeio._core import transfers
+from nvmeio._core.core import Core
+from nvmeio._core.cores import ring_core
+from nvmeio._memory import devices, tensors
+from nvmeio._memory.tensors import Data
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
 from nvmeio.engines.cufile.driver import DriverSettings
@@ -103,7 +105,7 @@ class GdsHandle(AioHandle):
             max_direct_io_bytes=max_direct_io_bytes,
         )
         self._gds = _cufile.CuFileEngine(
-            _device.new_copier(), settings, task_bytes, float(timeout_s)
+            devices.new_copier(), settings, task_bytes, float(timeout_s)
         )
         super().__init__(
             block_size,
@@ -132,7 +134,7 @@ class GdsHandle(AioHandle):
         # cuFile takes a call for each row.
         return functools.partial(ring_core, self._copier, ring_bytes, self._options)
 
-    def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
+    def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, tensors.Memory]:
         core, memory = super()._memory(opcode, tensor)
         return (self._cores.device if self._host_too else core), memory
 
@@ -220,13 +222,13 @@ class GdsHandle(AioHandle):
 
     def _register(self, tensor: torch.Tensor) -> None:
         self._cores.check_open()
-        as_bytes = _tensor.cast_to_byte_tensor(tensor)
+        as_bytes = tensors.cast_to_byte_tensor(tensor)
         self._gds.register(_start_of(tensor), as_bytes.numel(), as_bytes)
 
     def _check_device(self, tensor: object) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
-        if not _device.is_device(tensor) and not (tensor.is_cpu and self._host_too):
+        if not devices.is_device(tensor) and not (tensor.is_cpu and self._host_too):
             raise TypeError(
                 f"a tensor on {tensor.device} is no CUDA tensor: page-lock CPU tensors with "
                 "new_cpu_locked_tensor"
@@ -268,7 +270,7 @@ class GdsHandle(AioHandle):
 
 
 def _cufile_core(engine: _cufile.CuFileEngine, host: Core) -> Core:
-    return Core(engine, _transfer.plan_device, below=host)
+    return Core(engine, transfers.plan_device, below=host)
 
 
 def _start_of(tensor: torch.Tensor) -> int:

@@ -10,18 +10,21 @@ from typing import Any, NoReturn
 
 import torch
 
-from nvmeio import _batch, _checks, _device, _tensor, _transfer, _validate, files
+from nvmeio import _checks, files
 from nvmeio import tuned as _tuned
-from nvmeio._batch import BatchOffsets, FileLike, Files
-from nvmeio._closing import ClosingWork
-from nvmeio._core import Core
-from nvmeio._cores import Cores, ring_core
-from nvmeio._descriptors import Descriptors
-from nvmeio._handle_settings import HandleSettings
-from nvmeio._io.threads import run_interruptible
-from nvmeio._record import NAMES, ROWS_NAMES
-from nvmeio._row_places import FileOffsets, row_places
-from nvmeio._tensor import Data
+from nvmeio._core import batches, transfers, validation
+from nvmeio._core.batches import BatchOffsets, FileLike, Files
+from nvmeio._core.core import Core
+from nvmeio._core.cores import Cores, ring_core
+from nvmeio._core.handle_settings import HandleSettings
+from nvmeio._core.record import NAMES, ROWS_NAMES
+from nvmeio._core.row_places import FileOffsets, row_places
+from nvmeio._files.descriptors import Descriptors
+from nvmeio._memory import devices
+from nvmeio._memory import tensors as tensors_module
+from nvmeio._memory.tensors import Data
+from nvmeio._threads.closing import ClosingWork
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.bound import BoundFile
 from nvmeio.engines import ring, select
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
@@ -91,7 +94,7 @@ class AioHandle(HandleSettings, ClosingWork):
         )
         _checks.integer("ring_bytes", ring_bytes, ring.LEAST_BYTES)
         self._options = options
-        self._copier = _device.new_copier()
+        self._copier = devices.new_copier()
         # By a thread: where an interrupt comes meanwhile, `__del__` finds all of it, or nothing.
         run_interruptible(functools.partial(self._begin, engine, ring_bytes))
 
@@ -381,10 +384,10 @@ class AioHandle(HandleSettings, ClosingWork):
         self._cores.check_open()
         memory_of = functools.partial(self._memory, opcode)
         try:
-            found = _batch.memories_of(opcode, tensors, memory_of, self._usual_core)
+            found = batches.memories_of(opcode, tensors, memory_of, self._usual_core)
         except OSError as failed:
-            raise _transfer.not_there(f"{NAMES[opcode]}_batch", "an item", failed) from failed
-        batch = _batch.laid_out(opcode, *found[1:], files, file_offsets)
+            raise transfers.not_there(f"{NAMES[opcode]}_batch", "an item", failed) from failed
+        batch = batches.laid_out(opcode, *found[1:], files, file_offsets)
         core = found[0] or self._cores.host
         return Operation(core.watchers, core.start_batch(opcode, batch))
 
@@ -407,16 +410,16 @@ class AioHandle(HandleSettings, ClosingWork):
 
     def _rows_memory(
         self, opcode: Opcode, tensor: torch.Tensor, file: FileLike
-    ) -> tuple[Core, _tensor.Memory]:
+    ) -> tuple[Core, tensors_module.Memory]:
         """The rows' memory, and the core that moves it."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"rows lie in a torch.Tensor, not in {type(tensor).__name__}")
-        device = _device.is_device(tensor)
+        device = devices.is_device(tensor)
         core = self._cores.device_rows if device else self._cores.host
         try:
             return core, self._memory_of(opcode, tensor, device)
         except OSError as failed:
-            raise _transfer.not_there(ROWS_NAMES[opcode], file, failed) from failed
+            raise transfers.not_there(ROWS_NAMES[opcode], file, failed) from failed
 
     def _start(
         self,
@@ -430,26 +433,32 @@ class AioHandle(HandleSettings, ClosingWork):
         try:
             core, memory = self._memory(opcode, tensor)
         except OSError as failed:
-            raise _transfer.not_there(NAMES[opcode], file, failed) from failed
+            raise transfers.not_there(NAMES[opcode], file, failed) from failed
         try:
             offset = _checks.file_offset("file_offset", file_offset, memory.nbytes)
-            check = _validate.comparison(memory, file, offset) if validate else None
+            check = validation.comparison(memory, file, offset) if validate else None
         except BaseException:
             memory.end()
             raise
         return Operation(core.watchers, core.start(opcode, memory, file, offset, check))
 
-    def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, _tensor.Memory]:
+    def _memory(self, opcode: Opcode, tensor: Data) -> tuple[Core, tensors_module.Memory]:
         """A tensor's memory, and the core that moves it."""
-        if isinstance(tensor, torch.Tensor) and _device.is_device(tensor):
+        if isinstance(tensor, torch.Tensor) and devices.is_device(tensor):
             return self._cores.device, self._memory_of(opcode, tensor, True)
         return self._cores.host, self._memory_of(opcode, tensor, False)
 
-    def _memory_of(self, opcode: Opcode, tensor: Any, device: bool) -> _tensor.Memory:
+    def _memory_of(self, opcode: Opcode, tensor: Any, device: bool) -> tensors_module.Memory:
         if device:
-            of = _tensor.device_destination if opcode is Opcode.READ else _tensor.device_source
+            of = (
+                tensors_module.device_destination
+                if opcode is Opcode.READ
+                else tensors_module.device_source
+            )
             return of(tensor, self._copier)
-        return (_tensor.destination if opcode is Opcode.READ else _tensor.source)(tensor)
+        return (tensors_module.destination if opcode is Opcode.READ else tensors_module.source)(
+            tensor
+        )
 
     # --- all operations of the handle -------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """An operation: one transfer that has been started, as an awaitable and as a future.
 
-What is known of it is in `_record`, who changes that in `_settling`, who is told in `_watching`.
+What is known of it is in `_core.record`, who changes that in `_core.settling`, who is told in
+`_core.watching`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from nvmeio import _checks
-from nvmeio._begun import Begun
-from nvmeio._record import Record
-from nvmeio._running_loop import not_running
-from nvmeio._watching import Watchers
+from nvmeio._core.record import Record
+from nvmeio._core.watching import Watchers
+from nvmeio._threads.begun import Begun
+from nvmeio._threads.running_loop import not_running
 
 logger = logging.getLogger("nvmeio")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio import _checks
-from nvmeio._mounts import find_mount
+from nvmeio._files.mounts import find_mount
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
 from nvmeio.engines.base import Options

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
 
 import nvmeio
-from nvmeio import _copy_on_write, _shim, files
-from nvmeio._io import ending
+from nvmeio import _shim, files
+from nvmeio._memory import copy_on_write
+from nvmeio._threads import endings
 from nvmeio.engines import libaio
 from nvmeio.engines.base import Engine
 from nvmeio.engines.libaio import LibaioEngine
@@ -49,7 +50,7 @@ def warm_process() -> Iterator[None]:
         import uvloop
 
         uvloop.new_event_loop().close()  # it keeps a pipe of its own from its first use on
-    _copy_on_write.support()  # a descriptor for the process
+    copy_on_write.support()  # a descriptor for the process
     with extensions.kept_with_environment(), programs.forking():
         yield
 
@@ -73,7 +74,7 @@ def lost_on_purpose() -> Iterator[None]:
     """What tests lose on purpose is not what the status of the run is about."""
     yield
     gc.collect()
-    ending._untold.clear()
+    endings._untold.clear()
 
 
 # Modules that take longest, most of them with few tests: whoever began with one of them last would

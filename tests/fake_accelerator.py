@@ -37,7 +37,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nvmeio import _checks, _device, _memory_registry
+from nvmeio import _checks
+from nvmeio._memory import devices, registry
 from nvmeio._shim import memory_at
 
 _ADDRESSES = 256 << 20  # touched as far as it is used
@@ -385,7 +386,7 @@ def accelerator(
 ) -> Iterator[Accelerator]:
     """`torch.cuda` and the seam to it are the stand-in's.
 
-    Kernels are this thread's, and of threads that work as it does (`_device.as_here`).
+    Kernels are this thread's, and of threads that work as it does (`_memory.devices.as_here`).
     """
     cuda = Accelerator(compute, copies)
     cpu = torch.device("cpu")
@@ -413,23 +414,23 @@ def accelerator(
         with cuda.stream(stream), Kernels(cuda):
             yield
 
-    patch.setattr(_device, "as_here", as_here)
-    patch.setattr(_device, "on_stream", on_stream)
+    patch.setattr(devices, "as_here", as_here)
+    patch.setattr(devices, "on_stream", on_stream)
     patch.setattr(_checks, "device", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
-    patch.setattr(_device, "is_device", cuda.has)
-    patch.setattr(_device, "is_torchs", cuda.has)
-    patch.setattr(_device, "device_of", lambda t: DEVICE if cuda.has(t) else t.device)
-    patch.setattr(_device, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
-    patch.setattr(_device, "moved", moved)
-    patch.setattr(_device, "_begin_copy", cuda.begin_copy)
-    patch.setattr(_device, "_empty", lambda nbytes, device: cuda.empty(nbytes))
+    patch.setattr(devices, "is_device", cuda.has)
+    patch.setattr(devices, "is_torchs", cuda.has)
+    patch.setattr(devices, "device_of", lambda t: DEVICE if cuda.has(t) else t.device)
+    patch.setattr(devices, "usable", lambda name, device: cpu if str(device) == "cpu" else DEVICE)
+    patch.setattr(devices, "moved", moved)
+    patch.setattr(devices, "_begin_copy", cuda.begin_copy)
+    patch.setattr(devices, "_empty", lambda nbytes, device: cuda.empty(nbytes))
     try:
         with Kernels(cuda):
             yield cuda
     finally:
         cuda.stop()
         # Memory may outlive the stand-in (in the traceback of an error, say), and ends without it.
-        for pin in list(_memory_registry.pinned.values()):
+        for pin in list(registry.pinned.values()):
             with pin.lock:
                 if pin.runtime is cuda:
                     pin.runtime = None

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvmeio import _device
+from nvmeio._memory import devices
 
 _PATIENCE_S = 30.0
 
@@ -349,9 +349,9 @@ def asynchronous(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     cuda = fake_cuda(patch)
     cuda.is_asynchronous = True
     there = torch.device("cuda", 0)
-    patch.setattr(_device, "is_device", cuda.has)
-    patch.setattr(_device, "device_of", lambda t: there if cuda.has(t) else torch.device("cpu"))
-    patch.setattr(_device, "_begin_copy", cuda.begin_copy)
+    patch.setattr(devices, "is_device", cuda.has)
+    patch.setattr(devices, "device_of", lambda t: there if cuda.has(t) else torch.device("cpu"))
+    patch.setattr(devices, "_begin_copy", cuda.begin_copy)
     try:
         yield cuda
     finally:

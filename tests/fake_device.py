@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 
 
 class Mark:
@@ -152,8 +152,8 @@ class FakeDevice:
 def fake_device(patch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """nvmeio takes the fake device's tensors for a device's; handles have to be made inside."""
     device = FakeDevice()
-    patch.setattr(_device, "is_device", device.has)
-    patch.setattr(_device, "new_copier", lambda: device)
+    patch.setattr(devices, "is_device", device.has)
+    patch.setattr(devices, "new_copier", lambda: device)
     try:
         yield device
     finally:

@@ -25,7 +25,7 @@ import torch
 from programs import Program, run_program
 
 import nvmeio
-from nvmeio import _copy_on_write
+from nvmeio._memory import copy_on_write
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine
 
@@ -204,8 +204,8 @@ class LateEngine(FakeEngine):
 # What the machine allows
 
 needs_protection = pytest.mark.skipif(
-    _copy_on_write.support().kind != "any",
-    reason=f"no write protection of memory: {_copy_on_write.support().reason}",
+    copy_on_write.support().kind != "any",
+    reason=f"no write protection of memory: {copy_on_write.support().reason}",
 )
 
 

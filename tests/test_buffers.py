@@ -26,13 +26,16 @@ import support
 import torch
 from support import collect, new_descriptors, open_descriptors, spin_until_collected
 
-from nvmeio import _memory, _memory_registry, _memory_system, buffers
-from nvmeio._plan import PAGE_BYTES
-from nvmeio._serial import Serial
+from nvmeio import buffers
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._memory import mappings as mappings_module
+from nvmeio._memory import registry as registry_module
+from nvmeio._memory import system
+from nvmeio._threads.serial import Serial
 
 MIB = 1 << 20
 PAGE = PAGE_BYTES
-HUGE = _memory_system.huge_page_bytes()
+HUGE = system.huge_page_bytes()
 
 DTYPES = [
     torch.bool,
@@ -88,24 +91,24 @@ def huge_bytes(address: int) -> int:
 
 def entries() -> tuple[int, int, int]:
     """How much the registry has."""
-    registry = _memory_registry
+    registry = registry_module
     return len(registry.mapped), len(registry.locked), len(registry.pinned)
 
 
 @pytest.fixture
-def mappings(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[_memory.Mapping]]:
+def mappings(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[mappings_module.Mapping]]:
     """All that tensors are made of. One whose reference is dead is unmapped (see `Mapping`).
 
     To look whether its address is mapped would tell nothing: it may be somebody else's by then.
     """
-    made: list[weakref.ref[_memory.Mapping]] = []
-    tensor = _memory.Mapping.tensor
+    made: list[weakref.ref[mappings_module.Mapping]] = []
+    tensor = mappings_module.Mapping.tensor
 
-    def noted(self: _memory.Mapping, *arguments: object) -> torch.Tensor:
+    def noted(self: mappings_module.Mapping, *arguments: object) -> torch.Tensor:
         made.append(weakref.ref(self))
         return tensor(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_memory.Mapping, "tensor", noted)
+    monkeypatch.setattr(mappings_module.Mapping, "tensor", noted)
     return made
 
 
@@ -229,7 +232,9 @@ def test_memory_is_populated_so_that_first_use_faults_nothing() -> None:
 
 
 def test_a_kernel_without_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+    monkeypatch.setattr(
+        mappings_module, "_MADV_POPULATE_WRITE", 9999
+    )  # EINVAL, as before Linux 5.14
     tensor = buffers.empty_aligned(64 * MIB, dtype=torch.uint8)
     assert backed_bytes(tensor.data_ptr(), tensor.nbytes) == 64 * MIB
     assert not tensor.any()
@@ -262,18 +267,18 @@ def test_alignment_holds_where_the_kernel_does_not_give_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Linux before 6.7 does not align large mappings: a longer one is made, its middle used."""
-    anonymous = _memory._anonymous
+    anonymous = mappings_module._anonymous
 
-    def unaligned(cls: type[_memory.Mapping], length: int) -> _memory.Mapping:
+    def unaligned(cls: type[mappings_module.Mapping], length: int) -> mappings_module.Mapping:
         mapping = anonymous(cls, length)
         mapping.address += PAGE  # as if the kernel had put it there
         return mapping
 
-    monkeypatch.setattr(_memory, "_anonymous", unaligned)
-    mapping = _memory.Mapping(4 * HUGE)
+    monkeypatch.setattr(mappings_module, "_anonymous", unaligned)
+    mapping = mappings_module.Mapping(4 * HUGE)
     assert len(mapping) == 5 * HUGE
     assert mapping.address % HUGE == 0
-    first = _memory._address_of(mapping)
+    first = mappings_module._address_of(mapping)
     assert first < mapping.address
     assert mapping.address + 4 * HUGE <= first + len(mapping)
     tensor = mapping.tensor(8192, (5,), torch.int16)
@@ -288,7 +293,7 @@ def test_alignment_holds_where_the_kernel_does_not_give_it(
 
 
 def test_memory_lives_exactly_as_long_as_its_last_view(
-    mappings: list[weakref.ref[_memory.Mapping]],
+    mappings: list[weakref.ref[mappings_module.Mapping]],
 ) -> None:
     tensor = buffers.empty_aligned(3 * MIB, dtype=torch.uint8)
     address = tensor.data_ptr()
@@ -311,13 +316,13 @@ def test_the_registry_forgets_a_buffer_before_its_address_is_free(
 ) -> None:
     """Weak references of a mmap are called after munmap: the address may be another's by then."""
     seen = []
-    remove = _memory_registry.mapped.remove
+    remove = registry_module.mapped.remove
 
     def spy(address: int) -> None:
         seen.append(is_mapped(address))
         remove(address)
 
-    monkeypatch.setattr(_memory_registry.mapped, "remove", spy)
+    monkeypatch.setattr(registry_module.mapped, "remove", spy)
     buffers.empty_aligned(4 * MIB)
     spin_until_collected(lambda: bool(seen))
     assert all(seen)
@@ -325,7 +330,7 @@ def test_the_registry_forgets_a_buffer_before_its_address_is_free(
 
 @pytest.mark.parametrize("make", [buffers.empty_aligned, buffers.empty_pinned])
 def test_a_thousand_allocations_leak_nothing(
-    make, lockable: None, mappings: list[weakref.ref[_memory.Mapping]]
+    make, lockable: None, mappings: list[weakref.ref[mappings_module.Mapping]]
 ) -> None:
     def allocate(count: int) -> None:
         for index in range(count):
@@ -333,9 +338,9 @@ def test_a_thousand_allocations_leak_nothing(
 
     def counts() -> tuple[int, ...]:
         return (
-            len(_memory_registry.mapped),
-            len(_memory_registry.locked),
-            len(_memory_registry.pinned),
+            len(registry_module.mapped),
+            len(registry_module.locked),
+            len(registry_module.pinned),
             status_bytes("VmLck"),
         )
 
@@ -354,17 +359,17 @@ def test_a_thousand_allocations_leak_nothing(
 
 def test_tensors_in_reference_cycles_are_freed_by_the_collector() -> None:
     collect()
-    before = len(_memory_registry.mapped)
+    before = len(registry_module.mapped)
     for _ in range(200):
         cycle: list[object] = [buffers.empty_aligned(16)]
         cycle.append(cycle)
     del cycle
-    spin_until_collected(lambda: len(_memory_registry.mapped) <= before)
+    spin_until_collected(lambda: len(registry_module.mapped) <= before)
 
 
 def test_threads_may_allocate_and_free_at_once(lockable: None) -> None:
     def counts() -> tuple[int, ...]:
-        return len(_memory_registry.mapped), len(_memory_registry.locked), status_bytes("VmLck")
+        return len(registry_module.mapped), len(registry_module.locked), status_bytes("VmLck")
 
     collect()
     before = counts()
@@ -421,7 +426,7 @@ def test_more_than_is_available_is_refused_before_it_is_touched(
 ) -> None:
     """Overcommit would let mmap succeed, and the OOM killer would answer the touching."""
     small = {"MemAvailable": 100 * MIB, "SwapFree": 20 * MIB}
-    monkeypatch.setattr(_memory_system, "proc_bytes", lambda path, field: small[field])
+    monkeypatch.setattr(system, "proc_bytes", lambda path, field: small[field])
     buffers.empty_aligned(118 * MIB, dtype=torch.uint8)
     wanted = 128 * MIB
     with pytest.raises(MemoryError, match=rf"{wanted} bytes.*available: {100 * MIB} bytes"):
@@ -432,12 +437,12 @@ def test_more_than_is_available_is_refused_before_it_is_touched(
 def test_an_mmap_that_fails_is_a_memory_error_with_the_figures(
     wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_memory, "check_available", lambda nbytes, length: None)
+    monkeypatch.setattr(mappings_module, "check_available", lambda nbytes, length: None)
     collect()
-    before = len(_memory_registry.mapped)
+    before = len(registry_module.mapped)
     with pytest.raises(MemoryError, match=rf"{wanted} bytes.*MemAvailable"):
         buffers.empty_aligned(wanted, dtype=torch.uint8)
-    assert len(_memory_registry.mapped) <= before
+    assert len(registry_module.mapped) <= before
 
 
 def test_memory_running_out_while_touching_is_a_memory_error(
@@ -447,12 +452,12 @@ def test_memory_running_out_while_touching_is_a_memory_error(
         ctypes.set_errno(errno.ENOMEM)
         return -1
 
-    monkeypatch.setattr(_memory_system.libc, "madvise", full)
+    monkeypatch.setattr(system.libc, "madvise", full)
     collect()
-    before = len(_memory_registry.mapped)
+    before = len(registry_module.mapped)
     with pytest.raises(MemoryError, match=f"allocate {2 * PAGE} bytes: Cannot allocate"):
         buffers.empty_aligned(2 * PAGE, dtype=torch.uint8)
-    spin_until_collected(lambda: len(_memory_registry.mapped) <= before)
+    spin_until_collected(lambda: len(registry_module.mapped) <= before)
 
 
 # owns
@@ -473,7 +478,7 @@ def test_owns_is_exact_at_both_ends() -> None:
 
 
 def test_adjacent_regions_do_not_make_one() -> None:
-    regions = _memory_registry._Regions()
+    regions = registry_module._Regions()
     for start in (3 * PAGE, PAGE, 2 * PAGE):
         regions.add(start, PAGE)
     assert regions.covers(2 * PAGE, PAGE)
@@ -539,8 +544,8 @@ def test_the_last_view_unlocks(locked_before: int) -> None:
     assert status_bytes("VmLck") > locked_before
     del view
     assert status_bytes("VmLck") == locked_before
-    assert address not in _memory_registry.pinned
-    assert not _memory_registry.locked.covers(address, 1)
+    assert address not in registry_module.pinned
+    assert not registry_module.locked.covers(address, 1)
 
 
 def test_mlock_without_mlock2_does_as_well(
@@ -550,7 +555,7 @@ def test_mlock_without_mlock2_does_as_well(
         ctypes.set_errno(errno.ENOSYS)
         return -1
 
-    monkeypatch.setattr(_memory_system.libc, "mlock2", missing)
+    monkeypatch.setattr(system.libc, "mlock2", missing)
     tensor = buffers.empty_pinned(MIB, dtype=torch.uint8)
     assert status_bytes("VmLck") - locked_before == MIB
     assert buffers.is_pinned(tensor)
@@ -672,8 +677,9 @@ def test_new_locked_says_what_was_wrong(
 UNPRIVILEGED = """
 import ctypes, os, resource, sys
 import torch
-from nvmeio import _memory, _memory_registry, buffers
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._memory import mappings as _memory, registry as _memory_registry
+from nvmeio import buffers
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio.errors import TransferError
 from nvmeio.pool import PinnedPool
 
@@ -864,7 +870,7 @@ def test_an_interrupted_destructor_leaves_no_entry(
     monkeypatch: pytest.MonkeyPatch, unraisable: None
 ) -> None:
     """Python goes on after a KeyboardInterrupt there: nobody would do it again."""
-    registry, calls = _memory_registry.mapped, []
+    registry, calls = registry_module.mapped, []
 
     class Interrupted:
         def remove(self, address: int) -> None:
@@ -874,10 +880,10 @@ def test_an_interrupted_destructor_leaves_no_entry(
             registry.remove(address)
 
     collect()
-    mapping = _memory.Mapping(4096)
+    mapping = mappings_module.Mapping(4096)
     address = mapping.address
     assert registry.covers(address, 1)
-    monkeypatch.setattr(_memory_registry, "mapped", Interrupted())
+    monkeypatch.setattr(registry_module, "mapped", Interrupted())
     del mapping
     assert not registry.covers(address, 1)
     assert calls == [address, address]
@@ -885,7 +891,7 @@ def test_an_interrupted_destructor_leaves_no_entry(
 
 def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisable: None) -> None:
     """Ctrl-C may take all of it: the address would have been known as ours, and as locked."""
-    destructor = _memory.Mapping.__del__.__code__
+    destructor = mappings_module.Mapping.__del__.__code__
     taken = []
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
@@ -895,11 +901,11 @@ def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisabl
 
     collect()
     before = (
-        len(_memory_registry.mapped),
-        len(_memory_registry.locked),
-        len(_memory_registry.pinned),
+        len(registry_module.mapped),
+        len(registry_module.locked),
+        len(registry_module.pinned),
     )
-    mapping = _memory.Mapping(PAGE)
+    mapping = mappings_module.Mapping(PAGE)
     mapping.lock()
     address = mapping.address
     tracing = sys.gettrace()
@@ -909,13 +915,13 @@ def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisabl
     finally:
         sys.settrace(tracing)
     assert taken == [address]
-    assert not _memory_registry.mapped.covers(address, 1) and not _memory_registry.locked.covers(
+    assert not registry_module.mapped.covers(address, 1) and not registry_module.locked.covers(
         address, 1
     )
-    assert address not in _memory_registry.pinned and address not in _memory_registry.alive
+    assert address not in registry_module.pinned and address not in registry_module.alive
     assert none_more(
         before,
-        (len(_memory_registry.mapped), len(_memory_registry.locked), len(_memory_registry.pinned)),
+        (len(registry_module.mapped), len(registry_module.locked), len(registry_module.pinned)),
     )
 
 
@@ -935,13 +941,13 @@ def test_what_a_destructor_left_is_known_before_its_address_is_free(
             raise KeyboardInterrupt
 
     collect()
-    registry = _memory_registry.mapped
-    monkeypatch.setattr(_memory_registry, "died", Died())
-    mapping = _memory.Mapping(4 * MIB)
+    registry = registry_module.mapped
+    monkeypatch.setattr(registry_module, "died", Died())
+    mapping = mappings_module.Mapping(4 * MIB)
     address = mapping.address
-    monkeypatch.setattr(_memory_registry, "mapped", Interrupted())
+    monkeypatch.setattr(registry_module, "mapped", Interrupted())
     del mapping
-    monkeypatch.setattr(_memory_registry, "mapped", registry)
+    monkeypatch.setattr(registry_module, "mapped", registry)
     assert seen == [True]
     assert not registry.covers(address, 1)
 
@@ -968,15 +974,15 @@ def test_unlocking_that_is_interrupted_is_gone_on_with(
         monkeypatch.setattr(thing, name, cut)
 
     if at == "locked":
-        once(_memory_registry.locked, "remove")
+        once(registry_module.locked, "remove")
     elif at == "munlock":
-        once(_memory_system.libc, "munlock")
+        once(system.libc, "munlock")
     else:
         once(runtime, "cudaHostUnregister", after=at != "CUDA")
     with pytest.raises(KeyboardInterrupt):
         buffers.free_pinned(tensor)
     buffers.free_pinned(tensor)
-    assert not buffers.is_pinned(tensor) and address not in _memory_registry.pinned
+    assert not buffers.is_pinned(tensor) and address not in registry_module.pinned
     assert runtime.known == {}
     assert status_bytes("VmLck") == locked_before
 
@@ -990,7 +996,7 @@ def test_a_refusal_by_cuda_leaves_nothing_locked(
     def take() -> None:
         taken.append(1)
 
-    monkeypatch.setattr(_memory_system.libc, "cudaGetLastError", take, raising=False)
+    monkeypatch.setattr(system.libc, "cudaGetLastError", take, raising=False)
     with pytest.raises(
         OSError, match=f"cudaHostRegister of {PAGE} bytes failed: fake error 2"
     ) as info:

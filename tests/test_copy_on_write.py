@@ -16,9 +16,9 @@ import torch
 from support import needs_protection, run_python
 
 import nvmeio
-from nvmeio._copy_on_write import WriteProtection
-from nvmeio._memory import Mapping
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._memory.copy_on_write import WriteProtection
+from nvmeio._memory.mappings import Mapping
 
 MIB = 1 << 20
 
@@ -309,7 +309,7 @@ def test_a_fork_that_waits_for_a_writer() -> None:
             print("written" if written.wait(60) else "the writer is held")
 
         ctypes.CDLL(None).__register_atfork(before_fork, None, None, None)
-        from nvmeio._copy_on_write import WriteProtection
+        from nvmeio._memory.copy_on_write import WriteProtection
         protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], "/tmp")
         assert protection.protect(None)
 
@@ -334,7 +334,7 @@ def test_several_threads_end_it_beside_writers() -> None:
     found = run_python(
         """
         import ctypes, threading, torch
-        from nvmeio._copy_on_write import WriteProtection
+        from nvmeio._memory.copy_on_write import WriteProtection
         for _ in range(100):
             tensor = torch.ones(4 << 20, dtype=torch.uint8)
             protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], "/tmp")
@@ -364,7 +364,7 @@ def test_a_program_that_ends_in_the_middle() -> None:
     found = run_python(
         """
         import os, torch
-        from nvmeio._copy_on_write import WriteProtection
+        from nvmeio._memory.copy_on_write import WriteProtection
         tensor = torch.ones(8 << 20)
         protection = WriteProtection([(tensor.data_ptr(), tensor.nbytes)], "/tmp")
         assert protection.protect(None)
@@ -382,8 +382,8 @@ def test_where_only_programs_faults_are_served() -> None:
     found = run_python(
         """
         import errno, os, tempfile, torch, nvmeio
-        from nvmeio import _copy_on_write
-        from nvmeio._copy_on_write import WriteProtection
+        from nvmeio._memory import copy_on_write as _copy_on_write
+        from nvmeio._memory.copy_on_write import WriteProtection
         assert _copy_on_write.support().kind == "user", _copy_on_write.support()
         assert "NVMEIO_USERFAULTFD=user" in _copy_on_write.support().reason
         tensor = torch.arange(4 << 20)
@@ -419,8 +419,8 @@ def test_what_is_given_up_begins_anywhere() -> None:
     found = run_python(
         """
         import os, torch
-        from nvmeio import _copy_on_write
-        from nvmeio._copy_on_write import WriteProtection
+        from nvmeio._memory import copy_on_write as _copy_on_write
+        from nvmeio._memory.copy_on_write import WriteProtection
         small, large = torch.ones(5 << 20, dtype=torch.uint8).split([1 << 20, 4 << 20])
         before = large.clone()
         ranges = [(large.data_ptr() + at, 300_000) for at in range(0, 3_800_000, 400_000)]
@@ -446,7 +446,7 @@ def test_memory_that_the_kernel_merges_is_not_protected() -> None:
         """
         import ctypes
         merge = ctypes.CDLL(None).prctl(67, 1, 0, 0, 0)  # PR_SET_MEMORY_MERGE
-        from nvmeio import _copy_on_write
+        from nvmeio._memory import copy_on_write as _copy_on_write
         print(_copy_on_write.support().kind if merge == 0 else "cannot merge")
         print(_copy_on_write.support().reason)
         """,
@@ -461,7 +461,7 @@ def test_memory_that_the_kernel_merges_is_not_protected() -> None:
 def test_where_nothing_is_allowed() -> None:
     found = run_python(
         """
-        from nvmeio import _copy_on_write
+        from nvmeio._memory import copy_on_write as _copy_on_write
         kind, attempts = _copy_on_write.support()
         assert kind == "none"
         assert [name for name, _ in attempts] == [

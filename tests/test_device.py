@@ -16,11 +16,11 @@ from fake_cuda import FakeCuda, Tensor, fake_cuda
 from support import collect
 
 import nvmeio
-from nvmeio import _device
 from nvmeio._io import spans as span_reads
-from nvmeio._io.threads import in_thread
+from nvmeio._memory import devices
+from nvmeio._threads.jobs import in_thread
 from nvmeio.engines.cufile import driver
-from nvmeio.inference._lockstep import Lockstep
+from nvmeio.inference._stream.in_lockstep import Lockstep
 
 GPU = torch.device("cuda:2")
 
@@ -53,7 +53,7 @@ def in_new_thread(work: Callable[[], object]) -> None:
 
 def test_threads_of_ours_touch_no_other_device(cuda: FakeCuda) -> None:
     """They begin on device 0, where their first call would make a context."""
-    copier = _device.CudaCopier()
+    copier = devices.CudaCopier()
     host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
     caller = copier.now(GPU)
 
@@ -74,7 +74,7 @@ def test_threads_of_ours_touch_no_other_device(cuda: FakeCuda) -> None:
 
 
 def test_copies_are_on_one_private_stream_of_each_device(cuda: FakeCuda) -> None:
-    copier = _device.CudaCopier()
+    copier = devices.CudaCopier()
     host = Tensor(cuda, "cpu")
     for name in ("cuda:2", "cuda:2", "cuda:1"):
         copier.upload(Tensor(cuda, name), host)
@@ -91,7 +91,7 @@ def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -
     host, device = Tensor(cuda, "cpu"), Tensor(cuda, "cuda:2")
 
     def save() -> None:
-        beside = _device.beside(GPU)
+        beside = devices.beside(GPU)
         beside.follow()
         beside.copy(host, device)  # type: ignore[arg-type]
         beside.precede()
@@ -107,7 +107,7 @@ def test_copies_beside_the_callers_work_wait_for_streams_alone(cuda: FakeCuda) -
 
 
 def test_what_is_no_cuda_device_is_copied_in_order() -> None:
-    beside = _device.beside(torch.device("cpu"))
+    beside = devices.beside(torch.device("cpu"))
     target = torch.zeros(3)
     beside.copy(target, torch.arange(3.0))
     mark = beside.mark()
@@ -121,13 +121,13 @@ def test_context_is_current_for_libraries_in_any_thread(cuda: FakeCuda) -> None:
     seen: list[tuple[int, tuple[str, int]]] = []
 
     def register() -> None:
-        with _device.current(Tensor(cuda, "cuda:2")):  # type: ignore[arg-type]
+        with devices.current(Tensor(cuda, "cuda:2")):  # type: ignore[arg-type]
             seen.append((cuda.current_device(), cuda.calls[-1]))
 
     in_new_thread(register)
     assert seen == [(2, ("mem_get_info", 2))]
     assert cuda.contexts == {2}
-    with _device.current(torch.zeros(1)):
+    with devices.current(torch.zeros(1)):
         assert len(cuda.calls) == 1  # host memory needs none
 
 

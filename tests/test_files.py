@@ -28,9 +28,10 @@ from support import (
 )
 
 import nvmeio
-from nvmeio import _descriptors, _direct_io, files
-from nvmeio._descriptors import Descriptors
-from nvmeio._plan import Alignment
+from nvmeio import files
+from nvmeio._files import descriptors, direct_io
+from nvmeio._files.descriptors import Descriptors
+from nvmeio._files.plan import Alignment
 from nvmeio._shim import OwnFds
 from nvmeio.engines.threads import ThreadsRequest
 from nvmeio.files import probe_direct
@@ -413,10 +414,10 @@ def test_the_buffered_descriptor_is_opened_when_it_is_needed(direct_path: Path) 
 @pytest.fixture
 def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that says nothing of direct I/O: it has to be tried."""
-    facts = _descriptors.file_facts
+    facts = descriptors.file_facts
     unknown = {"memory_alignment": None, "offset_alignment": None}
-    monkeypatch.setattr(_descriptors, "file_facts", lambda fd: facts(fd)._replace(**unknown))
-    monkeypatch.setattr(_direct_io, "_probed", {})
+    monkeypatch.setattr(descriptors, "file_facts", lambda fd: facts(fd)._replace(**unknown))
+    monkeypatch.setattr(direct_io, "_probed", {})
 
 
 @pytest.mark.parametrize("step", ["preadv", "open"])
@@ -505,10 +506,10 @@ def test_the_next_file_system_with_a_number_is_tried_anew(
     fsid = os.statvfs(direct_path).f_fsid
     with monkeypatch.context() as before:
         before.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_fsid=fsid + 1))
-        before.setattr(_direct_io, "_try_direct_read", lambda *_: Alignment(0, 0))
+        before.setattr(direct_io, "_try_direct_read", lambda *_: Alignment(0, 0))
         assert alignment() == 0
     assert alignment() > 0
-    monkeypatch.setattr(_direct_io, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
+    monkeypatch.setattr(direct_io, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
     assert alignment() > 0
 
 

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from nvmeio import _holds
+from nvmeio._memory import holds
 
 FLAGS, ALLOCATOR = 56, 72
 
@@ -27,8 +27,8 @@ def test_a_pointer_with_a_byte_of_one_is_no_flag(byte: int) -> None:
     ones = [storage(resizable=True, size=n, allocator=address) for n in (5, 300, 4099)]
     zeros = [storage(resizable=False, size=n, allocator=0) for n in (5, 300, 4099)]
     assert all(b[ALLOCATOR + byte] == 1 for b in ones)
-    assert _holds._flags_between(ones, zeros) == [FLAGS + 1]
+    assert holds._flags_between(ones, zeros) == [FLAGS + 1]
 
 
 def test_the_flag_is_found_in_this_torch() -> None:
-    assert _holds.FLAG_OFFSET is not None
+    assert holds.FLAG_OFFSET is not None

@@ -28,61 +28,43 @@ ROOT = Path(nvmeio.__file__).parent
 LAYERS = {
     "errors": 0,
     "_interpreter": 0,
-    "_plan": 0,
     "_checks": 0,
-    "_closing": 0,
-    "_running_loop": 0,
-    "_begun": 0,
     "progress": 0,
+    "_files.plan": 0,
+    "_memory.free_blocks": 0,
+    "_threads.begun": 0,
+    "_threads.closing": 0,
+    "_threads.running_loop": 0,
+    "_threads.serial": 0,
+    "_threads": 0,
     "_shim": 1,
-    "_copy_on_write": 2,
-    "_holds": 2,
-    "buffers": 2,
-    "_serial": 0,
-    "_memory_system": 2,
-    "_memory_registry": 2,
     "_memory": 2,
-    "_lease_queue": 2,
-    "pool": 2,
-    "_free_blocks": 0,
-    "_mounts": 2,
-    "_page_cache": 2,
-    "_device": 2,
-    "_tensor": 2,
-    "_direct_io": 2,
-    "_descriptors": 2,
+    "_files": 2,
+    "buffers": 2,
     "files": 2,
-    "_row_places": 3,
-    "_batch": 3,
-    "_transfer": 3,
+    "pool": 2,
+    # Threads and the state they own: no bytes, and of use to the handle itself.
+    "_threads.jobs": 3,
+    "_threads.owner": 3,
+    "_core.batches": 3,
+    "_core.row_places": 3,
+    "_core.transfers": 3,
     "engines": 3,
-    "_completions": 4,
-    "_loops": 4,
-    "_validate": 4,
-    "operation": 4,
+    "_storage": 3,
     "_core": 4,
-    "_live_records": 4,
-    "_settling": 4,
-    "_watching": 4,
-    "_unreleased": 4,
-    "_record": 4,
-    "_batch_record": 4,
-    "_short": 4,
+    "operation": 4,
     "bound": 4,
-    "_handle_settings": 4,
-    "_cores": 4,
     "handle": 4,
     "gds": 4,
     "tuned": 4,
     "testing": 5,
     "compat": 5,
-    # Threads and the state they own: no bytes, and of use to the handle itself.
-    "_io.threads": 3,
-    "_io.owner": 3,
+    "_threads.caller": 5,
+    "_threads.endings": 5,
     "_io": 5,
+    "_ranks": 5,
     "_formats": 5,
     "_residency": 5,
-    "_storage": 3,
     "_blocks": 5,
     "checkpoint": 6,
     "inference": 6,
@@ -232,21 +214,21 @@ def test_none_of_the_systems_imports_another() -> None:
 # here and described in docs/architecture.md.
 STANDS_ON = {
     "integrations": {
-        *("errors", "handle", "files", "buffers", "pool", "_checks", "_plan", "_tensor", "_device"),
-        *("_memory", "_memory_system", "_page_cache", "_closing", "_unreleased"),
-        *("_io", "_storage", "_formats", "_residency", "_blocks"),
+        *("errors", "handle", "files", "buffers", "pool", "_checks"),
+        *("_core", "_files", "_memory", "_threads"),
+        *("_io", "_ranks", "_storage", "_formats", "_residency", "_blocks"),
         *SYSTEMS,
     },
     "cli": {
-        *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks", "_plan"),
-        "progress",
-        *("_copy_on_write", "_mounts", "_shim", "_page_cache"),
+        *("errors", "handle", "files", "buffers", "tuned", "gds", "engines", "_checks"),
+        *("progress", "_shim"),
+        *("_files", "_memory", "_threads"),
         *("_io", "_storage", "_formats", "compat", "integrations"),
         *SYSTEMS,
     },
     "compat": {
-        *("errors", "handle", "buffers", "gds", "operation", "_checks", "_plan", "_tensor"),
-        *("_memory", "_memory_registry", "_io"),
+        *("errors", "handle", "buffers", "gds", "operation", "_checks"),
+        *("_files", "_memory", "_threads", "_io"),
     },
 }
 
@@ -334,9 +316,12 @@ def test_the_rules_see_what_breaks_them(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         with pytest.raises(AssertionError, match=rf"\('nvmeio.files', '{name}'\)"):
             rule()
-    imports(cli={"nvmeio.checkpoint._saver", "nvmeio.pool"})
+    imports(cli={"nvmeio.checkpoint._manager.saver", "nvmeio.pool"})
     for rule, name in (
-        (test_no_package_reaches_into_the_private_modules_of_another, "nvmeio.checkpoint._saver"),
+        (
+            test_no_package_reaches_into_the_private_modules_of_another,
+            "nvmeio.checkpoint._manager.saver",
+        ),
         (test_the_outermost_layers_stand_on_declared_ones, "nvmeio.pool"),
     ):
         with pytest.raises(AssertionError, match=rf"\('nvmeio.cli', '{name}'\)"):
@@ -345,7 +330,7 @@ def test_the_rules_see_what_breaks_them(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_private_modules_are_seen() -> None:
     """Were the rule blind, the tests above would pass."""
-    assert is_private_to_another("nvmeio.cli.verify", "nvmeio.checkpoint._saver")
+    assert is_private_to_another("nvmeio.cli.verify", "nvmeio.checkpoint._manager.saver")
     assert is_private_to_another("nvmeio.offload.module", "nvmeio.cli._bench.ask")
     assert not is_private_to_another("nvmeio.cli.bench", "nvmeio.cli._bench.ask")
     assert not is_private_to_another("nvmeio.cli.bench", "nvmeio._io.handles")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from nvmeio import _mounts
+from nvmeio._files import mounts
 
 
 def test_mountinfo_is_read_as_the_manual_has_it() -> None:
@@ -13,12 +13,12 @@ def test_mountinfo_is_read_as_the_manual_has_it() -> None:
         "\nnonsense\n"
         "40 36 0:40 / /s rw - tmpfs  rw\n"
     )
-    assert _mounts.parse_mountinfo(text) == [
-        _mounts.Mount(36, "98:0", "/mnt 2", "ext3", "/dev/root"),
-        _mounts.Mount(40, "0:40", "/s", "tmpfs", ""),
+    assert mounts.parse_mountinfo(text) == [
+        mounts.Mount(36, "98:0", "/mnt 2", "ext3", "/dev/root"),
+        mounts.Mount(40, "0:40", "/s", "tmpfs", ""),
     ]
 
 
 def test_a_device_tells_its_file_system() -> None:
-    assert _mounts.file_system_of(os.stat("/proc").st_dev) == "proc"
-    assert _mounts.file_system_of(os.makedev(4095, 99999)) == ""
+    assert mounts.file_system_of(os.stat("/proc").st_dev) == "proc"
+    assert mounts.file_system_of(os.makedev(4095, 99999)) == ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nvmeio._plan import PAGE_BYTES, Alignment, Plan, plan_read, plan_write
+from nvmeio._files.plan import PAGE_BYTES, Alignment, Plan, plan_read, plan_write
 
 ALIGNMENTS = st.sampled_from([1, 512, 1024, 4096, 8192, 65536])
 OFFSETS = st.one_of(

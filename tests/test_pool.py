@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import collect, run_python, spin_until_collected
 
-from nvmeio import _memory, _memory_registry, buffers
-from nvmeio._free_blocks import FreeBlocks
-from nvmeio._lease_queue import LeaseQueue, Waiter
-from nvmeio._memory import Mapping
-from nvmeio._plan import PAGE_BYTES
+from nvmeio import buffers
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._memory import mappings, registry
+from nvmeio._memory.free_blocks import FreeBlocks
+from nvmeio._memory.lease_queue import LeaseQueue, Waiter
+from nvmeio._memory.mappings import Mapping
 from nvmeio.errors import ClosedError
 from nvmeio.pool import PinnedPool
 
@@ -143,7 +144,7 @@ def test_a_refused_lock_leaves_a_pool_that_works(monkeypatch: pytest.MonkeyPatch
 
     for step in ("lock", "register_with_cuda"):
         with monkeypatch.context() as patch:
-            patch.setattr(_memory.Mapping, step, refuse)
+            patch.setattr(mappings.Mapping, step, refuse)
             pool = PinnedPool(PAGE)
             assert not pool.locked
             with pool.take(5) as tensor:
@@ -535,14 +536,14 @@ async def test_a_pool_is_a_context_manager_of_both_kinds() -> None:
 
 def test_pools_leak_nothing() -> None:
     collect()
-    before = (len(_memory_registry.mapped), len(_memory_registry.locked))
+    before = (len(registry.mapped), len(registry.locked))
     for _ in range(200):
         with PinnedPool(PAGE) as pool, pool.take(10):
             pass
         PinnedPool(PAGE)  # dropped, never closed
     del pool
-    spin_until_collected(lambda: len(_memory_registry.mapped) <= before[0])
-    spin_until_collected(lambda: len(_memory_registry.locked) <= before[1])
+    spin_until_collected(lambda: len(registry.mapped) <= before[0])
+    spin_until_collected(lambda: len(registry.locked) <= before[1])
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:

@@ -10,7 +10,7 @@ import torch
 from support import ALL_DTYPES, QUANTISED, dtype_id, make_tensor, random_bytes, raw
 
 import nvmeio
-from nvmeio import _tensor
+from nvmeio._memory import tensors as tensors_module
 
 DATA = random_bytes(16 * 30)
 
@@ -121,7 +121,7 @@ def test_no_alias_of_what_is_no_tensor(bad: object) -> None:
 )
 def test_tensors_without_memory_are_refused(make: Callable[[], torch.Tensor], says: str) -> None:
     tensor = make()
-    for take in (_tensor.source, _tensor.destination, nvmeio.cast_to_byte_tensor):
+    for take in (tensors_module.source, tensors_module.destination, nvmeio.cast_to_byte_tensor):
         with pytest.raises(TypeError, match=says):
             take(tensor)
 
@@ -154,7 +154,7 @@ def test_wrapper_subclasses_are_refused() -> None:
             raise NotImplementedError(func)
 
     wrapped = Wrapper(torch.zeros(4))
-    for take in (_tensor.source, _tensor.destination, nvmeio.cast_to_byte_tensor):
+    for take in (tensors_module.source, tensors_module.destination, nvmeio.cast_to_byte_tensor):
         with pytest.raises(TypeError, match=r"Wrapper wraps other tensors.*to_local"):
             take(wrapped)
 
@@ -165,7 +165,7 @@ def test_wrapper_subclasses_are_refused() -> None:
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
 def test_contiguous_memory_is_used_in_place(dtype: torch.dtype) -> None:
     tensor = make_tensor(dtype, DATA)
-    for memory in (_tensor.source(tensor), _tensor.destination(tensor)):
+    for memory in (tensors_module.source(tensor), tensors_module.destination(tensor)):
         assert (memory.address, memory.nbytes) == (tensor.data_ptr(), len(DATA))
         assert memory.copy_back is None
         assert memory.keep.data_ptr() == tensor.data_ptr()
@@ -176,14 +176,14 @@ def test_contiguous_memory_is_used_in_place(dtype: torch.dtype) -> None:
 def test_other_memory_is_staged(dtype: torch.dtype) -> None:
     data = bytes(byte & 1 for byte in DATA) if dtype is torch.bool else DATA
     tensor = make_tensor(dtype, data).view(-1, 3).t()
-    staged = _tensor.source(tensor)
+    staged = tensors_module.source(tensor)
     assert staged.address != tensor.data_ptr()
     assert staged.nbytes == len(data)
     item = dtype.itemsize
     items = [data[n : n + item] for n in range(0, len(data), item)]
     expected = b"".join(b"".join(items[column::3]) for column in range(3))
     assert staged.read(0, staged.nbytes) == expected
-    assert _tensor.destination(tensor).copy_back is not None
+    assert tensors_module.destination(tensor).copy_back is not None
 
 
 def test_a_subclass_with_plain_memory_works() -> None:
@@ -191,8 +191,8 @@ def test_a_subclass_with_plain_memory_works() -> None:
         pass
 
     tensor = torch.arange(6.0).as_subclass(Named)
-    assert _tensor.source(tensor).read(0, 24) == raw(torch.arange(6.0))
-    memory = _tensor.destination(tensor)
+    assert tensors_module.source(tensor).read(0, 24) == raw(torch.arange(6.0))
+    memory = tensors_module.destination(tensor)
     assert memory.nbytes == 24
     assert memory.copy_back is not None
     memory.copy_back()
@@ -200,7 +200,7 @@ def test_a_subclass_with_plain_memory_works() -> None:
 
 def test_what_was_staged_is_copied_back() -> None:
     tensor = torch.zeros(3, 2).t()
-    memory = _tensor.destination(tensor)
+    memory = tensors_module.destination(tensor)
     staging = torch.empty(0).set_(memory.keep)  # type: ignore[call-overload]
     assert staging.data_ptr() == memory.address
     staging.copy_(torch.arange(6.0))
@@ -215,11 +215,11 @@ def test_touch_is_a_change_in_place() -> None:
     tensor = torch.zeros(3)
     view = tensor[1:]
     version = tensor._version
-    _tensor.touch(view)
+    tensors_module.touch(view)
     assert tensor._version == version + 1
     with torch.inference_mode():
         inference = torch.zeros(3)
-    _tensor.touch(inference)  # has no version, and needs none
+    tensors_module.touch(inference)  # has no version, and needs none
 
 
 def test_a_packed_tensor_is_as_long_as_its_storage() -> None:
@@ -227,7 +227,7 @@ def test_a_packed_tensor_is_as_long_as_its_storage() -> None:
         warnings.simplefilter("ignore")
         tensor = torch._empty_affine_quantized([7], scale=1.0, zero_point=0, dtype=torch.quint4x2)
     assert tensor.nbytes == 7
-    assert _tensor.source(tensor).nbytes == 4
+    assert tensors_module.source(tensor).nbytes == 4
 
 
 @pytest.mark.gpu
@@ -237,9 +237,9 @@ def test_cuda_tensors() -> None:
     alias = nvmeio.cast_to_byte_tensor(tensor)
     assert alias.device == tensor.device
     assert alias.data_ptr() == tensor.data_ptr()
-    staged = _tensor.source(tensor)
+    staged = tensors_module.source(tensor)
     assert staged.read(0, 40) == raw(torch.arange(10, dtype=torch.int32))
-    memory = _tensor.destination(tensor)
+    memory = tensors_module.destination(tensor)
     staging = torch.empty(0, dtype=torch.int32).set_(memory.keep)  # type: ignore[call-overload]
     staging.copy_(torch.arange(10, 20))
     assert memory.copy_back is not None

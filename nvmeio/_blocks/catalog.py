@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 from nvmeio._blocks.slots import BlockPlace, Index
 from nvmeio._blocks.table import WRITER_BYTES, NotATable, Table
-from nvmeio._io.ending import wait_for_those_that_end
-from nvmeio._plan import round_up
+from nvmeio._files.plan import round_up
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import free_bytes, reserve
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.private import make_private_directory, open_own
+from nvmeio._threads.endings import wait_for_those_that_end
 from nvmeio.errors import TransferError
 
 logger = logging.getLogger("nvmeio")

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from nvmeio import _tensor, buffers
-from nvmeio._plan import PAGE_BYTES
+from nvmeio import buffers
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._memory import tensors
 from nvmeio._shim import memory_at
 from nvmeio.files import File
 
@@ -67,7 +68,7 @@ class InPlace:
         if not writing:
             _copy(memory, given)
             for block in blocks:
-                _tensor.touch(block)
+                tensors.touch(block)
         return True
 
     def _fits(self, block: torch.Tensor, unit: int) -> bool:

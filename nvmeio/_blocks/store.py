@@ -36,12 +36,12 @@ from nvmeio._blocks.names import Key, names_of
 from nvmeio._blocks.slots import BlockPlace
 from nvmeio._blocks.transfers import SlotPiece, Transfers
 from nvmeio._blocks.worker import Worker, may_be_interrupted
-from nvmeio._closing import Closing
-from nvmeio._io.ending import Ending, leave
+from nvmeio._files.plan import round_up
 from nvmeio._io.handles import new_handle
-from nvmeio._io.threads import being_interrupted
-from nvmeio._plan import round_up
 from nvmeio._storage import crc32
+from nvmeio._threads.closing import Closing
+from nvmeio._threads.endings import Ending, leave
+from nvmeio._threads.jobs import being_interrupted
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from nvmeio._io.owner import OwnerThread
+from nvmeio._threads.owner import OwnerThread
 
 Value = TypeVar("Value")
 

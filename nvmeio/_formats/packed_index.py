@@ -12,10 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._formats import packed_drives
 from nvmeio._formats.packed_drives import DrivePart
 from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._storage import crc32
 
 KEY = "nvmeio.pack"

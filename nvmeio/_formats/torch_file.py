@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-from nvmeio import _memory_system
+from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
-from nvmeio._plan import PAGE_BYTES, round_down
+from nvmeio._memory import system
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -114,7 +114,7 @@ class TorchFile:
                 found=None,
             )
         if name == _PICKLE:
-            _memory_system.check_available(entry.nbytes, entry.nbytes)
+            system.check_available(entry.nbytes, entry.nbytes)
         elif entry.nbytes > _MAX_TEXT_BYTES:
             raise IntegrityError(
                 f"{self.path}: record {name!r} of absurd size: expected at most "

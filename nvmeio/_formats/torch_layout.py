@@ -26,7 +26,7 @@ from nvmeio._formats.torch_skeleton import (
     skeleton_of,
     unknown_torch,
 )
-from nvmeio._io.caller import InCaller, at_once
+from nvmeio._threads.caller import InCaller, at_once
 
 DEFAULT_PROTOCOL = 2  # torch.save's
 

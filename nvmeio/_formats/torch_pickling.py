@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.caller import InCaller, at_once
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._threads.caller import InCaller, at_once
 
 Seen = dict[str, torch.UntypedStorage]
 """The storages that were pickled, by the key of their record."""

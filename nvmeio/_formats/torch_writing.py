@@ -29,11 +29,12 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import _holds, buffers
+from nvmeio import buffers
+from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
-from nvmeio._plan import PAGE_BYTES, round_down, round_up
+from nvmeio._memory import holds
 from nvmeio._storage import crc32
 from nvmeio.errors import ClosedError, IntegrityError
 from nvmeio.files import File
@@ -366,7 +367,7 @@ class _Writer:
             data = data.cpu()
         # `resize_` gives memory back: refused, while it takes long enough for somebody to do so.
         storage = data.untyped_storage()
-        held = _holds.hold(storage) if high - low >= BODY_BYTES else None
+        held = holds.hold(storage) if high - low >= BODY_BYTES else None
         try:
             if data.storage_offset() * data.itemsize + data.nbytes > storage.nbytes():
                 raise IntegrityError(  # the copy would read what is not there
@@ -377,7 +378,7 @@ class _Writer:
                 )
             self._sum(index, record, low, data, to)
         finally:
-            _holds.end(held)
+            holds.end(held)
 
     def _read(
         self, index: int, record: StorageRecord, data: ReadOnce, low: int, high: int, to: int

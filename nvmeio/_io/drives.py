@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from nvmeio import tuned
-from nvmeio._io.ending import do_all
 from nvmeio._io.handles import new_handle
+from nvmeio._threads.endings import do_all
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nvmeio._io.caller import Cancellation
 from nvmeio._io.profiling import profiled
+from nvmeio._threads.caller import Cancellation
 from nvmeio.operation import Operation
 from nvmeio.progress import Progress
 

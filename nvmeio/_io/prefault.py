@@ -17,9 +17,9 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
-from nvmeio import _memory_system
-from nvmeio._io.threads import Thread
-from nvmeio._memory import Mapping
+from nvmeio._memory import system
+from nvmeio._memory.mappings import Mapping
+from nvmeio._threads.jobs import Thread
 
 # Below this the reads are done before a thread has begun.
 LEAST_BYTES = 64 << 20
@@ -30,7 +30,7 @@ _CHUNK_BYTES = 16 << 20
 THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; linux/mman.h
-_madvise = _memory_system.libc.madvise  # lets go of the GIL
+_madvise = system.libc.madvise  # lets go of the GIL
 
 
 class Prefault:

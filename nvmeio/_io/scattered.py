@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
-from nvmeio import _memory
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._io.inflight import InFlight
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._memory import mappings
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -47,7 +47,7 @@ def read_scattered(
             pages.update(range(first + 1, last + 1))
     ordered = sorted(pages)
     rows = {page: row for row, page in enumerate(ordered)}
-    mapping = _memory.Mapping(len(ordered) * PAGE_BYTES)
+    mapping = mappings.Mapping(len(ordered) * PAGE_BYTES)
     base = mapping.address - mapping.base
     out = mapping.tensor(0, (len(ordered), PAGE_BYTES), torch.uint8)
     begin = partial(handle.async_gather, out, file, torch.tensor(ordered) * PAGE_BYTES)

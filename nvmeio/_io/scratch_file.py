@@ -11,10 +11,10 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
-from nvmeio._free_blocks import FreeBlocks
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import weights_of
 from nvmeio._io.striping import FileSpan, StripedFile, Striping
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._memory.free_blocks import FreeBlocks
 from nvmeio._storage import durable
 from nvmeio._storage.private import open_nameless
 from nvmeio.errors import TransferError

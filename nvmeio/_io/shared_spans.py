@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import _device, _memory, _memory_system
-from nvmeio._io.exchange import Exchange
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.prefault import Prefault
 from nvmeio._io.span_plan import Region, Run, Span, inside, named, plan
 from nvmeio._io.spans import Copies
 from nvmeio._io.staging import Stagings
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._memory import devices, mappings, system
+from nvmeio._ranks.exchange import Exchange
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -207,7 +207,7 @@ def read_together(
             )
             mine = [[part for part in each if part.rank == exchange.rank] for each in parts]
             if not on_host(device) and device.type != "meta":
-                opened.enter_context(_device.on(device))
+                opened.enter_context(devices.on(device))
             shared = _Shared(spans, regions, exchange)
             places = _new_places(shared, device, max(map(len, mine), default=0))
             opened.enter_context(places)
@@ -298,8 +298,8 @@ class _InHost:
         spans, regions, _ = shared
         self._spans, self._regions, self._exchange = shared
         nbytes = sum(region.nbytes for region in regions)
-        _memory_system.check_available(sum(span.nbytes for span in spans), nbytes)
-        self._mappings = [_memory.Mapping(region.nbytes) for region in regions]
+        system.check_available(sum(span.nbytes for span in spans), nbytes)
+        self._mappings = [mappings.Mapping(region.nbytes) for region in regions]
         self._prefault = Prefault(self._mappings)
         self._works: deque[Any] = deque()
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from nvmeio._plan import PAGE_BYTES, round_down, round_up
+from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio.files import File
 
 # A span from here on has a mapping of its own.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import _device, _memory, _memory_system, files
+from nvmeio import files
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.prefault import Prefault
@@ -33,6 +33,8 @@ from nvmeio._io.scattered import read_scattered
 from nvmeio._io.span_plan import Region, Run, inside, named, plan
 from nvmeio._io.span_plan import Span as Span
 from nvmeio._io.staging import Stagings
+from nvmeio._memory import devices, system
+from nvmeio._memory import mappings as mappings_module
 from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -123,7 +125,7 @@ class Load:
             with self._flight:
                 if self._on_host:
                     return self._to_host(regions)
-                with _device.on(self._device):
+                with devices.on(self._device):
                     return self._through(regions)
 
     def scattered(
@@ -171,10 +173,10 @@ class Load:
 
     def _to_host(self, regions: list[Region]) -> list[torch.Tensor]:
         # Reserved one by one and never touched here, they would all seem to fit.
-        _memory_system.check_available(
+        system.check_available(
             sum(span.nbytes for span in self._spans), sum(region.nbytes for region in regions)
         )
-        mappings = [_memory.Mapping(region.nbytes) for region in regions]
+        mappings = [mappings_module.Mapping(region.nbytes) for region in regions]
         found: dict[int, torch.Tensor] = {}
         with Prefault(mappings) as prefault:
             for group in _groups(regions, mappings):
@@ -246,7 +248,7 @@ class _Read(NamedTuple):
 
 
 def _groups(
-    regions: Sequence[Region], mappings: Sequence[_memory.Mapping]
+    regions: Sequence[Region], mappings: Sequence[mappings_module.Mapping]
 ) -> Iterator[list[_Read]]:
     """The reads of all regions, each to its place; as many together as are one operation."""
     group: list[_Read] = []

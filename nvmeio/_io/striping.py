@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio.files import File
 
 # A reader that has 160 MiB under way at a time, in order, has several of these: longer bands are

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.staging import Stagings
-from nvmeio._io.threads import run_interruptible
-from nvmeio._plan import PAGE_BYTES, round_down
 from nvmeio._shim import memory_at
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

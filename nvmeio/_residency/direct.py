@@ -14,7 +14,7 @@ from typing import Any, Generic
 
 import torch
 
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio._residency.on_device import DeviceKeeper, DevicePool, DeviceSlot, DeviceUnits, Unit
 from nvmeio._residency.order import Order
 from nvmeio._residency.reader import Fill, Reader, Reads, WantedBytes
@@ -37,13 +37,13 @@ class OrderedReads:
     def __init__(self, handle: Reads, device: torch.device) -> None:
         self._handle = handle
         self._device = device
-        self._stream = _device.new_stream(device)
+        self._stream = devices.new_stream(device)
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
         """Transfers that are begun meanwhile wait for no stream either."""
         # The device first: put back on another one, a thread would make a context there.
-        with _device.on(self._device), _device.on_stream(self._stream):
+        with devices.on(self._device), devices.on_stream(self._stream):
             yield
 
     def async_pread(self, memory: torch.Tensor, file: File, file_offset: int = 0, /) -> Operation:

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvmeio import _device
-from nvmeio._device import Mark
+from nvmeio._memory import devices
+from nvmeio._memory.devices import Mark
 from nvmeio._residency.lent import LentSlot
 from nvmeio._residency.order import Limited, Order
 from nvmeio._residency.reader import Fill
@@ -55,12 +55,12 @@ class DevicePool:
     """
 
     def __init__(
-        self, device: torch.device, budget_bytes: int, copies: _device.Beside | None = None
+        self, device: torch.device, budget_bytes: int, copies: devices.Beside | None = None
     ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
         self.refused: BaseException | None = None  # the device had less than the budget
-        self._copies = copies or _device.beside(device)
+        self._copies = copies or devices.beside(device)
         self._streams: list[Any] = []  # that have worked on it
         self._lent: list[tuple[Any, int]] = []
         self._sources: deque[tuple[Mark, torch.Tensor]] = deque()  # host memory under way
@@ -128,7 +128,7 @@ class DevicePool:
     def before_compute(self, mark: Mark) -> None:
         """What streams are asked from now on comes after a mark."""
         for stream in tuple(self._streams):
-            _device.come_after(stream, mark)
+            devices.come_after(stream, mark)
 
     def wait_for_one(self) -> bool:
         """Until the oldest copy that is under way is made, whose source is free then.
@@ -277,7 +277,7 @@ class DeviceWindow(Window[Unit, DeviceSlot[Unit]], Generic[Unit]):
         self._pool.used_by(stream)
         for slot in slots:
             if slot.copied is not None:
-                _device.come_after(stream, slot.copied)
+                devices.come_after(stream, slot.copied)
 
     def copy_again(self, slot: DeviceSlot[Unit]) -> None:
         """Have the bytes of the window below, which are others now, in the same memory."""

@@ -28,9 +28,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nvmeio import _page_cache
-from nvmeio._device import Mark
-from nvmeio._io.threads import Thread
+from nvmeio._files import page_cache
+from nvmeio._memory.devices import Mark
+from nvmeio._threads.jobs import Thread
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.operation import Operation
@@ -218,7 +218,7 @@ class Reader:
         try:
             opened = wanted.file.acquire(False)
             try:
-                if _page_cache.copy(opened.buffered_fd(), wanted.start, wanted.memory):
+                if page_cache.copy(opened.buffered_fd(), wanted.start, wanted.memory):
                     return None
             finally:
                 opened.release()
@@ -284,7 +284,7 @@ class Reader:
         except Exception:
             return False  # its read will say so
         try:
-            return _page_cache.holds(opened.any_fd(), chunk.start, chunk.memory.nbytes)
+            return page_cache.holds(opened.any_fd(), chunk.start, chunk.memory.nbytes)
         finally:
             opened.release()
 

@@ -9,11 +9,11 @@ For saves in the background: `_retention` (the directory), `_state_snapshot` (`_
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format.
 """
 
-from nvmeio.checkpoint._loading import async_load as async_load
-from nvmeio.checkpoint._loading import load as load
-from nvmeio.checkpoint._report import SaveReport as SaveReport
-from nvmeio.checkpoint._saving import async_save as async_save
-from nvmeio.checkpoint._saving import save as save
+from nvmeio.checkpoint._load.loading import async_load as async_load
+from nvmeio.checkpoint._load.loading import load as load
+from nvmeio.checkpoint._manager.report import SaveReport as SaveReport
+from nvmeio.checkpoint._save.saving import async_save as async_save
+from nvmeio.checkpoint._save.saving import save as save
 from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
 from nvmeio.checkpoint.file_objects import FastFileReader as FastFileReader
 from nvmeio.checkpoint.file_objects import FastFileWriter as FastFileWriter

@@ -21,16 +21,16 @@ import torch
 from nvmeio import _checks
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
-from nvmeio._io import ending
-from nvmeio._io.caller import Cancellation, InCaller, run_with_caller
 from nvmeio._io.handles import new_handle
 from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint import _safetensors_save
-from nvmeio.checkpoint._job import SaveJob, Setup
-from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, store_of
-from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._state_snapshot import Snapshots
-from nvmeio.checkpoint._under_way import UnderWay
+from nvmeio._threads import endings
+from nvmeio._threads.caller import Cancellation, InCaller, run_with_caller
+from nvmeio.checkpoint._manager.job import SaveJob, Setup
+from nvmeio.checkpoint._manager.report import SaveReport
+from nvmeio.checkpoint._manager.under_way import UnderWay
+from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, store_of
+from nvmeio.checkpoint._save import safetensors_save
+from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.handle import AioHandle
 
 logger = logging.getLogger("nvmeio")
@@ -91,8 +91,8 @@ class BackgroundSaver:
     ) -> SaveReport:
         """The same as one safetensors file; tensors and metadata as for `save_safetensors`."""
         # Aligned, as all of `NvmeTrainer`'s: the files do not depend on when they are written.
-        wanted = _safetensors_save.checked(tensors, path, metadata, None, True)
-        return self._save(lambda *_: _safetensors_save.layout_of(wanted), path, False)
+        wanted = safetensors_save.checked(tensors, path, metadata, None, True)
+        return self._save(lambda *_: safetensors_save.layout_of(wanted), path, False)
 
     def after(self, work: Callable[[], object]) -> None:
         """Have something done once all that was begun is durable; not at all if that failed."""
@@ -299,7 +299,7 @@ _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 def _nobody_asked(future: concurrent.futures.Future[Any]) -> None:
     failed = future.exception()
     if failed is not None:
-        ending.nobody_was_told(failed)
+        endings.nobody_was_told(failed)
 
 
 def _at_exit() -> None:
@@ -312,7 +312,7 @@ def _at_exit() -> None:
             logger.error("a save failed, and nobody has asked for it: %s", failed)
             raise
 
-    ending.do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
+    endings.do_all(partial(end, saver) for saver in list(_savers) if saver.pid == os.getpid())
 
 
-ending.at_exit(_at_exit)
+endings.at_exit(_at_exit)

@@ -12,25 +12,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
-from nvmeio._closing import ClosingWork
-from nvmeio._io.caller import run_with_caller
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.profiling import profiled
-from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio._running_loop import running_loop
 from nvmeio._storage.directories import check_above
-from nvmeio.checkpoint import _retention, _writers
-from nvmeio.checkpoint._drives import OwnDrives, Save
-from nvmeio.checkpoint._job import SaveJob
-from nvmeio.checkpoint._load_options import HowToLoad, LoadOptions, MapLocation
-from nvmeio.checkpoint._loading_ranks import ALONE, Attempts
-from nvmeio.checkpoint._ranks import DEFAULT_TIMEOUT_S, being_made, ranks_of, store_of
-from nvmeio.checkpoint._report import SaveReport
-from nvmeio.checkpoint._restoring import Wanted, restore
-from nvmeio.checkpoint._restoring_parts import restore_parts, whole_saves
-from nvmeio.checkpoint._saver import JOBS, SaveCall, Saver
-from nvmeio.checkpoint._state_snapshot import checked_way
-from nvmeio.checkpoint._under_way import UnderWay
+from nvmeio._threads.caller import run_with_caller
+from nvmeio._threads.closing import ClosingWork
+from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.running_loop import running_loop
+from nvmeio.checkpoint._load.load_options import HowToLoad, LoadOptions, MapLocation
+from nvmeio.checkpoint._manager import retention, writer_choice
+from nvmeio.checkpoint._manager.job import SaveJob
+from nvmeio.checkpoint._manager.report import SaveReport
+from nvmeio.checkpoint._manager.restoring import Wanted, restore
+from nvmeio.checkpoint._manager.restoring_parts import restore_parts, whole_saves
+from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
+from nvmeio.checkpoint._manager.under_way import UnderWay
+from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
+from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts
+from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, being_made, ranks_of, store_of
+from nvmeio.checkpoint._snapshot.state_snapshot import checked_way
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
@@ -166,7 +166,7 @@ class Checkpointer(ClosingWork):
             _checks.timeout(timeout_s)
             if handle is not None and not isinstance(handle, AioHandle):
                 raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
-            writers = _writers.checked(writers, layout, ranks_of(process_group))
+            writers = writer_choice.checked(writers, layout, ranks_of(process_group))
             way = checked_way(snapshot)
             self._store = store_of(process_group, path)
         self._keep = keep
@@ -435,7 +435,7 @@ class Checkpointer(ClosingWork):
         """
         if self._saver.setup.drives is not None:
             return sorted({save.step for save in self._whole()})
-        return sorted({each.step for each in _retention.generations(self.directory)})
+        return sorted({each.step for each in retention.generations(self.directory)})
 
     def latest_step(self) -> int | None:
         """The step that `restore` would load; None if there is none.
@@ -445,7 +445,7 @@ class Checkpointer(ClosingWork):
         if self._saver.setup.drives is not None:
             whole = self._whole()
             return whole[-1].step if whole else None
-        newest = _retention.newest(self.directory)
+        newest = retention.newest(self.directory)
         return None if newest is None else newest.step
 
     def _whole(self) -> list[Save]:

@@ -23,9 +23,9 @@ from nvmeio._formats.torch_part import head_of
 from nvmeio._formats.torch_zip import Archive, ZipEntry
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.spans import Load
-from nvmeio._io.threads import run_interruptible
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.files import File
 

@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._closing import Closing, Discarding
-from nvmeio._io.ending import Ending, open_owned
 from nvmeio._io.handles import new_handle
-from nvmeio._io.owner import OwnerThread
-from nvmeio._io.threads import run_interruptible
 from nvmeio._io.write_behind import WriteBehind
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint._archive_watch import ArchiveWatch
+from nvmeio._threads.closing import Closing, Discarding
+from nvmeio._threads.endings import Ending, open_owned
+from nvmeio._threads.jobs import run_interruptible
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.checkpoint._save.archive_watch import ArchiveWatch
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
 

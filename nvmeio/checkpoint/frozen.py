@@ -11,15 +11,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils import _pytree
 
-from nvmeio._copy_on_write import support
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.torch_layout import StorageRecord
-from nvmeio._io.threads import run_interruptible
-from nvmeio._memory import Mapping
-from nvmeio._plan import PAGE_BYTES, round_up
-from nvmeio.checkpoint._protected import AsideMemory, Protected
-from nvmeio.checkpoint._snapshot import tensor_of
-from nvmeio.checkpoint._spans import RecordSpan
-from nvmeio.checkpoint._under_way import UnderWay
+from nvmeio._memory.copy_on_write import support
+from nvmeio._memory.mappings import Mapping
+from nvmeio._threads.jobs import run_interruptible
+from nvmeio.checkpoint._manager.under_way import UnderWay
+from nvmeio.checkpoint._snapshot.copies import tensor_of
+from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
+from nvmeio.checkpoint._snapshot.spans import RecordSpan
 
 State = TypeVar("State")
 

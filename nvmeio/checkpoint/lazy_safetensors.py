@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from nvmeio import _checks, _memory
+from nvmeio import _checks
 from nvmeio._formats.safetensors_errors import as_package, device_of, noted
 from nvmeio._formats.safetensors_files import tensor_on
 from nvmeio._formats.safetensors_header import TensorEntry
@@ -22,7 +22,8 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span
-from nvmeio._io.threads import run_interruptible
+from nvmeio._memory import mappings
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 
@@ -193,7 +194,7 @@ class LazyTensors:
 
         def many() -> torch.Tensor:
             shape = (len(rows.offsets), rows.nbytes)
-            memory = _memory.Mapping(shape[0] * shape[1]).tensor(0, shape, torch.uint8)
+            memory = mappings.Mapping(shape[0] * shape[1]).tensor(0, shape, torch.uint8)
             offsets, handle = rows.offsets + entry.start, self._handle.get()
             with flight:
                 flight.start(

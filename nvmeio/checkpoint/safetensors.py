@@ -20,8 +20,8 @@ from nvmeio._formats.safetensors_header import Header, TensorEntry
 from nvmeio._io.handles import handle_for
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load, Span
-from nvmeio._io.threads import in_thread, run_interruptible
-from nvmeio.checkpoint._safetensors_save import SaveRequest, checked, write
+from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio.checkpoint._save.safetensors_save import SaveRequest, checked, write
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress

@@ -31,9 +31,9 @@ from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load
 from nvmeio._io.staging import Stagings
-from nvmeio._io.threads import run_interruptible
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nvmeio._copy_on_write import HOW_TO_ALLOW
+from nvmeio._memory.copy_on_write import HOW_TO_ALLOW
 from nvmeio.cli._problems import Finding, aio_is_plentiful, find_problems
 from nvmeio.cli._quantities import binary_size as _size
 from nvmeio.cli._tune.space import in_words

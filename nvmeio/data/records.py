@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from nvmeio import _checks, _row_places, files
-from nvmeio._closing import ClosingWork
-from nvmeio._io import threads
+from nvmeio import _checks, files
+from nvmeio._core import row_places
+from nvmeio._core.row_places import FileOffsets
 from nvmeio._io.handles import new_handle
-from nvmeio._row_places import FileOffsets
 from nvmeio._storage import durable
+from nvmeio._threads import jobs
+from nvmeio._threads.closing import ClosingWork
 from nvmeio.data._opened import Opened, generation
 from nvmeio.data._record_layout import record_count, record_layout
 from nvmeio.data.gather import Gather
@@ -133,7 +134,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
         layout = record_layout(dtype, shape, file_offset, stride_bytes)
         size = layout.end(_checks.integer("count", count, 0))
         name = os.path.abspath(path)
-        threads.run_interruptible(lambda: _create(name, size))
+        jobs.run_interruptible(lambda: _create(name, size))
         return cls(
             name,
             dtype,
@@ -261,7 +262,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
     # --- checks -------------------------------------------------------------------------------
 
     def _offsets(self, indices: FileOffsets) -> torch.Tensor:
-        numbers = _row_places.as_integers("indices", indices)
+        numbers = row_places.as_integers("indices", indices)
         if numbers.dim() != 1:
             raise ValueError(
                 f"indices must have one dimension, not the shape {tuple(numbers.shape)}: flatten() "

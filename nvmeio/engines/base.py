@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, cast
 
-from nvmeio._descriptors import Descriptors
-from nvmeio._tensor import Memory
+from nvmeio._files.descriptors import Descriptors
+from nvmeio._memory.tensors import Memory
 from nvmeio.errors import BackendUnavailableError, TransferError
 
 
@@ -205,7 +205,7 @@ class ShortPlace(Protocol):
 
     @property
     def prepare(self) -> Callable[[CompletionQueue, int, int], ShortRequest]:
-        """A request for a queue and a token that holds a storage, given its flag (`_holds`)."""
+        """A request for a queue and a token that holds a storage, given its flag (`holds`)."""
 
 
 class BatchRequest(Request, Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nvmeio._io.threads import Job, Thread
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
+from nvmeio._threads.jobs import Job, Thread
 from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
     BatchRequest,

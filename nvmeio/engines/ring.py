@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from nvmeio import _transfer
-from nvmeio._device import Copier
-from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES, round_down
-from nvmeio._tensor import Memory
+from nvmeio._core import transfers
+from nvmeio._files.plan import PAGE_BYTES, round_down
+from nvmeio._memory.devices import Copier
+from nvmeio._memory.tensors import Memory
+from nvmeio._threads.jobs import Thread
 from nvmeio.engines import base
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
 from nvmeio.engines._ring_parts import ActiveTransfer, DeviceRowsRequest, RingPart, taken_up
@@ -337,9 +337,9 @@ class _Pump:
         transfer = part.active.transfer
         held = part.bytes
         memory = Memory(held.data_ptr(), part.nbytes, held.untyped_storage(), None)
-        plan = _transfer.plan if part.rows is None else _transfer.plan_rows
+        plan = transfers.plan if part.rows is None else transfers.plan_rows
         if buffered:
-            plan = _transfer.plan_buffered
+            plan = transfers.plan_buffered
         try:
             part.plan, planned = plan(
                 Opcode(transfer.opcode), memory, transfer.opened, part.file_offset

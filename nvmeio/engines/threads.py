@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nvmeio import _copy_on_write
-from nvmeio._io.threads import Thread
+from nvmeio._memory import copy_on_write
 from nvmeio._shim import copy_foreign, ffi, lib, memory_at
+from nvmeio._threads.jobs import Thread
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
 from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
@@ -242,7 +242,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
     def _move(self, block: Block, fd: int, memory: memoryview, offset: int) -> int:
         """Hook: one system call; bytes moved, or an OSError."""
         if block.request.transfer.opcode == Opcode.READ:
-            _copy_on_write.give_up(int(ffi.cast("uintptr_t", ffi.from_buffer(memory))), len(memory))
+            copy_on_write.give_up(int(ffi.cast("uintptr_t", ffi.from_buffer(memory))), len(memory))
             return os.preadv(fd, [memory], offset)
         return os.pwritev(fd, [memory], offset)
 

@@ -10,7 +10,7 @@ best; `kv_cache` puts past keys and values away, `prefixes` keeps them for other
 docs/inference.md has the arithmetic.
 """
 
-from nvmeio.inference._resources import StreamStats as StreamStats
+from nvmeio.inference._stream.resources import StreamStats as StreamStats
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
 from nvmeio.inference.losses import chunked_cross_entropy as chunked_cross_entropy

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.threads import Thread
-from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage.directories import make_directory
+from nvmeio._threads.jobs import Thread
 from nvmeio.handle import AioHandle
-from nvmeio.inference._kv_store import KVBlock, room_for
-from nvmeio.inference._kv_store import KVStore as KVStore
-from nvmeio.inference._transformers import cache_utilities
+from nvmeio.inference._kv.kv_store import KVBlock, room_for
+from nvmeio.inference._kv.kv_store import KVStore as KVStore
+from nvmeio.inference._plan.transformers import cache_utilities
 from nvmeio.operation import Operation
 
 # Tokens that are written at once. A layer's newest tokens stay in memory until they are so many.

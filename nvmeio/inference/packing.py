@@ -16,6 +16,7 @@ import torch
 
 from nvmeio import _checks, buffers, files
 from nvmeio._checks import Paths
+from nvmeio._files.plan import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._formats import packed_index
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
@@ -26,19 +27,26 @@ from nvmeio._io.drives import weights_of
 from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
-from nvmeio._plan import PAGE_BYTES, TENSOR_ALIGNMENT, round_up
 from nvmeio._storage import crc32
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.durable import rename, sync_directory, sync_file
 from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _packed, _transformers, hub
-from nvmeio.inference._matching import match
-from nvmeio.inference._packed import PackedWeight
-from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
-from nvmeio.inference._recipes import Weight, WeightPart
-from nvmeio.inference._units import Unit, partition
+from nvmeio.inference import hub
+from nvmeio.inference._packed import format
+from nvmeio.inference._packed.format import PackedWeight
+from nvmeio.inference._packed.quant import (
+    Quantised,
+    can_quantise,
+    check_setting,
+    dequantise,
+    quantise,
+)
+from nvmeio.inference._plan import transformers
+from nvmeio.inference._plan.matching import match
+from nvmeio.inference._plan.recipes import Weight, WeightPart
+from nvmeio.inference._plan.units import Unit, partition
 from nvmeio.progress import Progress
 
 _CONFIG = "config.json"
@@ -139,14 +147,14 @@ def pack(
         if target.exists():
             raise FileExistsError(f"{target} exists: name a directory that does not, or remove it")
     source = Path(hub.directory_of(model_directory))
-    config = _transformers.config_of(source)
+    config = transformers.config_of(source)
     with LongCall("pack", targets[0], progress) as call, contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))
         checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source, mover)))
-        if _packed.parse(checkpoint) is not None:
+        if format.parse(checkpoint) is not None:
             raise ValueError(f"{source} is packed already: pack what it was made from")
-        model = _transformers.empty_model(config, dtype, checkpoint)
-        _transformers.compute_buffers(model, torch.device("cpu"))
+        model = transformers.empty_model(config, dtype, checkpoint)
+        transformers.compute_buffers(model, torch.device("cpu"))
         matched = match(model, checkpoint, strict=True)
         parts = partition(model, matched.by_tensor, None)
         units = [unit for unit in (parts.fixed, *parts.units) if unit.weights]
@@ -164,7 +172,7 @@ def pack(
         directories = temporaries
         if ranks > 1:
             above = temporaries[0]
-            directories = [above / _packed.rank_directory(rank) for rank in range(ranks)]
+            directories = [above / format.rank_directory(rank) for rank in range(ranks)]
             for directory in directories:
                 directory.mkdir()
         contents = _Contents(units, setting, ranks, weights_of(temporaries))
@@ -254,7 +262,7 @@ class _Contents:
             self.quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
             shapes = (setting.packed_shape(weight.shape), *[setting.groups_shape(weight.shape)] * 2)
             dtypes = (torch.uint8, torch.float32, torch.float32)
-            for suffix, kind, shape in zip(_packed.SUFFIXES, dtypes, shapes, strict=True):
+            for suffix, kind, shape in zip(format.SUFFIXES, dtypes, shapes, strict=True):
                 tensors.append((weight.name + suffix, kind, shape, number))
         return _Record(unit, tensors)
 
@@ -304,7 +312,7 @@ class _Contents:
         pad(PAGE_BYTES)
         metadata = {**of_source, "format": "pt"}
         metadata[packed_index.SEAL] = packed_index.OPEN_SEAL
-        metadata[packed_index.KEY] = _packed.describe(self.quantised, self.sums)
+        metadata[packed_index.KEY] = format.describe(self.quantised, self.sums)
         if self.ranks > 1:
             metadata[packed_index.PART] = packed_index.describe_part(
                 number, self.ranks, self.places, self.part_sums[number]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nvmeio._plan import TENSOR_ALIGNMENT, round_up
+from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._storage.durable import reserve
 
 

@@ -35,11 +35,11 @@ from nvmeio._io.handles import handle_for
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.private import create, make_private_directory
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _hooks
-from nvmeio.inference._binding import shown_as
-from nvmeio.inference._budget import check_numbers, share_out
-from nvmeio.inference._recipes import Weight, part_of
-from nvmeio.inference._units import partition
+from nvmeio.inference._modules import hooks
+from nvmeio.inference._modules.binding import shown_as
+from nvmeio.inference._plan.budget import check_numbers, share_out
+from nvmeio.inference._plan.recipes import Weight, part_of
+from nvmeio.inference._plan.units import partition
 from nvmeio.inference.stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"
@@ -228,7 +228,7 @@ class Spiller:
             )
             for module in self._modules:
                 self.release(module)
-            _hooks.attach(root, stream)
+            hooks.attach(root, stream)
             return stream
 
     # Steps

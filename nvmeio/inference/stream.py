@@ -25,29 +25,30 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from nvmeio import _checks, _device
-from nvmeio._closing import Closing
+from nvmeio import _checks
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.ending import Ending
-from nvmeio._io.owner import Claim, OwnerThread
 from nvmeio._io.profiling import profiled
-from nvmeio._io.threads import in_thread, run_interruptible
+from nvmeio._memory import devices
 from nvmeio._residency.saved import Origin, in_backward
+from nvmeio._threads.closing import Closing
+from nvmeio._threads.endings import Ending
+from nvmeio._threads.jobs import in_thread, run_interruptible
+from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _lockstep
-from nvmeio.inference._budget import Shares
-from nvmeio.inference._embedding_rows import EmbeddingRows
-from nvmeio.inference._lockstep import Lockstep
-from nvmeio.inference._own_pass import OwnPass
-from nvmeio.inference._rank_reader import Passes, RankReader
-from nvmeio.inference._resources import Resources, StreamStats
-from nvmeio.inference._slots import SlotPools
-from nvmeio.inference._stand_ins import ABSENT
-from nvmeio.inference._stream_ranks import Ranks, new_reader
-from nvmeio.inference._units import Partition, Unit
-from nvmeio.inference._uses import Doing, Use, Uses
+from nvmeio.inference._modules.stand_ins import ABSENT
+from nvmeio.inference._plan.budget import Shares
+from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._ranks.rank_reader import Passes, RankReader
+from nvmeio.inference._ranks.stream_ranks import Ranks, new_reader
+from nvmeio.inference._stream import in_lockstep as in_lockstep_module
+from nvmeio.inference._stream.embedding_rows import EmbeddingRows
+from nvmeio.inference._stream.in_lockstep import Lockstep
+from nvmeio.inference._stream.own_pass import OwnPass
+from nvmeio.inference._stream.resources import Resources, StreamStats
+from nvmeio.inference._stream.slots import SlotPools
+from nvmeio.inference._stream.uses import Doing, Use, Uses
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
@@ -143,7 +144,7 @@ class WeightStream(Closing):
             IntegrityError: A file was written to.
             ClosedError: The stream is closed.
         """
-        lockstep = _lockstep.current()
+        lockstep = in_lockstep_module.current()
         if lockstep is not None:
             lockstep.hand_on()
         self._own_pass.check()
@@ -207,7 +208,7 @@ class WeightStream(Closing):
         if memory is not None:
             owner.post(uses.note_lent, unit)
             return memory
-        lockstep = _lockstep.current()
+        lockstep = in_lockstep_module.current()
         caller: Any = threading.get_ident() if lockstep is None else lockstep
         doing = Doing(torch.is_grad_enabled(), in_backward())
         found: Any = None
@@ -303,7 +304,7 @@ class WeightStream(Closing):
                 self._owner.call(_nothing)
 
     def _cuda_stream(self) -> Any:
-        return _device.stream_here(self._device)
+        return devices.stream_here(self._device)
 
     # --- awaited ------------------------------------------------------------------------------
 

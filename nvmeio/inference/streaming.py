@@ -11,18 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio import _checks, _device
+from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.profiling import profiled
+from nvmeio._memory import devices
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import _hooks, _packed_drives, _transformers, kv_cache
-from nvmeio.inference._asked import Asked, name_of
-from nvmeio.inference._model_plan import ModelPlan, plan_model
-from nvmeio.inference._stream_ranks import DEFAULT_TIMEOUT_S, Ranks
+from nvmeio.inference import kv_cache
+from nvmeio.inference._modules import hooks
+from nvmeio.inference._packed import drives
+from nvmeio.inference._plan import transformers
+from nvmeio.inference._plan.asked import Asked, name_of
+from nvmeio.inference._plan.model_plan import ModelPlan, plan_model
+from nvmeio.inference._ranks.stream_ranks import DEFAULT_TIMEOUT_S, Ranks
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
 
@@ -168,7 +172,7 @@ def stream_model(
         stack.enter_context(profiled("stream_model", "plan"))
         call = stack.enter_context(CallHandle(handle, asked.sources[0]))
         opened = stack.enter_context(
-            contextlib.closing(_packed_drives.open_model(asked.sources, call.get()))
+            contextlib.closing(drives.open_model(asked.sources, call.get()))
         )
         plan = plan_model(asked, opened, ranks)
     call.wait()  # the stream's own is made next: two would take the memory of two
@@ -177,7 +181,7 @@ def stream_model(
         _move_buffers(model, where)
 
     def open_again(through: AioHandle) -> SafetensorsSet:
-        again = _packed_drives.open_model(sources, through)
+        again = drives.open_model(sources, through)
         try:
             _check_same(plan, again, checksum)
         except BaseException:
@@ -202,7 +206,7 @@ def stream_model(
             ranks=ranks,
         )
         undo.callback(stream.close)
-        _hooks.attach(model, stream)
+        hooks.attach(model, stream)
         if plan.parallel is not None:
             plan.parallel.attach(model)
         model.weight_stream = stream
@@ -225,7 +229,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = _device.moved(buffer, device)
+                module._buffers[name] = devices.moved(buffer, device)
 
 
 def _check_same(plan: ModelPlan, again: SafetensorsSet, checksum: bool) -> None:
@@ -259,6 +263,6 @@ def _finish(model: Any, asked: Asked) -> None:
     if directory is None:
         return
     if model.can_generate() and os.path.isfile(os.path.join(directory, "generation_config.json")):
-        config_class = _transformers.require().GenerationConfig
+        config_class = transformers.require().GenerationConfig
         model.generation_config = config_class.from_pretrained(directory)
     model.config._name_or_path = model.name_or_path = asked.name

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.ending import do_all
 from nvmeio._storage.durable import sync_directory
+from nvmeio._threads.endings import do_all
 from nvmeio.checkpoint.background import BackgroundSaver
 from nvmeio.handle import AioHandle
 

@@ -25,18 +25,18 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio import _checks, files
+from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.safetensors_files import header_of
-from nvmeio._io.ending import Ending
 from nvmeio._io.handles import new_handle
-from nvmeio._io.owner import OwnerThread
-from nvmeio._memory import Mapping as MemoryMapping
-from nvmeio._plan import PAGE_BYTES, round_down, round_up
+from nvmeio._memory.mappings import Mapping as MemoryMapping
 from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
 from nvmeio._storage.small_files import INDEX_BYTES, read_small
 from nvmeio._storage.unchanged import Unchanged
+from nvmeio._threads.endings import Ending
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -49,10 +49,10 @@ from torch.futures import Future
 from nvmeio import _checks
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
-from nvmeio._io.threads import run_interruptible
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.replace import replace_file
 from nvmeio._storage.small_files import detail_of, read_small
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names

@@ -25,11 +25,11 @@ import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from nvmeio import buffers
-from nvmeio._closing import Discarding
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.write_behind import WriteBehind
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
+from nvmeio._threads.closing import Discarding
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle

@@ -45,7 +45,7 @@ from nvmeio.inference.spilling import Spiller
 from nvmeio.inference.stream import WeightStream
 from nvmeio.integrations._clients import joined
 from nvmeio.integrations._kv_identity import server_begins
-from nvmeio.integrations._sglang_checks import (
+from nvmeio.integrations._sglang.checks import (
     TRIED,
     VARIABLE,
     check_layer,
@@ -53,7 +53,7 @@ from nvmeio.integrations._sglang_checks import (
     check_server,
     mark,
 )
-from nvmeio.integrations._sglang_settings import Settings, read_settings
+from nvmeio.integrations._sglang.settings import Settings, read_settings
 
 __all__ = ["Settings", "new_offloader", "read_settings", "register"]
 

@@ -32,12 +32,12 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._blocks.store import BlockStore
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.safetensors_shards import parse_size
-from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError
-from nvmeio.integrations import _sglang_kv
 from nvmeio.integrations._clients import joined, on_demand
 from nvmeio.integrations._kv_identity import Options, identity_of
+from nvmeio.integrations._sglang import kv
 
 __all__ = ["HiCache", "NvmeHiCache"]  # noqa: F822 (made by __getattr__)
 
@@ -79,7 +79,7 @@ class HiCache:
         self._config = storage_config
         self._directory = str(extra["directory"])
         self._capacity = parse_size(extra["capacity_bytes"])
-        models, settings = _sglang_kv.served(storage_config.model_name)
+        models, settings = kv.served(storage_config.model_name)
         self._identity = identity_of(models, Options.of(extra), settings, self._directory)
         self._generations = 0
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class HiCache:
         self._stagings: dict[str, list[torch.Tensor]] = {}
         self._views: dict[str, tuple[Any, bool]] = {}
         self._closed = False
-        _sglang_kv.tell(self)
+        kv.tell(self)
 
     # Pools and their stores
 
@@ -144,7 +144,7 @@ class HiCache:
                 *(str(getattr(pool, "layout", "")), str(getattr(pool, "dtype", ""))),
                 *(getattr(pool, "page_size", 1), nbytes),
                 # The first replica's is that of a server without others.
-                *([f"replica {replica}"] if (replica := _sglang_kv.replica()) else []),
+                *([f"replica {replica}"] if (replica := kv.replica()) else []),
             ]
         )
         rank = "all" if shared else config.tp_rank

@@ -30,12 +30,14 @@ from typing import Any
 
 import torch
 
-from nvmeio import _memory_system, _page_cache, buffers
+from nvmeio import buffers
+from nvmeio._files import page_cache
 from nvmeio._formats.safetensors_files import tensor_on
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.handles import handle_for
 from nvmeio._io.spans import Load, Span
-from nvmeio._io.threads import Job
+from nvmeio._memory import system
+from nvmeio._threads.jobs import Job
 from nvmeio.checkpoint import load
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
@@ -189,10 +191,10 @@ class _Reading:
         start, nbytes = stored.entry.start, stored.entry.nbytes
         opened = self._checkpoint.files[stored.file].acquire(False)
         try:
-            if not _page_cache.holds(opened.any_fd(), start, nbytes):
+            if not page_cache.holds(opened.any_fd(), start, nbytes):
                 return None
             memory = _room(nbytes)
-            copied = _page_cache.copy(opened.buffered_fd(), start, memory)
+            copied = page_cache.copy(opened.buffered_fd(), start, memory)
         finally:
             opened.release()
         return memory if copied else None
@@ -200,7 +202,7 @@ class _Reading:
 
 def _room(nbytes: int) -> torch.Tensor:
     # A mapping of its own is worth its 20 us from a huge page on.
-    if nbytes < _memory_system.huge_page_bytes():
+    if nbytes < system.huge_page_bytes():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return buffers.empty_aligned(nbytes, dtype=torch.uint8)
 
@@ -344,5 +346,5 @@ def _fit_in_memory(files: list[str]) -> bool:
     for path in files:
         with contextlib.suppress(OSError):  # whoever reads it says so
             nbytes += os.path.getsize(path)
-    available = _memory_system.available_bytes()
+    available = system.available_bytes()
     return available is not None and nbytes <= 0.9 * available

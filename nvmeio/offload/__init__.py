@@ -5,8 +5,8 @@ Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), 
 `optimizer`, `gradients`, `module`, `activations`. docs/offload.md has the arithmetic.
 """
 
-from nvmeio.offload._memory_plan import MemoryPlan as MemoryPlan
-from nvmeio.offload._pipeline import Times as Times
+from nvmeio.offload._optimizer.memory_plans import MemoryPlan as MemoryPlan
+from nvmeio.offload._step.pipeline import Times as Times
 from nvmeio.offload.activations import SwappedActivations as SwappedActivations
 from nvmeio.offload.config import Offloaded as Offloaded
 from nvmeio.offload.config import offload as offload

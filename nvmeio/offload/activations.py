@@ -6,17 +6,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvmeio import _device
 from nvmeio._checks import Paths
-from nvmeio._closing import Closing
-from nvmeio._io.owner import Claim
+from nvmeio._memory import devices
 from nvmeio._residency import calls
 from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backward, kept, unpack
+from nvmeio._threads.closing import Closing
+from nvmeio._threads.owner import Claim
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _arguments
-from nvmeio.offload._activation_store import ActivationStore
-from nvmeio.offload._activations_on_device import DeviceActivations, DeviceStorage
-from nvmeio.offload._saved_storage import SavedStorage
+from nvmeio.offload._activations.activation_store import ActivationStore
+from nvmeio.offload._activations.activations_on_device import DeviceActivations, DeviceStorage
+from nvmeio.offload._activations.saved_storage import SavedStorage
+from nvmeio.offload._optimizer import checks
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -82,13 +82,13 @@ class SwappedActivations(Closing):
         checksum: bool = True,
         handle: AioHandle | None = None,
     ) -> None:
-        window = _arguments.size("resident_bytes", resident_bytes)
-        least = _arguments.size("min_bytes", min_bytes)
-        _arguments.integer("resident_bytes", window, 8192)
-        there = _arguments.size("device_bytes", device_bytes)
-        _arguments.integer("device_bytes", there, 8192)
-        _arguments.integer("min_bytes", least, 1)
-        _arguments.handle(handle)
+        window = checks.size("resident_bytes", resident_bytes)
+        least = checks.size("min_bytes", min_bytes)
+        checks.integer("resident_bytes", window, 8192)
+        there = checks.size("device_bytes", device_bytes)
+        checks.integer("device_bytes", there, 8192)
+        checks.integer("min_bytes", least, 1)
+        checks.handle(handle)
         if not isinstance(checksum, bool):
             raise TypeError(f"checksum must be true or false, not {checksum!r:.80}")
         self._min_bytes = least
@@ -147,8 +147,8 @@ class SwappedActivations(Closing):
         if isinstance(tensor._base, torch.nn.Parameter):
             return False
         storage = tensor.untyped_storage()
-        if _device.is_device(tensor):
-            return storage.nbytes() >= self._min_bytes and _device.is_torchs(tensor)
+        if devices.is_device(tensor):
+            return storage.nbytes() >= self._min_bytes and devices.is_torchs(tensor)
         # Memory that torch did not allocate may change, or be held, by others that nobody sees.
         return (
             storage.device.type == "cpu"
@@ -206,7 +206,7 @@ class SwappedActivations(Closing):
         return f"<SwappedActivations, resident_bytes={self.resident_bytes}, {state}>"
 
     def __reduce__(self) -> Any:
-        _arguments.refuse_pickling(self, "make one there")
+        checks.refuse_pickling(self, "make one there")
 
 
 class _Saving(BaseException):
@@ -249,7 +249,7 @@ class _Saved:
         # It has the tensor's version, which others may change, and none of its memory.
         self._witness = tensor.detach()
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        if _device.is_device(tensor):
+        if devices.is_device(tensor):
             self._storage, self._claim = activations._on_device.save(tensor)
         else:
             self._storage, self._claim = activations._store.save(tensor.untyped_storage())

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio.errors import AlignmentError, BackendUnavailableError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _arguments
 from nvmeio.offload._config_words import (
     AIO,
     DEVICES,
@@ -31,7 +30,8 @@ from nvmeio.offload._config_words import (
     known,
     number,
 )
-from nvmeio.offload._pipeline import Times
+from nvmeio.offload._optimizer import checks
+from nvmeio.offload._step.pipeline import Times
 from nvmeio.offload.module import SwappedModule, is_direct
 from nvmeio.offload.optimizer import DEFAULT_SUBGROUP_BYTES, SwappedOptimizer
 
@@ -344,7 +344,7 @@ def _section(
 
 def _resume(config: Mapping[str, Any]) -> bool | str:
     try:
-        return _arguments.resume(config.get("resume", False))
+        return checks.resume(config.get("resume", False))
     except TypeError as refused:
         raise ValueError(str(refused)) from None
 
@@ -368,7 +368,7 @@ def _computes_on(
                 'module_device is for offload_param with device "nvme": else the module stays '
                 "where it is"
             )
-        return _device.usable("module_device", given)
+        return devices.usable("module_device", given)
     found = (p.device for p in module.parameters() if p.device.type not in ("cpu", "meta"))
     return next(found, torch.device("cpu"))
 

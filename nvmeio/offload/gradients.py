@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvmeio import _device
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.rank_store import several
-from nvmeio.offload._grad_sentinel import GradSentinel
-from nvmeio.offload._grad_sheets import GradSheets
-from nvmeio.offload._params import SwappedParam
-from nvmeio.offload._pipeline import Move
-from nvmeio.offload._subgroups import Piece, Subgroup
-from nvmeio.offload._swap_dirs import SwapDirs
-from nvmeio.offload._tensors import is_sharded, laid, local
-from nvmeio.offload._transactions import Transaction, Transactions
+from nvmeio._memory import devices
+from nvmeio._ranks.rank_store import several
+from nvmeio.offload._generations.transactions import Transaction, Transactions
+from nvmeio.offload._gradients.grad_sentinel import GradSentinel
+from nvmeio.offload._gradients.grad_sheets import GradSheets
+from nvmeio.offload._optimizer.params import SwappedParam
+from nvmeio.offload._step.pipeline import Move
+from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
+from nvmeio.offload._swap_files.swap_dirs import SwapDirs
+from nvmeio.offload._swap_files.tensors import is_sharded, laid, local
 
 
 class GradientSwapper:
@@ -111,7 +111,7 @@ class GradientSwapper:
             return
         self._look_for_zero_grad()
         self._check_not_clipped()
-        gradient = laid(_device.on_host(local(parameter.grad)), param.pieces[0].grad_strides)
+        gradient = laid(devices.on_host(local(parameter.grad)), param.pieces[0].grad_strides)
         try:
             self._sheets.add_to(param, gradient)
             norm = torch.linalg.vector_norm(gradient)
@@ -231,11 +231,11 @@ class GradientSwapper:
                 gradient = self._in_memory(param)
                 if gradient is None:
                     continue
-                norm = torch.linalg.vector_norm(_device.on_host(local(gradient)))
+                norm = torch.linalg.vector_norm(devices.on_host(local(gradient)))
             norms.append(_over_ranks(param.parameter, norm))
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
         if inverse_scale is not None:
-            total = total * _device.on_host(inverse_scale)
+            total = total * devices.on_host(inverse_scale)
         before = self.factor
         if before is not None:
             total = total * before
@@ -294,4 +294,4 @@ def _over_ranks(parameter: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         # Not is_shard(): a strided shard (FSDP over tensor parallelism) does not call itself one.
         if not placement.is_replicate():
             dist.all_reduce(square, group=sharded.device_mesh.get_group(dimension))
-    return _device.on_host(square.sqrt())
+    return devices.on_host(square.sqrt())

@@ -8,21 +8,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from nvmeio import _checks, _device
+from nvmeio import _checks
 from nvmeio._checks import Paths
-from nvmeio._closing import Closing
+from nvmeio._memory import devices
+from nvmeio._threads.closing import Closing
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _arguments
-from nvmeio.offload._absent import is_absent
-from nvmeio.offload._inner import watch
-from nvmeio.offload._param_store import ParamStore, store_of
-from nvmeio.offload._saved_parameters import attach
-from nvmeio.offload._sharded import Sharded, is_fsdp
-from nvmeio.offload._stages import Unit, find_stages, find_units
-from nvmeio.offload._tensors import is_sharded, own_strides, sharded_alike
-from nvmeio.offload._tiles import TiledLayers, whole_parameters
-from nvmeio.offload._windows import Windows, divide, largest, needed
+from nvmeio.offload._module.absent import is_absent
+from nvmeio.offload._module.inner import watch
+from nvmeio.offload._module.param_store import ParamStore, store_of
+from nvmeio.offload._module.saved_parameters import attach
+from nvmeio.offload._module.sharded import Sharded, is_fsdp
+from nvmeio.offload._module.stages import Unit, find_stages, find_units
+from nvmeio.offload._module.tiles import TiledLayers, whole_parameters
+from nvmeio.offload._module.windows import Windows, divide, largest, needed
+from nvmeio.offload._optimizer import checks
+from nvmeio.offload._swap_files.tensors import is_sharded, own_strides, sharded_alike
 
 
 class SwappedModule(Closing, torch.nn.Module):
@@ -105,14 +106,14 @@ class SwappedModule(Closing, torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-        resident_bytes = _arguments.size("resident_bytes", resident_bytes)
-        stage_bytes = _arguments.size("stage_bytes", stage_bytes)
-        _arguments.integer("resident_bytes", resident_bytes, 4096)
+        resident_bytes = checks.size("resident_bytes", resident_bytes)
+        stage_bytes = checks.size("stage_bytes", stage_bytes)
+        checks.integer("resident_bytes", resident_bytes, 4096)
         if stage_bytes is not None:
-            _arguments.integer("stage_bytes", stage_bytes, 1)
-        _arguments.handle(handle)
-        there = _device.usable("device", device)
-        device_bytes = _arguments.device_bytes(device_bytes, there)
+            checks.integer("stage_bytes", stage_bytes, 1)
+        checks.handle(handle)
+        there = devices.usable("device", device)
+        device_bytes = checks.device_bytes(device_bytes, there)
         sharded = _sharded_by_fsdp(module, there, stage_bytes)
         if sharded is None:
             _check_parameters(module, there)
@@ -421,7 +422,7 @@ def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.device != device:
                 if id(buffer) not in moved:
-                    moved[id(buffer)] = _device.moved(buffer, device)
+                    moved[id(buffer)] = devices.moved(buffer, device)
                 each._buffers[name] = moved[id(buffer)]
 
 

@@ -9,24 +9,25 @@ from typing import Any, NoReturn
 
 import torch
 
-from nvmeio import _checks, _device
+from nvmeio import _checks
 from nvmeio._checks import Paths, switch
-from nvmeio._closing import Closing
-from nvmeio._io import ending
-from nvmeio._io.ending import Ending
 from nvmeio._io.profiling import profiled
+from nvmeio._memory import devices
+from nvmeio._threads import endings
+from nvmeio._threads.closing import Closing
+from nvmeio._threads.endings import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
-from nvmeio.offload import _arguments, _state
-from nvmeio.offload._memory_plan import MemoryPlan
-from nvmeio.offload._opening import open_state
-from nvmeio.offload._pipeline import Times
-from nvmeio.offload._settings import OptimizerSettings
-from nvmeio.offload._state import StateView
-from nvmeio.offload._state_swapper import StateSwapper
-from nvmeio.offload._step_inputs import Scaled, StepInputs, check_groups, grads_of
-from nvmeio.offload._stepping import Stepper
-from nvmeio.offload._transactions import Transaction, Transactions
+from nvmeio.offload._generations.transactions import Transaction, Transactions
+from nvmeio.offload._optimizer import checks, state_view
+from nvmeio.offload._optimizer.memory_plans import MemoryPlan
+from nvmeio.offload._optimizer.opening import open_state
+from nvmeio.offload._optimizer.settings import OptimizerSettings
+from nvmeio.offload._optimizer.state_swapper import StateSwapper
+from nvmeio.offload._optimizer.state_view import StateView
+from nvmeio.offload._step.pipeline import Times
+from nvmeio.offload._step.step_inputs import Scaled, StepInputs, check_groups, grads_of
+from nvmeio.offload._step.stepping import Stepper
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
 _CLOSED = "the optimizer is closed"
@@ -137,34 +138,34 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         device_bytes: int | str | None = None,
         **optimizer_args: Any,
     ) -> None:
-        there = _device.usable("device", device)
+        there = devices.usable("device", device)
         stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
-        _arguments.handle(handle)
-        _arguments.choice("gradients", gradients, ("memory", "disk"))
+        checks.handle(handle)
+        checks.choice("gradients", gradients, ("memory", "disk"))
         if swap_dir is None and (ratio != 0 or gradients == "disk"):
             raise ValueError(
                 "swap_dir must be a directory: None is for ratio=0.0 with gradients in memory, "
                 "which leaves nothing for the drive"
             )
-        resume = _arguments.resume(resume)
+        resume = checks.resume(resume)
         self._settings = OptimizerSettings(
-            subgroup_bytes=_arguments.size("subgroup_bytes", subgroup_bytes),
-            buffer_bytes=_arguments.size("buffer_bytes", buffer_bytes),
-            master_dtype=_arguments.master_dtype(master_dtype),
+            subgroup_bytes=checks.size("subgroup_bytes", subgroup_bytes),
+            buffer_bytes=checks.size("buffer_bytes", buffer_bytes),
+            master_dtype=checks.master_dtype(master_dtype),
             on_disk=gradients == "disk",
             ratio=ratio,
             recoverable=switch("recoverable", recoverable),
             durable=switch("durable", durable),
             checksum=switch("checksum", checksum),
             resume=bool(resume),
-            must_resume=resume == _arguments.MUST,
+            must_resume=resume == checks.MUST,
             overwrite=switch("overwrite", overwrite),
             read_ahead=switch("pipeline_read", pipeline_read),
             write_behind=switch("pipeline_write", pipeline_write),
             device=there,
-            device_bytes=_arguments.device_bytes(device_bytes, there),
+            device_bytes=checks.device_bytes(device_bytes, there),
         )
         self._optimizer_class = optimizer_class
         self._swapper: StateSwapper | None = None
@@ -189,14 +190,14 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             self._swapper, self._ending, groups = self._transactions.run(make)
             if groups is not None:
                 self.resumed = True
-                _state.apply_groups(self.param_groups, groups)
+                state_view.apply_groups(self.param_groups, groups)
             state: Any = StateView(self._swapper, self._transactions)
             self.state = state
             if self._settings.on_disk:
                 # GradScaler then leaves the scaling to us: only this object reaches the gradients.
                 self._step_supports_amp_scaling = True
         except BaseException:
-            ending.leave(self._transactions.owner)
+            endings.leave(self._transactions.owner)
             if self._swapper is not None:
                 self._swapper.store.undo_stay()
             self.close()
@@ -389,12 +390,12 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         hooked: Any = self
         for hook in hooked._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        loaded = _state.prepared(self._opened().params, self.param_groups, state_dict)
+        loaded = state_view.prepared(self._opened().params, self.param_groups, state_dict)
 
         def work(transaction: Transaction) -> None:
             self._check_open()
             self._opened().load(loaded.states, loaded.groups, transaction)
-            _state.apply_groups(self.param_groups, loaded.groups)
+            state_view.apply_groups(self.param_groups, loaded.groups)
 
         self._transactions.run(work)
         for hook in hooked._optimizer_load_state_dict_post_hooks.values():

@@ -34,8 +34,10 @@ import torch.distributed as dist
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._formats import torch_writing
-from nvmeio._io import rank_store
-from nvmeio.checkpoint import _job, _ranks, _snapshot, _writers
+from nvmeio._ranks import rank_store as rank_store_module
+from nvmeio.checkpoint._manager import job, writer_choice
+from nvmeio.checkpoint._ranks import ranks as ranks_module
+from nvmeio.checkpoint._snapshot import copies
 from nvmeio.testing import FakeEngine
 
 MIB = 1 << 20
@@ -175,7 +177,7 @@ def set_limit(checkpointer: nvmeio.Checkpointer, timeout_s: float) -> None:
 
 def tell_time_by(clock: Callable[[], float]) -> None:
     """Have this rank measure by this clock how long others make no progress."""
-    _ranks.time = types.SimpleNamespace(  # type: ignore[assignment]
+    ranks_module.time = types.SimpleNamespace(  # type: ignore[assignment]
         monotonic=clock, sleep=time.sleep
     )
 
@@ -271,7 +273,7 @@ class Training:
 def some_write(me: Rank) -> None:
     """Fewer ranks write than there are, and all of it is there; ranks that differ are told."""
     nodes = ["left", "right"]
-    _writers.node = lambda: nodes[me.rank * 2 // me.world]
+    writer_choice.node = lambda: nodes[me.rank * 2 // me.world]
     half = me.world // 2
     for number, (writers, writing) in enumerate(
         (("all", range(me.world)), ("per_node", (0, half)), (1, (0,)), (2, (0, half)))
@@ -455,14 +457,14 @@ def fail(me: Rank) -> None:
             with me.raises(Exception, "pickle"):
                 checkpointer.save_sync(state, at)
             # No memory
-            new_arena = _snapshot._new_arena
+            new_arena = copies._new_arena
             if me.rank == victim:
                 checkpointer._saver.setup.snapshots.release()
-                _snapshot._new_arena = no_memory  # type: ignore[assignment]
+                copies._new_arena = no_memory  # type: ignore[assignment]
             with me.raises((MemoryError, nvmeio.TransferError), "no memory"):
                 checkpointer.save_sync(me.state(at), at)
                 checkpointer.wait_sync(PATIENCE_S)
-            _snapshot._new_arena = new_arena
+            copies._new_arena = new_arena
             me.meet_others()
             assert checkpointer.latest_step() == 2
             assert set(checkpointer.steps()) <= set(steps) and len(checkpointer.steps()) >= 2
@@ -746,14 +748,14 @@ def kill_in_commit(me: Rank) -> None:
 
 def kill_after_telling(last: str) -> None:
     """Between two messages: once the others can hear the first one."""
-    put = _ranks.Messages.put
+    put = ranks_module.Messages.put
 
-    def tell(self: _ranks.Messages, name: str, value: bytes) -> None:
+    def tell(self: ranks_module.Messages, name: str, value: bytes) -> None:
         put(self, name, value)
         if name == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _ranks.Messages.put = tell  # type: ignore[method-assign]
+    ranks_module.Messages.put = tell  # type: ignore[method-assign]
 
 
 def killed_sometime(me: Rank, victim: int, after_s: float) -> bool:
@@ -803,9 +805,11 @@ def resume(me: Rank) -> None:
 
 def leave(me: Rank) -> bool:
     """Rank 0, which serves the store, ends its process right after it has closed."""
-    _job._PARTING_S = PATIENCE_S  # it waits as long as the others need to see that it is over
+    job._PARTING_S = PATIENCE_S  # it waits as long as the others need to see that it is over
     if me.rank:
-        rank_store.FIRST_PAUSE_S = rank_store.MOST_PAUSE_S = 0.5  # who asks late learns late
+        rank_store_module.FIRST_PAUSE_S = rank_store_module.MOST_PAUSE_S = (
+            0.5  # who asks late learns late
+        )
     with me.new() as checkpointer:
         checkpointer.save_sync(me.state(1), 1)
     assert checkpointer.steps() == [1]

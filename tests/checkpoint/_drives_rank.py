@@ -32,7 +32,8 @@ from checkpoint._checkpointer_rank import (
 
 import nvmeio
 from nvmeio._storage import locks
-from nvmeio.checkpoint import _job_parts, _part_ranks, _ranks, _restoring_parts
+from nvmeio.checkpoint._manager import job_parts, restoring_parts
+from nvmeio.checkpoint._ranks import part_ranks, ranks
 
 
 def with_drives(me: Rank, name: str, layout: str) -> None:
@@ -139,13 +140,13 @@ def refused(me: Rank) -> None:
     with_drives(me, "refused", "one")
     program.refused_calls(me)
     with me.new() as checkpointer:
-        seam = _restoring_parts.seam
+        seam = restoring_parts.seam
         if me.rank == 0:
-            _restoring_parts.seam = lambda: None
+            restoring_parts.seam = lambda: None
         error = nvmeio.BackendUnavailableError if me.rank == 0 else nvmeio.TransferError
         with me.raises(error, "beneath torch's unpickler"):
             checkpointer.restore()
-        _restoring_parts.seam = seam
+        restoring_parts.seam = seam
         assert same(checkpointer.restore(), me.state(10))
         assert checkpointer.latest_step() == 10
 
@@ -154,7 +155,7 @@ def early(me: Rank, shared: bool) -> None:
     """A write fails before the last rank has looked whether one has: all are told by `wait`."""
     if not shared:
         with_drives(me, "early", "one")
-    check = _ranks.Messages.check
+    check = ranks.Messages.check
 
     def check_late(messages: Any) -> None:
         until = time.monotonic() + 1
@@ -164,7 +165,7 @@ def early(me: Rank, shared: bool) -> None:
 
     me.errno = errno.ENOSPC if me.rank == 0 else 0
     if me.rank == me.world - 1:
-        _ranks.Messages.check = check_late  # type: ignore[assignment, method-assign]
+        ranks.Messages.check = check_late  # type: ignore[assignment, method-assign]
     with me.new() as checkpointer:
         checkpointer.save_sync(me.state(1), 1)
         with me.raises(nvmeio.TransferError, "ENOSPC"):
@@ -177,7 +178,7 @@ def early(me: Rank, shared: bool) -> None:
 def leave(me: Rank) -> bool | None:
     """Rank 0, which serves the store, ends its process when it has told what there is."""
     with_drives(me, "leave", "one")
-    _part_ranks._PARTING_S = PATIENCE_S
+    part_ranks._PARTING_S = PATIENCE_S
     return program.leave(me)
 
 
@@ -265,7 +266,7 @@ def lost(me: Rank) -> None:
 
 def not_named(me: Rank) -> None:
     """A rank that fails after all have said "durable": the others take their names back."""
-    rename, wait_for_parts = os.rename, _job_parts.PartOfEachRank._wait_for_parts
+    rename, wait_for_parts = os.rename, job_parts.PartOfEachRank._wait_for_parts
 
     def rename_or_fail(old: Any, new: Any) -> None:
         if os.path.basename(new).startswith("step-00000002"):
@@ -281,7 +282,7 @@ def not_named(me: Rank) -> None:
         with_drives(me, f"not-named-{writers}", "one")
         if me.rank == 1:
             os.rename = rename_or_fail if writers == "all" else rename  # type: ignore[assignment]
-            _job_parts.PartOfEachRank._wait_for_parts = fail_waiting  # type: ignore[assignment, method-assign]
+            job_parts.PartOfEachRank._wait_for_parts = fail_waiting  # type: ignore[assignment, method-assign]
         with me.new(writers=writers) as checkpointer:
             me.saved(checkpointer, 1)
             me.meet_others()
@@ -296,7 +297,7 @@ def not_named(me: Rank) -> None:
             assert same(checkpointer.restore(), me.state(1))
             me.meet_others()
     os.rename = rename
-    _job_parts.PartOfEachRank._wait_for_parts = wait_for_parts  # type: ignore[method-assign]
+    job_parts.PartOfEachRank._wait_for_parts = wait_for_parts  # type: ignore[method-assign]
 
 
 # Killed

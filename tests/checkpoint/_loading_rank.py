@@ -33,10 +33,10 @@ from checkpoint._checkpointer_rank import (
 from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
-from nvmeio import _memory_system
 from nvmeio._io import shared_spans
 from nvmeio._io.inflight import Cancelled
-from nvmeio.checkpoint import _loading_ranks
+from nvmeio._memory import system
+from nvmeio.checkpoint._ranks import loading_ranks
 from nvmeio.testing import FakeEngine
 
 KINDS = (
@@ -197,7 +197,7 @@ def fail(me: Rank) -> None:
         assert raised[0].errno == errno.EIO
         me.read_errno = 0
         assert same(load(path, handle=handle), state)
-        memory: Any = _memory_system
+        memory: Any = system
         check, memory.check_available = memory.check_available, no_memory
         if not hurt:
             memory.check_available = check
@@ -384,16 +384,16 @@ def interrupted(me: Rank) -> None:
         assert "rank 0 of" in str(raised[0]) and "it was cancelled" in str(raised[0]), raised
     me.meet_others()
     if me.rank == 0:  # it waits for rank 1, which has not come
-        gather = _loading_ranks.Messages.gather
+        gather = loading_ranks.Messages.gather
 
         def press_and_gather(messages: Any, name: str) -> list[bytes]:
             os.kill(os.getpid(), signal.SIGINT)
             return gather(messages, name)
 
-        _loading_ranks.Messages.gather = press_and_gather  # type: ignore[assignment, method-assign]
+        loading_ranks.Messages.gather = press_and_gather  # type: ignore[assignment, method-assign]
         with me.raises(KeyboardInterrupt):
             load(path, handle=handle)
-        _loading_ranks.Messages.gather = gather  # type: ignore[assignment, method-assign]
+        loading_ranks.Messages.gather = gather  # type: ignore[assignment, method-assign]
     me.meet_others()
     if me.rank != 0:
         with me.raises(nvmeio.TransferError, "rank 0 of", "it was cancelled"):
@@ -402,12 +402,12 @@ def interrupted(me: Rank) -> None:
     assert same(load(path, handle=handle), state)
 
     # Between its telling what it sees and its connecting, where others wait for it
-    exchange = _loading_ranks.Exchange
+    exchange = loading_ranks.Exchange
     if me.rank == 0:
-        _loading_ranks.Exchange = cancelled  # type: ignore[assignment, misc]
+        loading_ranks.Exchange = cancelled  # type: ignore[assignment, misc]
     with me.raises(Cancelled if me.rank == 0 else nvmeio.TransferError, within_s=PATIENCE_S - 20):
         load(path, handle=handle)
-    _loading_ranks.Exchange = exchange  # type: ignore[misc]
+    loading_ranks.Exchange = exchange  # type: ignore[misc]
     assert same(load(path, handle=handle), state)
 
     async def cancel() -> None:
@@ -437,13 +437,13 @@ def cancelled(*_: Any) -> None:
 def watched_loads() -> list[Any]:
     """What can cancel the loads of this process, from now on."""
     found: list[Any] = []
-    new = _loading_ranks.LoadingRanks.__init__
+    new = loading_ranks.LoadingRanks.__init__
 
     def note(ranks: Any, store: Any, number: int, timeout_s: float) -> None:
         new(ranks, store, number, timeout_s)
         found.append(ranks._stop)
 
-    _loading_ranks.LoadingRanks.__init__ = note  # type: ignore[assignment, method-assign]
+    loading_ranks.LoadingRanks.__init__ = note  # type: ignore[assignment, method-assign]
     return found
 
 
@@ -512,7 +512,7 @@ def replaced(me: Rank) -> None:
         for step in (1, 2):
             me.saved(checkpointer, step)
             me.meet_others()
-        get = _loading_ranks.Messages.get
+        get = loading_ranks.Messages.get
         gone: list[str] = []
 
         def remove_before(messages: Any, name: str, rank: int) -> bytes:
@@ -523,7 +523,7 @@ def replaced(me: Rank) -> None:
                 (me.folder / "step-00000002.pt").unlink()
             return value
 
-        _loading_ranks.Messages.get = remove_before  # type: ignore[assignment, method-assign]
+        loading_ranks.Messages.get = remove_before  # type: ignore[assignment, method-assign]
         found = checkpointer.restore(together=True)
         # Who had opened it may have seen that, too; in the end all have the same one.
         assert same(found, replicated(1)) and len(gone) == (me.rank == 1)

@@ -29,7 +29,8 @@ from faults._support import MIB
 from support import HeldEngine, spin_until, thread, until
 
 import nvmeio
-from nvmeio.checkpoint import SaveReport, _saver
+from nvmeio.checkpoint import SaveReport
+from nvmeio.checkpoint._manager import saver
 from nvmeio.testing import FakeEngine
 
 # Failures
@@ -280,7 +281,7 @@ def test_a_state_that_cannot_be_pickled(new: Any, directory: Path) -> None:
 
 
 def test_no_memory(new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvmeio.checkpoint import _snapshot
+    from nvmeio.checkpoint._snapshot import copies
 
     checkpointer = new(snapshot="copy")
     checkpointer.save_sync(state_of(0), 0)
@@ -290,7 +291,7 @@ def test_no_memory(new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -
         raise MemoryError("there is none")
 
     with monkeypatch.context() as broken:
-        broken.setattr(_snapshot, "_new_arena", refuse)
+        broken.setattr(copies, "_new_arena", refuse)
         with pytest.raises(MemoryError, match="there is none"):
             checkpointer.save_sync(state_of(1, 500_000), 1)
     assert checkpointer.steps() == [0] and len(names(directory)) == 2
@@ -490,13 +491,13 @@ def test_interrupted_while_it_streams(
             spin_until(cancelled.is_set)  # so nothing more is written before it is noticed
         return 0
 
-    cancel, cancelled = _saver.SaveCall.cancel, threading.Event()
+    cancel, cancelled = saver.SaveCall.cancel, threading.Event()
 
-    def noting(call: _saver.SaveCall) -> None:
+    def noting(call: saver.SaveCall) -> None:
         cancel(call)
         cancelled.set()
 
-    monkeypatch.setattr(_saver.SaveCall, "cancel", noting)
+    monkeypatch.setattr(saver.SaveCall, "cancel", noting)
     handle = new_handle(FakeEngine(fail=interrupt), block_size=MIB)
     checkpointer = new(keep=1, memory_bytes=64 * MIB, snapshot="copy", handle=handle)
     checkpointer.save_sync(state_of(0), 0)

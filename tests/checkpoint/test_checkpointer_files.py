@@ -557,12 +557,12 @@ def test_a_foreign_directory_is_not_replaced(new: Any, directory: Path) -> None:
 def test_directories_that_cannot_be_exchanged(
     new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nvmeio.checkpoint import _job_files
+    from nvmeio.checkpoint._manager import job_files
 
     def refuse(one: str, other: str) -> None:
         raise OSError(errno.EINVAL, "not here")
 
-    monkeypatch.setattr(_job_files, "exchange", refuse)
+    monkeypatch.setattr(job_files, "exchange", refuse)
     checkpointer = new(layout="per_rank")
     checkpointer.save_sync(state_of(1), 1)
     checkpointer.save_sync(state_of(1, 7), 1)
@@ -630,12 +630,12 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
     new: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of its files could be of the old one, some of the new."""
-    from nvmeio.checkpoint import _restoring
+    from nvmeio.checkpoint._manager import restoring
 
     checkpointer = new(layout="per_rank")
     checkpointer.save_sync(state_of(1, 100), 1)
     checkpointer.wait_sync()
-    real = _restoring._files_of
+    real = restoring._files_of
     times = [1]
 
     def replace(path: str) -> list[str]:
@@ -646,7 +646,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
             checkpointer.wait_sync()
         return found
 
-    monkeypatch.setattr(_restoring, "_files_of", replace)
+    monkeypatch.setattr(restoring, "_files_of", replace)
     assert_same(checkpointer.restore(), state_of(1, 200))
     times[0] = 1000
     with pytest.raises(nvmeio.TransferError, match="replaced while it was being read"):

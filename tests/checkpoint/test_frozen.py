@@ -11,7 +11,7 @@ import torch
 from support import needs_protection
 
 import nvmeio
-from nvmeio._io import threads
+from nvmeio._threads import jobs
 from nvmeio.checkpoint import frozen
 
 pytestmark = needs_protection
@@ -108,16 +108,16 @@ def test_a_nested_tensor_that_torch_cannot_copy_leaves_nothing_protected() -> No
 def test_no_thread_for_the_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory stayed protected for ever, and torch refused to resize it."""
     tensor = torch.ones(NUMEL)
-    start = threads.Job.start
+    start = jobs.Job.start
 
-    def refuse(job: threads.Job[Any]) -> None:
+    def refuse(job: jobs.Job[Any]) -> None:
         if job._name == "nvmeio-save":
             job._fail(RuntimeError("can't start new thread"))
         else:
             start(job)
 
     with monkeypatch.context() as patched:
-        patched.setattr(threads.Job, "start", refuse)
+        patched.setattr(jobs.Job, "start", refuse)
         taken = nvmeio.snapshot({"tensor": tensor})
         with pytest.raises(RuntimeError, match="can't start new thread"):
             taken.result()

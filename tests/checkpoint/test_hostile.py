@@ -25,10 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio import _memory, _memory_system
 from nvmeio._formats import pickle_values, torch_pickle
 from nvmeio._io.spans import Load
-from nvmeio.checkpoint import _unpickling
+from nvmeio._memory import mappings, system
+from nvmeio.checkpoint._load import unpickling
 from nvmeio.checkpoint.describing import describe
 
 STATE = {"a": noise(1000), "b": noise(5)}
@@ -49,8 +49,8 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it was allocated for")
 
     monkeypatch.setattr(Load, "run", refuse)
-    monkeypatch.setattr(_memory.Mapping, "__new__", refuse)
-    monkeypatch.setattr(_unpickling, "load_through_torch", refuse)
+    monkeypatch.setattr(mappings.Mapping, "__new__", refuse)
+    monkeypatch.setattr(unpickling, "load_through_torch", refuse)
 
 
 def record(file: Path, name: str) -> str:
@@ -277,7 +277,7 @@ def test_an_archive_without_records(file: Path, nothing_allocated: None) -> None
 
 def test_a_sparse_file_of_a_terabyte(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is possible, but there is no such memory: MemoryError, at once."""
-    monkeypatch.setattr(_memory_system, "proc_bytes", lambda *_: 1 << 36)  # some machines have more
+    monkeypatch.setattr(system, "proc_bytes", lambda *_: 1 << 36)  # some machines have more
     nbytes = 1 << 40
     records = {"archive/data.pkl": tensor_pickle(numel=nbytes // 4), "archive/byteorder": b"little"}
     write_records(path, records)

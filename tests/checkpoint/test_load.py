@@ -30,11 +30,12 @@ from checkpoint._objects import (
 from support import HeldEngine, on_every_loop, run_python, spin_until, until
 
 import nvmeio
-from nvmeio import _memory_registry, _memory_system
 from nvmeio._formats import torch_file
 from nvmeio._formats.sniff import kind_of
 from nvmeio._io.spans import Load
-from nvmeio.checkpoint import _loading, _unpickling
+from nvmeio._memory import registry, system
+from nvmeio.checkpoint._load import loading as loading_module
+from nvmeio.checkpoint._load import unpickling
 
 
 def load(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -47,7 +48,7 @@ def load(path: Path, *arguments: Any, **options: Any) -> Any:
 def through_nvmeio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this module may pass because torch.load stood in, but those that say so."""
     if "stands_in" not in request.fixturenames:
-        monkeypatch.setattr(_unpickling, "load_through_torch", _not_by_torch)
+        monkeypatch.setattr(unpickling, "load_through_torch", _not_by_torch)
 
 
 def _not_by_torch(path: Any, options: Any) -> Any:
@@ -243,21 +244,21 @@ def test_storages_lie_where_they_were_read_to(path: Path) -> None:
     nvmeio.save({"large": noise(3_000_000), "small": noise(10)}, path)
     found = load(path)
     for tensor in found.values():
-        assert _memory_registry.mapped.covers(tensor.data_ptr(), tensor.nbytes)
+        assert registry.mapped.covers(tensor.data_ptr(), tensor.nbytes)
 
 
 def test_what_is_dropped_is_given_back(path: Path) -> None:
     """A large storage keeps only itself alive, a small one only its arena."""
     nvmeio.save({i: noise(2_500_000, seed=i) for i in range(4)} | {"small": noise(10)}, path)
     gc.collect()
-    before = len(_memory_registry.mapped)
+    before = len(registry.mapped)
     found = load(path)
-    spin_until(lambda: gc.collect() >= 0 and len(_memory_registry.mapped) <= before + 5)
+    spin_until(lambda: gc.collect() >= 0 and len(registry.mapped) <= before + 5)
     places = {name: tensor.data_ptr() for name, tensor in found.items()}
 
     def mapped() -> list[Any]:
         gc.collect()
-        return [name for name, at in places.items() if _memory_registry.mapped.covers(at, 1)]
+        return [name for name, at in places.items() if registry.mapped.covers(at, 1)]
 
     assert mapped() == [0, 1, 2, 3, "small"]
     del found[2]
@@ -286,7 +287,7 @@ def test_memory_of_save_and_load_is_bounded(tmp_path: Path) -> None:
     ran = run_python(
         f"""
         import resource, torch, nvmeio, nvmeio.checkpoint
-        from nvmeio.checkpoint import _saving
+        from nvmeio.checkpoint._save import saving as _saving
         def peak():
             with open("/proc/self/status") as status:
                 return next(int(l.split()[1]) << 10 for l in status if l.startswith("VmHWM"))
@@ -338,8 +339,8 @@ def test_a_pickle_of_any_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_pickle_larger_than_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvmeio.save({"text": "x" * (2 << 20)}, path)
-    monkeypatch.setattr(_memory_system, "_CHECK_BYTES", 1 << 20)
-    monkeypatch.setattr(_memory_system, "proc_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(system, "_CHECK_BYTES", 1 << 20)
+    monkeypatch.setattr(system, "proc_bytes", lambda *_: 1 << 20)
     with pytest.raises(MemoryError, match="available"):
         load(path)
 
@@ -418,17 +419,17 @@ def test_a_torch_without_the_seam(how: str, path: Path, monkeypatch: pytest.Monk
     wanted = SAFE["tied"]()
     nvmeio.save(wanted, path)
     if how == "missing":
-        monkeypatch.setattr(_unpickling, "seam", lambda: None)
+        monkeypatch.setattr(unpickling, "seam", lambda: None)
     else:
-        monkeypatch.setattr(_unpickling, "_SEAM", ["zip_file", "something", "new"])
+        monkeypatch.setattr(unpickling, "_SEAM", ["zip_file", "something", "new"])
     found = load(path)
     assert_same(found, wanted)
-    assert not _memory_registry.mapped.covers(found["big"].data_ptr(), 1)
+    assert not registry.mapped.covers(found["big"].data_ptr(), 1)
 
 
 def test_torch_still_has_the_seam() -> None:
     """Were it gone, loading would fall back to torch.load, and only be slow."""
-    assert _unpickling.seam() is not None
+    assert unpickling.seam() is not None
 
 
 # What weights_only forbids
@@ -497,13 +498,13 @@ def test_a_file_replaced_while_it_is_loaded(path: Path, monkeypatch: pytest.Monk
     """All of it comes from the file that was opened, also what torch looks at again."""
     old = {"a": noise(300_000), "b": noise(4)}
     nvmeio.save(old, path)
-    scan = _loading.scan_pickle
+    scan = loading_module.scan_pickle
 
     def replace_first(checkpoint: Any) -> Any:
         nvmeio.save({"other": noise(5)}, path)
         return scan(checkpoint)
 
-    monkeypatch.setattr(_loading, "scan_pickle", replace_first)
+    monkeypatch.setattr(loading_module, "scan_pickle", replace_first)
     assert_same(load(path), old)
 
 

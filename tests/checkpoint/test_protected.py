@@ -11,9 +11,9 @@ import torch
 from support import needs_protection
 
 from nvmeio._formats.torch_layout import StorageRecord
-from nvmeio.checkpoint import _protected
-from nvmeio.checkpoint._protected import AsideMemory, Protected
-from nvmeio.checkpoint._spans import RecordSpan
+from nvmeio.checkpoint._snapshot import protected as protected_module
+from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
+from nvmeio.checkpoint._snapshot.spans import RecordSpan
 
 pytestmark = needs_protection
 
@@ -51,7 +51,7 @@ def test_one_that_cannot_be_made_holds_nothing(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> Any:
         raise MemoryError("no memory for a snapshot's tables")
 
-    monkeypatch.setattr(_protected, "WriteProtection", refuse)
+    monkeypatch.setattr(protected_module, "WriteProtection", refuse)
     with pytest.raises(MemoryError, match="no memory for a snapshot's tables"):
         Protected([span_of(tensor)], "/tmp")
     gc.collect()
@@ -67,7 +67,7 @@ def test_a_forked_child_may_share_its_memory() -> None:
     if child == 0:
         try:
             # Not `share_memory_`, which copies by torch's threads: they are the parent's.
-            user = _protected._user_of(tensor.untyped_storage()._cdata)
+            user = protected_module._user_of(tensor.untyped_storage()._cdata)
             os._exit(0 if user is None and tensor.untyped_storage().resizable() else 1)
         finally:
             os._exit(2)

@@ -17,16 +17,17 @@ from support import PATIENCE_S, spin_until
 from typer.testing import CliRunner
 
 import nvmeio
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
 from nvmeio._io.inflight import Cancelled
-from nvmeio._io.rank_store import RankStore
 from nvmeio._io.shared_spans import RankSpan, rounds_by_source
 from nvmeio._io.span_plan import Region, Run, Span, plan
-from nvmeio._plan import PAGE_BYTES
-from nvmeio.checkpoint import _drives, _job_parts
-from nvmeio.checkpoint._drives import Save, Survey, decide
-from nvmeio.checkpoint._job_parts import PartOfEachRank
-from nvmeio.checkpoint._ranks import Messages
+from nvmeio._ranks.rank_store import RankStore
+from nvmeio.checkpoint._manager import job_parts
+from nvmeio.checkpoint._manager.job_parts import PartOfEachRank
+from nvmeio.checkpoint._ranks import drives
+from nvmeio.checkpoint._ranks.drives import Save, Survey, decide
+from nvmeio.checkpoint._ranks.ranks import Messages
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import app
 
@@ -64,7 +65,7 @@ def test_who_waits_for_why_another_rank_gave_up_beats_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It did neither, for all of the time that the other one has to say why."""
-    monkeypatch.setattr(_job_parts, "_NEXT_WORD_S", PATIENCE_S)
+    monkeypatch.setattr(job_parts, "_NEXT_WORD_S", PATIENCE_S)
     store = RankStore(dist.HashStore(), 0, 2, str(tmp_path), "save")
     job = PartOfEachRank.__new__(PartOfEachRank)
     job.messages = Messages(store, 1, PATIENCE_S, str(tmp_path))
@@ -141,9 +142,9 @@ def test_names_are_read_as_they_are_written() -> None:
     for save, number in itertools.product(
         (save_of(3), save_of(10**9, 3)._replace(kind="rank")), (0, 1)
     ):
-        assert _drives.parsed(save.part_name(number)) == (save, number)
+        assert drives.parsed(save.part_name(number)) == (save, number)
     for name in ("step-00000012.pt", "step-00000012", save_of(1).name, save_of(1).part_name(2)):
-        assert _drives.parsed(name) is None
+        assert drives.parsed(name) is None
 
 
 def test_two_saves_of_one_step_are_not_mixed() -> None:

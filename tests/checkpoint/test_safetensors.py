@@ -440,12 +440,12 @@ def test_a_set_that_fails_leaves_the_old_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """At whichever of its files: the third and last is the index."""
-    from nvmeio.checkpoint import _safetensors_save
+    from nvmeio.checkpoint._save import safetensors_save
 
     old = ten()
     save_safetensors(old, tmp_path, max_shard_size="70kB")
     before = set(os.listdir(tmp_path))
-    commit = _safetensors_save.Replacement.commit
+    commit = safetensors_save.Replacement.commit
     done = 0
 
     def fail(self: Any) -> None:
@@ -455,7 +455,7 @@ def test_a_set_that_fails_leaves_the_old_set(
             raise nvmeio.TransferError(errno.EIO, operation="fsync", path=self.path)
         commit(self)
 
-    monkeypatch.setattr(_safetensors_save.Replacement, "commit", fail)
+    monkeypatch.setattr(safetensors_save.Replacement, "commit", fail)
     with pytest.raises(nvmeio.TransferError):
         save_safetensors({"new": torch.ones(3, 40000), **ten()}, tmp_path, max_shard_size="150kB")
     monkeypatch.undo()
@@ -769,12 +769,12 @@ def test_nothing_is_allocated_for_a_malformed_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header may promise a petabyte."""
-    from nvmeio import _memory
+    from nvmeio._memory import mappings
 
     def refuse(cls: type, nbytes: int) -> None:
         raise AssertionError(f"{nbytes} bytes were asked for")
 
-    monkeypatch.setattr(_memory.Mapping, "__new__", refuse)
+    monkeypatch.setattr(mappings.Mapping, "__new__", refuse)
     text = of(f'"dtype":"U8","shape":[{1 << 50}],"data_offsets":[0,{1 << 50}]')
     write_file(file, text.encode(), DATA)
     with pytest.raises(nvmeio.IntegrityError, match="do not end with the file"):

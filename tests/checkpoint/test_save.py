@@ -33,10 +33,10 @@ from support import HeldEngine, on_every_loop, run_python, until
 
 import nvmeio
 from nvmeio._formats import torch_layout, torch_pickling
-from nvmeio._io.caller import at_once
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.long_call import LongCall
-from nvmeio.checkpoint import _saving
+from nvmeio._threads.caller import at_once
+from nvmeio.checkpoint._save import saving as saving_module
 
 
 def names_in(directory: Path) -> list[str]:
@@ -508,15 +508,15 @@ def test_cancelled_between_the_last_write_and_the_rename(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = LongCall("save", path)
-    truncate = _saving.Replacement.truncate
+    truncate = saving_module.Replacement.truncate
 
     def late(self: Any, nbytes: int) -> None:
         truncate(self, nbytes)
         stop.cancel()
 
-    monkeypatch.setattr(_saving.Replacement, "truncate", late)
+    monkeypatch.setattr(saving_module.Replacement, "truncate", late)
     with pytest.raises(Cancelled):
-        _saving._save({"a": noise(10)}, path, (pickle, 2), True, None, stop, at_once)
+        saving_module._save({"a": noise(10)}, path, (pickle, 2), True, None, stop, at_once)
     assert names_in(path.parent) == []
 
 

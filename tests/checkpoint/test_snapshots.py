@@ -25,7 +25,7 @@ from support import PATIENCE_S, HeldEngine, needs_protection, run_python, spin_u
 
 import nvmeio
 from nvmeio._formats import torch_writing
-from nvmeio.checkpoint import _protected
+from nvmeio.checkpoint._snapshot import protected
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
 
@@ -482,7 +482,7 @@ def test_no_room_at_all_fails_the_save_and_nothing_else(
     held = new(handle=new_handle(engine_held, block_size=MIB))
     state = {str(i): torch.full((MIB,), float(i)) for i in range(20)}
     with monkeypatch.context() as broken:
-        broken.setattr(_protected.AsideMemory, "take", lambda *_: None)
+        broken.setattr(protected.AsideMemory, "take", lambda *_: None)
         held._saver.setup.snapshots.directory = "/nowhere"
         held.save_sync(state, 1)
         for tensor in state.values():
@@ -507,7 +507,7 @@ def test_a_full_disk_where_copies_go(
         nvmeio.Checkpointer(folder, keep=1, handle=new_handle(engine_held, block_size=MIB)) as held,
     ):
         with monkeypatch.context() as little:
-            little.setattr(_protected.AsideMemory, "take", lambda *_: None)
+            little.setattr(protected.AsideMemory, "take", lambda *_: None)
             held.save_sync(state, 1)
             engine_held.wait_until_begun(1)  # and has all of its room
             for tensor in state.values():

@@ -23,7 +23,7 @@ from faults._support import MIB
 from support import PATIENCE_S, HeldEngine, needs_protection, spin_until, thread, until
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 
 SIDE = 600  # a weight of 1.4 MB, which is written by an operation of its own
 
@@ -36,7 +36,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         assert device == torch.device("cuda", 0)
         return nvmeio.empty_aligned(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(_device.CudaCopier, "page_locked", page_locked)
+    monkeypatch.setattr(devices.CudaCopier, "page_locked", page_locked)
     with asynchronous(monkeypatch) as made:
         made.set_device(0)
         yield made
@@ -291,7 +291,7 @@ def test_no_memory_to_copy_to(new: Any, cuda: FakeCuda, monkeypatch: pytest.Monk
         raise MemoryError("no page-locked memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(_device.CudaCopier, "page_locked", refuse)
+        broken.setattr(devices.CudaCopier, "page_locked", refuse)
         with pytest.raises(MemoryError, match="no page-locked memory"):
             checkpointer.save_sync({**training.state(), "host": host}, 1)
     host.untyped_storage().resize_(0)  # nothing of it is held
@@ -307,7 +307,7 @@ def test_memory_that_may_not_be_locked_is_used_all_the_same(
     def refuse(_: Any, nbytes: int, device: torch.device) -> torch.Tensor:
         raise OSError(errno.ENOMEM, "RLIMIT_MEMLOCK")
 
-    monkeypatch.setattr(_device.CudaCopier, "page_locked", refuse)
+    monkeypatch.setattr(devices.CudaCopier, "page_locked", refuse)
     training, checkpointer = Training(cuda), new()
     checkpointer.save_sync(training.state(), 1)
     training.optimizer.step()

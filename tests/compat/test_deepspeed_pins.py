@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nvmeio
-from nvmeio import _memory, _memory_registry
+from nvmeio._memory import mappings, registry
 from nvmeio.compat import deepspeed as compat
 from nvmeio.compat.deepspeed import (
     AsyncIOBuilder,
@@ -98,7 +98,7 @@ def test_finalizer_finds_the_memory_that_it_frees() -> None:
         base,
         lambda: seen.append(
             (
-                _memory_registry.mapped.covers(address, 1),
+                registry.mapped.covers(address, 1),
                 pins.free_cpu_locked_tensor_by_ptr(address),
             )
         ),
@@ -116,7 +116,7 @@ def test_pin_handle_leaves_cuda_to_deepspeed(monkeypatch: pytest.MonkeyPatch) ->
     """DeepSpeed registers what pin_handle gives it, and a second registration fails."""
     registered: list[int] = []
     monkeypatch.setattr(
-        _memory.Mapping, "register_with_cuda", lambda mapping: registered.append(mapping.address)
+        mappings.Mapping, "register_with_cuda", lambda mapping: registered.append(mapping.address)
     )
     pin_handle().new_cpu_locked_tensor(1000, torch.empty(0))
     assert not registered

@@ -13,7 +13,7 @@ from contract.operating import CONTENT, WAIT_S, Make
 from support import bytes_tensor, random_bytes, raw, spin_until
 
 import nvmeio
-from nvmeio._core import REAP_EVERY
+from nvmeio._core.core import REAP_EVERY
 from nvmeio.testing import FakeEngine
 
 ENGINES: dict[str, Any] = {"libaio": "libaio", "threads": "threads", "fake": FakeEngine}

@@ -17,7 +17,7 @@ from fake_device import fake_device
 from support import HeldEngine, bytes_tensor, random_bytes, raw, spin_until_collected
 
 import nvmeio
-from nvmeio import _holds
+from nvmeio._memory import holds
 from nvmeio.testing import FakeEngine
 
 NBYTES = 65536
@@ -213,7 +213,7 @@ def share(tensor: torch.Tensor) -> None:
 
 def test_this_torch_is_known() -> None:
     """Storages can be held in every version of torch that the package supports."""
-    assert _holds._OFFSET is not None
+    assert holds._OFFSET is not None
 
 
 @pytest.mark.parametrize("writing", [False, True], ids=["read", "write"])

@@ -14,8 +14,8 @@ from contract.operating import CONTENT, SIZE, WAIT_S, Make, builtin_of, rounds, 
 from support import HeldEngine, on_every_loop, raw, spin_until, thread
 
 import nvmeio
-from nvmeio._live_records import LiveRecords
-from nvmeio._record import Record
+from nvmeio._core.live_records import LiveRecords
+from nvmeio._core.record import Record
 from nvmeio.engines.base import Opcode
 
 

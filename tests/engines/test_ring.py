@@ -1,6 +1,6 @@
 """CUDA tensors on an `AioHandle`: the ring, with a device made of host memory.
 
-Everything but the few lines of `_device.CudaCopier` is what runs on a GPU.
+Everything but the few lines of `_memory.devices.CudaCopier` is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -512,7 +512,7 @@ def test_interpreter_exits_with_device_writes_in_flight(tmp_path: Path) -> None:
         import sys; sys.path.insert(0, "TESTS")
         import torch, nvmeio, warnings
         from fake_device import FakeDevice
-        from nvmeio import _device
+        from nvmeio._memory import devices as _device
         device = FakeDevice()
         _device.is_device, _device.new_copier = device.has, lambda: device
         handles = [nvmeio.AioHandle(ring_bytes=65536) for _ in range(3)]

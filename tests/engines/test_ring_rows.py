@@ -29,7 +29,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio.testing import FakeEngine
 
 PAGE = 4096
@@ -450,7 +450,7 @@ def test_through_streams_of_cuda_and_memory_that_the_host_cannot_touch(
         locked.append(nbytes)
         return pinned(nbytes, dtype=dtype)
 
-    monkeypatch.setattr(_device.buffers, "empty_pinned", counting)
+    monkeypatch.setattr(devices.buffers, "empty_pinned", counting)
     with fake_cuda.asynchronous(monkeypatch) as cuda:
         handle = new_handle("threads", ring_bytes=SMALL_RING)
         out = cuda.tensor(torch.zeros(700, 300, dtype=torch.uint8))

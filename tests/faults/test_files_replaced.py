@@ -110,7 +110,7 @@ def test_a_model_is_replaced_and_cut_while_it_is_streamed(folder):
 
 def test_a_packed_model_is_replaced_and_cut_between_passes(folder, monkeypatch):
     models = pytest.importorskip("inference._models")
-    monkeypatch.setattr("nvmeio.inference._units.SMALL_BYTES", 1024)
+    monkeypatch.setattr("nvmeio.inference._plan.units.SMALL_BYTES", 1024)
     models.saved(models.llama, folder / "plain")
     nvmeio.inference.pack(folder / "plain", folder / "packed")
     (path,) = (folder / "packed").glob("*.safetensors")

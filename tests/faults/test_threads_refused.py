@@ -16,15 +16,15 @@ from interrupts import _offload
 from support import die_at_birth
 
 import nvmeio
-from nvmeio import _memory
 from nvmeio._io import prefault
-from nvmeio._io.owner import OwnerThread
+from nvmeio._memory import mappings
 from nvmeio._residency.reader import Reader
-from nvmeio.checkpoint import _snapshot
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.checkpoint._snapshot import copies
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import limited
 from nvmeio.engines.ring import RingEngine
-from nvmeio.inference._lockstep import Lockstep
+from nvmeio.inference._stream.in_lockstep import Lockstep
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
 
@@ -124,7 +124,7 @@ def snapshot(folder: Path) -> None:
 
 
 def prefaulting(folder: Path) -> None:
-    with prefault.Prefault([_memory.Mapping(1 << 20)]) as made:
+    with prefault.Prefault([mappings.Mapping(1 << 20)]) as made:
         made.check()
 
 
@@ -152,7 +152,7 @@ def test_a_thread_that_only_helps_is_done_without(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
-    monkeypatch.setattr(_snapshot, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(copies, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     die_at_birth(monkeypatch, name)
     HELPING[name](tmp_path)

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio import _holds
 from nvmeio._formats import torch_layout, torch_writing
 from nvmeio._formats.torch_writing import Crc, finish, join_crcs, padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._memory import holds
 from nvmeio._storage import crc32
 
 PAGE = 4096
@@ -227,13 +227,13 @@ def test_memory_that_is_given_back_is_not_copied(
 ) -> None:
     """It killed the process."""
     tensor = torch.ones(2 << 20, dtype=torch.uint8)
-    hold = _holds.hold
+    hold = holds.hold
 
     def give_back(storage: torch.UntypedStorage) -> Any:
         tensor.untyped_storage().resize_(0)  # as another thread may, at that moment
         return hold(storage)
 
-    monkeypatch.setattr(_holds, "hold", give_back)
+    monkeypatch.setattr(holds, "hold", give_back)
     with (
         nvmeio.open(path, "w") as file,
         pytest.raises(nvmeio.IntegrityError, match=r"record '.*/data/0' was given back"),

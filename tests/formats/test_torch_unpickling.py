@@ -19,7 +19,7 @@ from checkpoint._objects import SAFE, assert_same, noise
 import nvmeio
 from nvmeio._formats import torch_pickle, torch_unpickling
 from nvmeio._formats.torch_unpickling import UnknownTorchError, unpickle
-from nvmeio.checkpoint import _unpickling
+from nvmeio.checkpoint._load import unpickling
 
 PLAIN = ("tied", "odd shapes", "training", "sizes", "many small")
 
@@ -176,6 +176,6 @@ def test_a_torch_without_its_own_way_to_restore_still_loads(
     def refuse(*arguments: Any) -> Any:
         raise UnknownTorchError
 
-    monkeypatch.setattr(_unpickling, "_unpickle_plain", refuse)
+    monkeypatch.setattr(unpickling, "_unpickle_plain", refuse)
     assert_same(nvmeio.load(path), state)
     assert told == []

@@ -23,7 +23,9 @@ from support import nvmeio_threads, spin_until, spin_until_collected
 
 import nvmeio
 from nvmeio._residency.reader import Reader
-from nvmeio.inference import _rank_reader, _units, generate_in_blocks
+from nvmeio.inference import generate_in_blocks
+from nvmeio.inference._plan import units as units_module
+from nvmeio.inference._ranks import rank_reader
 from nvmeio.testing import FakeEngine
 
 # How long a rank is waited for that hangs: longer than any that does not.
@@ -46,7 +48,7 @@ def stream(path: Path, **options: Any) -> Any:
 
 def together() -> None:
     """A rank is always waited for, on however busy a machine."""
-    _rank_reader.LINGER_S = PATIENCE_S
+    rank_reader.LINGER_S = PATIENCE_S
 
 
 def own_prompt(me: Rank) -> torch.Tensor:
@@ -403,7 +405,7 @@ def calmly(work: Callable[..., bool | None]) -> Callable[..., bool | None]:
 
     def run(me: Rank, **arguments: Any) -> bool | None:
         warnings.simplefilter("ignore")
-        _units.SMALL_BYTES = 1024
+        units_module.SMALL_BYTES = 1024
         return work(me, **arguments)
 
     return run

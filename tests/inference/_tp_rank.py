@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import nvmeio
-from nvmeio import _page_cache
+from nvmeio._files import page_cache
 from nvmeio.testing import FakeEngine
 
 SMALL: dict[str, Any] = {"window": 2, "timeout_s": PATIENCE_S}
@@ -22,8 +22,8 @@ SMALL: dict[str, Any] = {"window": 2, "timeout_s": PATIENCE_S}
 
 def from_the_drive() -> None:
     """And not from the page cache, where what was just written is."""
-    _page_cache.copy = lambda *_: False  # type: ignore[assignment]
-    _page_cache.holds = lambda *_: False  # type: ignore[assignment]
+    page_cache.copy = lambda *_: False  # type: ignore[assignment]
+    page_cache.holds = lambda *_: False  # type: ignore[assignment]
 
 
 def handle_of(me: Rank) -> nvmeio.AioHandle:

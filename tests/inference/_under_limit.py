@@ -27,7 +27,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     from inference._models import logits, prompt, tokens
 
     import nvmeio
-    from nvmeio._memory_system import proc_bytes
+    from nvmeio._memory.system import proc_bytes
 
     # What is free within the heap, or becomes so, could be had without asking the kernel.
     gc.collect()
@@ -82,9 +82,9 @@ def main() -> None:
         from inference import _models
 
         import nvmeio
-        from nvmeio.inference import _units
+        from nvmeio.inference._plan import units
 
-        _units.SMALL_BYTES = 1024  # as in the other tests: what is small here is streamed too
+        units.SMALL_BYTES = 1024  # as in the other tests: what is small here is streamed too
         torch.set_num_threads(1)
         # What transformers imports when a model is used the first time. No thread may be left: the
         # children are forks.

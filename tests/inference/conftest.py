@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nvmeio
-from nvmeio.inference import _units
+from nvmeio.inference._plan import units
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def everything_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests are so small that they would be kept as the small parts of larger ones."""
-    monkeypatch.setattr(_units, "SMALL_BYTES", 1024)
+    monkeypatch.setattr(units, "SMALL_BYTES", 1024)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ import torch
 from inference._models import gpt2, llama, loaded, mixtral, prompt, saved
 
 from nvmeio.errors import ClosedError
-from nvmeio.inference import _uses
+from nvmeio.inference._stream import uses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -265,14 +265,14 @@ def test_what_is_looked_at_is_read_and_goes(base: Make, monkeypatch: pytest.Monk
     alive: list[Any] = []
     most = 0
 
-    def counted(*args: Any, real: Any = _uses.read_weight) -> Any:
+    def counted(*args: Any, real: Any = uses.read_weight) -> Any:
         nonlocal most
         weight, nbytes = real(*args)
         alive.append(weakref.ref(weight.untyped_storage()))
         most = max(most, sum(ref() is not None for ref in alive))
         return weight, nbytes
 
-    monkeypatch.setattr(_uses, "read_weight", counted)
+    monkeypatch.setattr(uses, "read_weight", counted)
     _, streamed = base()
     model = streamed()
     before = model.weight_stream.stats.bytes_read

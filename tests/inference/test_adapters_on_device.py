@@ -16,10 +16,10 @@ from test_training import adapted, by_three, by_unit, data, empty, plain, saved,
 from torch import nn
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio.checkpoint.safetensors import save_safetensors
 from nvmeio.errors import ClosedError
-from nvmeio.inference._quant import Quantised, dequantise, quantise
+from nvmeio.inference._packed.quant import Quantised, dequantise, quantise
 
 LAYERS = 5
 EVERY_PACE = [(compute, copies) for compute in Pace for copies in Pace]
@@ -120,11 +120,11 @@ def test_a_missing_wait_shows(
     wanted = trained(whole, lambda x: x, plain, 2)
     with monkeypatch.context() as patch, accelerator(patch, compute, copies) as cuda:
         if missing == "compute does not wait for copies":
-            patch.setattr(_device, "come_after", lambda stream, mark: None)
+            patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(_device._SideStream, "follow", lambda self, stream=None: None)
+            patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
         else:
-            patch.setattr(_device._CudaMark, "wait", lambda self: None)
+            patch.setattr(devices._CudaMark, "wait", lambda self: None)
         model = streamed(path)
         try:
             assert not same(cuda, trained(model, cuda.tensor, plain, 2), wanted)

@@ -27,7 +27,8 @@ import nvmeio
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block, ThreadsEngine
 from nvmeio.errors import ClosedError, TransferError
-from nvmeio.inference import _kv_store, generate_in_blocks, kv_cache, pack, run_in_blocks
+from nvmeio.inference import generate_in_blocks, kv_cache, pack, run_in_blocks
+from nvmeio.inference._kv import kv_store
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -72,11 +73,11 @@ def test_quantised_layers_are_converted_once_for_all(
     model = stream(tmp_path / "p", resident_bytes=700_000)
     ids = prompt(batch=4)
     alone = torch.cat([tokens(model, part) for part in ids.tensor_split(4)])
-    from nvmeio.inference import _slots
+    from nvmeio.inference._stream import slots
 
     calls = []
-    convert = _slots._convert
-    monkeypatch.setattr(_slots, "_convert", lambda *a: (calls.append(a[0].name), convert(*a)))
+    convert = slots._convert
+    monkeypatch.setattr(slots, "_convert", lambda *a: (calls.append(a[0].name), convert(*a)))
     counts = []
     for count in (1, 4):
         calls.clear()
@@ -145,7 +146,7 @@ def test_what_is_put_away_comes_back(
     drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every change that generation makes to a cache, beside a stock one."""
-    monkeypatch.setattr(_kv_store, "_BAND_BYTES", 4096)  # so that small blocks are on all drives
+    monkeypatch.setattr(kv_store, "_BAND_BYTES", 4096)  # so that small blocks are on all drives
     folders = [tmp_path / str(number) for number in range(drives)]
     for folder in folders:
         folder.mkdir()
@@ -197,7 +198,7 @@ def test_each_drive_has_its_part_of_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every large block, in proportion to how fast it is; counted below the handle."""
-    monkeypatch.setattr(_kv_store, "weights_of", lambda *_, **__: [3, 1])
+    monkeypatch.setattr(kv_store, "weights_of", lambda *_, **__: [3, 1])
     folders = [tmp_path / "fast", tmp_path / "slow"]
     for folder in folders:
         folder.mkdir()

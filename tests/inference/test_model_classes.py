@@ -13,7 +13,7 @@ from inference import _tiny
 from inference._models import transformers
 
 import nvmeio
-from nvmeio.inference import _units
+from nvmeio.inference._plan import units
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
@@ -30,7 +30,7 @@ def test_streamed_logits_are_those_of_the_loaded_model(
     name: str, tmp_path: Path, one_handle: nvmeio.AioHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name in READ_OUTSIDE:
-        monkeypatch.setattr(_units, "SMALL_BYTES", 1 << 20)
+        monkeypatch.setattr(units, "SMALL_BYTES", 1 << 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = getattr(transformers, name, None)

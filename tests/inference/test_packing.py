@@ -20,8 +20,14 @@ from nvmeio.checkpoint.safetensors import read_header
 from nvmeio.cli import app
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._packed import SUFFIXES
-from nvmeio.inference._quant import Quantised, can_quantise, check_setting, dequantise, quantise
+from nvmeio.inference._packed.format import SUFFIXES
+from nvmeio.inference._packed.quant import (
+    Quantised,
+    can_quantise,
+    check_setting,
+    dequantise,
+    quantise,
+)
 
 Make = Callable[..., Any]
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support import run_python
 from torch import nn
 
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.safetensors_set import FileBytes
-from nvmeio._plan import PAGE_BYTES
-from nvmeio.inference._budget import share_out
-from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
-from nvmeio.inference._slot_layout import Read, SlotLayout, lay_out
-from nvmeio.inference._slots import SlotPools
-from nvmeio.inference._units import Unit, find_layers
+from nvmeio.inference._plan.budget import share_out
+from nvmeio.inference._plan.recipes import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.slot_layout import Read, SlotLayout, lay_out
+from nvmeio.inference._plan.units import Unit, find_layers
+from nvmeio.inference._stream.slots import SlotPools
 
 
 def filled(layout: SlotLayout, reads: tuple[Read, ...], files: list[bytes]) -> bytearray:
@@ -176,8 +176,8 @@ def test_what_stays_finds_its_place_again() -> None:
 def test_a_limit_of_data_counts() -> None:
     script = """
         import resource, torch
-        from nvmeio import _memory_system
-        from nvmeio.inference._limits import memory_left
+        from nvmeio._memory import system as _memory_system
+        from nvmeio.inference._stream.limits import memory_left
         used = _memory_system.proc_bytes("/proc/self/status", "VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), used + (64 << 20)))
         print(memory_left())

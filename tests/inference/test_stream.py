@@ -38,10 +38,10 @@ from support import (
 from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio
-from nvmeio import _page_cache
+from nvmeio._files import page_cache
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.safetensors_files import header_of
-from nvmeio._io.owner import OwnerThread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.checkpoint.safetensors import load_safetensors, read_header, save_safetensors
 from nvmeio.errors import ClosedError, IntegrityError, ShortTransferError, TransferError
 from nvmeio.inference import run_in_blocks
@@ -121,10 +121,10 @@ def test_slots_are_used_again(tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
     model = stream(tmp_path, resident_bytes=200_000)
     logits(model, prompt())
-    before = set(nvmeio._memory_registry.mapped._table[0])
+    before = set(nvmeio._memory.registry.mapped._table[0])
     for _ in range(3):
         logits(model, prompt())
-    assert set(nvmeio._memory_registry.mapped._table[0]) <= before  # others' mappings may go
+    assert set(nvmeio._memory.registry.mapped._table[0]) <= before  # others' mappings may go
 
 
 # The budget
@@ -206,7 +206,7 @@ MEMORY = """
     torch.set_num_threads(1)
     from inference._models import prompt, tokens, transformers
     import nvmeio
-    from nvmeio._memory_system import proc_bytes
+    from nvmeio._memory.system import proc_bytes
     directory, budget = {directory!r}, {budget}
 
     # What any model costs: the libraries' own memory, and one set of activations.
@@ -1001,7 +1001,7 @@ def test_streaming_puts_nothing_into_the_page_cache(tmp_path: Path, stream: Make
         fd, pages = file.fileno(), os.path.getsize(path) // PAGE_BYTES
 
         def cached() -> list[int]:
-            return [n for n in range(pages) if _page_cache.holds(fd, n * PAGE_BYTES, PAGE_BYTES)]
+            return [n for n in range(pages) if page_cache.holds(fd, n * PAGE_BYTES, PAGE_BYTES)]
 
         file.read()
         if len(cached()) < pages:

@@ -14,7 +14,7 @@ from fake_accelerator import DEVICE, Accelerator, Kernels, Pace, Stream, acceler
 from test_training import data, empty, saved, unit_bytes
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 
 LAYERS = 5
 EVERY_PACE = [(compute, copies) for compute in Pace for copies in Pace]
@@ -69,11 +69,11 @@ def test_a_missing_wait_shows(
         wanted = [whole(data(number)) for number in range(3)]
     with monkeypatch.context() as patch, accelerator(patch, compute, copies) as cuda:
         if missing == "compute does not wait for copies":
-            patch.setattr(_device, "come_after", lambda stream, mark: None)
+            patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(_device._SideStream, "after", lambda self, mark: None)
+            patch.setattr(devices._SideStream, "after", lambda self, mark: None)
         else:
-            patch.setattr(_device._CudaMark, "wait", lambda self: None)
+            patch.setattr(devices._CudaMark, "wait", lambda self: None)
         found = computed(tmp_path / "base.safetensors", cuda, torch.float32, 2)
     assert not all(map(torch.equal, found, wanted))
 

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inference import _models as models
 
-from nvmeio.inference import _tensor_parallel, pack
-from nvmeio.inference._recipes import FileExtent, WeightPart
+from nvmeio.inference import pack
+from nvmeio.inference._plan.recipes import FileExtent, WeightPart
+from nvmeio.inference._ranks import tensor_parallel
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
@@ -36,7 +37,7 @@ def test_columns_of_a_matrix_in_pieces(rows: int, width: int, data: st.DataObjec
         files[number % 2][offset : offset + end - start] = stored[start:end]
     first = data.draw(st.integers(0, width))
     last = data.draw(st.integers(first, width))
-    part = _tensor_parallel._columns(
+    part = tensor_parallel._columns(
         WeightPart(torch.int16, (rows, width), tuple(extents)), first, last
     )
     got = bytearray(part.nbytes)

@@ -25,10 +25,12 @@ from nvmeio._residency.tiled_linear import ROWS
 from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
-from nvmeio.inference import _fitting, _tiling, _units, pack
-from nvmeio.inference._cut_sums import CutSums
-from nvmeio.inference._recipes import FileExtent, Weight, WeightPart
-from nvmeio.inference._tiles import Tile, rows_of
+from nvmeio.inference import pack
+from nvmeio.inference._modules import tiling
+from nvmeio.inference._plan import fitting, units
+from nvmeio.inference._plan.cut_sums import CutSums
+from nvmeio.inference._plan.recipes import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.tiles import Tile, rows_of
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -40,7 +42,7 @@ OUTPUTS = 2000  # no multiple of the rows of a tile
 @pytest.fixture(autouse=True)
 def small_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of tests are smaller than what is worth a read."""
-    monkeypatch.setattr(_fitting, "LEAST_BYTES", 1 << 14)
+    monkeypatch.setattr(fitting, "LEAST_BYTES", 1 << 14)
 
 
 class Net(nn.Module):
@@ -430,9 +432,9 @@ def test_a_tile_that_was_wrong_when_it_was_used_is_told_of(fails_between: bool) 
     others = [(1, right[1])] if fails_between else []
     others += [(0, right[0]), (1, right[1])]  # the wrong one went meanwhile
     with pytest.raises(IntegrityError, match="were not all what was packed"):
-        _tiling.linear(unit([(0, wrong)], others), torch.ones(1, 1), None)
+        tiling.linear(unit([(0, wrong)], others), torch.ones(1, 1), None)
     assert sums.settled
-    assert _tiling.linear(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
+    assert tiling.linear(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
 
 
 def test_a_tile_that_cannot_be_read_is_named_and_the_model_goes_on(
@@ -488,7 +490,7 @@ def test_memory_that_is_left_decides_where_nobody_says_how_much(
     tmp_path: Path, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = saved_net(tmp_path / "net.safetensors")
-    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: BUDGET)
+    monkeypatch.setattr("nvmeio.inference._plan.model_plan.memory_left", lambda: BUDGET)
     net = stream(empty_net(), tmp_path / "net.safetensors")
     assert net.weight_stream._shares.total <= BUDGET // 2
     assert net(whole_numbers(3, NARROW)).equal(whole(whole_numbers(3, NARROW)))
@@ -496,12 +498,12 @@ def test_memory_that_is_left_decides_where_nobody_says_how_much(
     with pytest.raises(ValueError, match="with matrices in tiles") as refused:
         stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=1000)
     needed = int(str(refused.value).split("with matrices in tiles, ")[1].split()[0])
-    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: needed * 3 // 2)
+    monkeypatch.setattr("nvmeio.inference._plan.model_plan.memory_left", lambda: needed * 3 // 2)
     net = stream(empty_net(), tmp_path / "net.safetensors")
     assert tiles_of(net, "head")
     assert net.weight_stream._shares.total == needed
     assert net(whole_numbers(3, NARROW)).equal(whole(whole_numbers(3, NARROW)))
-    monkeypatch.setattr("nvmeio.inference._model_plan.memory_left", lambda: 1000)
+    monkeypatch.setattr("nvmeio.inference._plan.model_plan.memory_left", lambda: 1000)
     assert not tiles_of(stream(empty_net(), tmp_path / "net.safetensors"), "head")
 
 
@@ -692,7 +694,7 @@ def test_a_head_that_takes_the_embeddings_weight_itself_is_no_garbage(
                 x = layer(x)
             return functional.linear(x, self.embed.weight)
 
-    monkeypatch.setattr(_units, "SMALL_BYTES", 0)
+    monkeypatch.setattr(units, "SMALL_BYTES", 0)
     save_safetensors(dict(Tied().state_dict()), tmp_path / "model.safetensors")
     with torch.device("meta"):
         empty = Tied()

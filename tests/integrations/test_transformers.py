@@ -17,7 +17,7 @@ import torch
 from support import PATIENCE_S, needs_protection, run_python
 
 import nvmeio
-from nvmeio.checkpoint import _protected
+from nvmeio.checkpoint._snapshot import protected
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the packages it imports
@@ -350,14 +350,14 @@ def test_training_goes_on_while_it_is_saved_and_files_are_the_same(
 ) -> None:
     """Losses, too; and only the last is kept, which is there when training ends."""
     wanted, _ = train(NvmeTrainer, tmp_path / "stock", 4, **options)
-    monkeypatch.setattr(_protected, "LEAST_BYTES", 4096)  # the model is small
-    gate, read = threading.Event(), _protected.Protected.read
+    monkeypatch.setattr(protected, "LEAST_BYTES", 4096)  # the model is small
+    gate, read = threading.Event(), protected.Protected.read
 
     def late(*arguments: Any) -> int:
         assert gate.wait(PATIENCE_S)
         return read(*arguments)
 
-    monkeypatch.setattr(_protected.Protected, "read", late)
+    monkeypatch.setattr(protected.Protected, "read", late)
 
     class Ours(Guarding):
         def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -12,7 +12,7 @@ from interrupts._trials import Scenario, Skip
 from torch import nn
 
 import nvmeio
-from nvmeio.inference import _units
+from nvmeio.inference._plan import units
 
 
 class Net(nn.Module):
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 def everything_streams() -> None:
     """Models of tests are so small that they would be kept as the small parts of larger ones."""
-    _units.SMALL_BYTES = 1024
+    units.SMALL_BYTES = 1024
 
 
 def saved_net(path: Path) -> Net:

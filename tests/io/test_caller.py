@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from interrupting import at_places
 
-from nvmeio._io.caller import Cancellation, InCaller, at_once, run_with_caller
 from nvmeio._io.inflight import Cancelled
+from nvmeio._threads.caller import Cancellation, InCaller, at_once, run_with_caller
 
 
 def until(true: Callable[[], bool]) -> None:

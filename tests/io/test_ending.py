@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from support import run_python, spin_until
 
-from nvmeio._io import ending as endings
-from nvmeio._io.ending import Ending, open_owned
-from nvmeio._io.owner import OwnerThread
+from nvmeio._threads import endings
+from nvmeio._threads.endings import Ending, open_owned
+from nvmeio._threads.owner import OwnerThread
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_the_last_one_made_ends_first_and_all_of_them_before_the_engines(end: st
         early = Early()
         weakref.finalize(early, print, "early")
         import nvmeio
-        from nvmeio._io.ending import Ending
-        from nvmeio._io.owner import OwnerThread
+        from nvmeio._threads.endings import Ending
+        from nvmeio._threads.owner import OwnerThread
         handle = nvmeio.AioHandle()
         kept = []
         for name in ("first", "second", "third"):
@@ -110,8 +110,8 @@ def test_what_was_closed_says_nothing_at_the_end_of_the_interpreter() -> None:
         """
         import sys, types
         sys.modules["early"] = early = types.ModuleType("early")
-        from nvmeio._io import ending
-        from nvmeio._io.owner import OwnerThread
+        from nvmeio._threads import endings as ending
+        from nvmeio._threads.owner import OwnerThread
         owner = OwnerThread("closed")
         early.kept = owner.call(lambda: ending.Ending(owner, int))
         early.kept.close()

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from nvmeio._io import owner as owner_module
-from nvmeio._io import threads
-from nvmeio._io.owner import Claim, OwnerThread
+from nvmeio._threads import jobs
+from nvmeio._threads import owner as owner_module
+from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 
 
@@ -33,7 +33,7 @@ class Interrupting:
 
     def __init__(self, at: int) -> None:
         self.left = at
-        self._files = {owner_module.__file__, threads.__file__}
+        self._files = {owner_module.__file__, jobs.__file__}
 
     def __enter__(self) -> None:
         sys.settrace(self._call)

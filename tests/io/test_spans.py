@@ -29,14 +29,14 @@ from support import (
 )
 
 import nvmeio
-from nvmeio import _memory
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._io import prefault, span_plan
 from nvmeio._io import spans as span_reads
 from nvmeio._io.prefault import Prefault
 from nvmeio._io.span_plan import Span, inside, plan
 from nvmeio._io.spans import Load, read
-from nvmeio._io.threads import in_thread
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._memory import mappings
+from nvmeio._threads.jobs import in_thread
 
 NewHandle = Callable[..., nvmeio.AioHandle]
 
@@ -496,12 +496,12 @@ def test_new_memory_is_touched_beside_the_reads(
     monkeypatch.setattr(prefault, "_CHUNK_BYTES", 64 << 10)
     assert_holds(spans, read(handle, spans), data)  # by the real one
     monkeypatch.setattr(prefault, "_madvise", madvise)
-    with Prefault([_memory.Mapping(1 << 20), _memory.Mapping(96 << 10)]):
+    with Prefault([mappings.Mapping(1 << 20), mappings.Mapping(96 << 10)]):
         spin_until(lambda: sum(touched) == (1 << 20) + (96 << 10))
 
 
 def test_it_begins_at_the_end() -> None:
-    first, second = _memory.Mapping(40 << 20), _memory.Mapping(4096)
+    first, second = mappings.Mapping(40 << 20), mappings.Mapping(4096)
     pieces = list(prefault._backwards([first, second]))
     assert [nbytes >> 12 for _, nbytes in pieces] == [1, 2048, 4096, 4096]
     assert [address - first.address for address, _ in pieces[1:]] == [32 << 20, 16 << 20, 0]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from support import die_at_birth
 
-from nvmeio._io import threads
-from nvmeio._io.threads import in_thread, run_interruptible
+from nvmeio._threads import jobs
+from nvmeio._threads.jobs import in_thread, run_interruptible
 from nvmeio.errors import ClosedError
 
 
@@ -175,13 +175,13 @@ def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.Mo
     """Where it gets no memory for that, `Thread.start` waited for ever, and everybody behind it."""
     with monkeypatch.context() as patched:
         die_at_birth(patched, "nvmeio-work")
-        job = threads.Job(lambda: 1)
+        job = jobs.Job(lambda: 1)
         job.start()
         job.wait()
         with pytest.raises(MemoryError, match="did not begin"):
             job.result()
     assert "nvmeio-work" not in [thread.name for thread in threading.enumerate()]
-    late = threads.Job(lambda: 2)
+    late = jobs.Job(lambda: 2)
     late.start()
     late.wait()
     assert late.result() == 2
@@ -189,7 +189,7 @@ def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.Mo
 
 def test_the_thread_that_starts_the_others_may_die_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would answer who asks it."""
-    monkeypatch.setattr(threads, "_launches", None)
+    monkeypatch.setattr(jobs, "_launches", None)
     with monkeypatch.context() as patched:
         begin = _thread.start_new_thread
         patched.setattr(_thread, "start_new_thread", lambda *_: begin(int, ()))
@@ -200,8 +200,8 @@ def test_the_thread_that_starts_the_others_may_die_as_well(monkeypatch: pytest.M
 
 def test_a_thread_that_was_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is late, not dead; its starter has told its caller that it was not begun."""
-    monkeypatch.setattr(threads, "_BIRTH_S", 0.0)
-    monkeypatch.setattr(threads, "_BIRTH_LOOK_S", 0.001)
+    monkeypatch.setattr(jobs, "_BIRTH_S", 0.0)
+    monkeypatch.setattr(jobs, "_BIRTH_LOOK_S", 0.001)
     begin = "_start_new_thread"
     if not hasattr(threading, begin):  # since Python 3.13
         begin = "_start_joinable_thread"
@@ -211,7 +211,7 @@ def test_a_thread_that_was_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch
         kept.append((function, args, named))
 
     ran: list[int] = []
-    thread = threads.Thread(ran.append, "late", (1,))
+    thread = jobs.Thread(ran.append, "late", (1,))
     with monkeypatch.context() as patched:
         patched.setattr(threading, begin, later)
         patched.setattr(threading, "main_thread", threading.Thread)  # in place
@@ -233,7 +233,7 @@ def test_at_the_end_of_the_program_work_is_done_in_place(
     """From Python 3.12 on, what `atexit` calls can start no thread."""
     assert run_interruptible(lambda: 1) == 1
     if launcher == "there is none":
-        monkeypatch.setattr(threads, "_launches", None)
+        monkeypatch.setattr(jobs, "_launches", None)
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -252,12 +252,12 @@ def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`threading.Event.wait`, cut short, may have given up its lock: "release unlocked lock"."""
-    monkeypatch.setattr(threads, "_launches", threads._launches)  # it sets its own there
+    monkeypatch.setattr(jobs, "_launches", jobs._launches)  # it sets its own there
     for after in range(1000):
         left = [after]
 
         def trace(frame: FrameType, _: str, __: Any, left: list[int] = left) -> Any:
-            if frame.f_code.co_filename not in (threads.__file__, threading.__file__):
+            if frame.f_code.co_filename not in (jobs.__file__, threading.__file__):
                 return None
             frame.f_trace_opcodes = True
             if frame.f_code.co_filename == threading.__file__:
@@ -268,7 +268,7 @@ def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
 
         sys.settrace(trace)
         try:
-            queue = threads._new_launcher()
+            queue = jobs._new_launcher()
         except KeyboardInterrupt:
             continue
         finally:
@@ -288,6 +288,6 @@ def test_an_interrupt_is_on_its_way_though_something_failed_meanwhile() -> None:
             try:
                 raise ValueError("meanwhile")
             finally:
-                seen.append(threads.being_interrupted())
-    seen.append(threads.being_interrupted())
+                seen.append(jobs.being_interrupted())
+    seen.append(jobs.being_interrupted())
     assert seen == [True, False]

@@ -19,9 +19,9 @@ from test_activations import Doubles, made, small
 from torch import nn
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio.offload import SwappedActivations
-from nvmeio.offload._activations_on_device import DeviceActivations
+from nvmeio.offload._activations.activations_on_device import DeviceActivations
 from nvmeio.testing import FakeEngine
 
 EVERY_PACE = [(compute, copies) for compute in Pace for copies in Pace]
@@ -110,11 +110,11 @@ def test_a_missing_wait_shows(
     wanted = gradients_in_memory()
     with monkeypatch.context() as patch, accelerator(patch, compute, copies) as cuda:
         if missing == "compute does not wait for copies":
-            patch.setattr(_device, "come_after", lambda stream, mark: None)
+            patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(_device._SideStream, "follow", lambda self, stream=None: None)
+            patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
         else:
-            patch.setattr(_device._CudaMark, "done", lambda self: True)
+            patch.setattr(devices._CudaMark, "done", lambda self: True)
         with window(tmp_path, checksum=False) as swapped:
             assert step(cuda, swapped, wanted)
 

@@ -11,8 +11,10 @@ import torch
 from _offload_models import assert_same_weights, loss_of, model, train
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _stored_weights, _swapped
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload._optimizer import swapped as swapped_module
+from nvmeio.offload._step import stored_weights
+from nvmeio.offload._swap_files.swap_dir import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
 
@@ -100,9 +102,9 @@ def test_a_group_that_cannot_be_added_changes_nothing(
                 left.append(0)
                 return pool(nbytes)
 
-            allocate, pool = SwapDir.allocate, _swapped.PinnedPool
+            allocate, pool = SwapDir.allocate, swapped_module.PinnedPool
             if where == "buffers":
-                patch.setattr(_swapped, "PinnedPool", no_memory)
+                patch.setattr(swapped_module, "PinnedPool", no_memory)
             else:
                 patch.setattr(SwapDir, "allocate", full)
             with pytest.raises((nvmeio.TransferError, MemoryError)):
@@ -155,7 +157,7 @@ def test_masters_that_cannot_be_brought_back_break_it(
         def fail(*args: Any) -> None:
             raise nvmeio.TransferError(errno.EIO, operation="read", path="state.0")
 
-        monkeypatch.setattr(_stored_weights.StoredWeights, "give_back", fail)
+        monkeypatch.setattr(stored_weights.StoredWeights, "give_back", fail)
         with pytest.raises(nvmeio.TransferError):
             two.load_state_dict(one.state_dict())
         with pytest.raises(nvmeio.NvmeioError, match="load again"):

@@ -10,7 +10,8 @@ import torch
 from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _manifest
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload._generations import manifests
 
 
 def resumed(made: Any, folder: Path, **options: Any) -> SwappedOptimizer:
@@ -84,13 +85,13 @@ def test_a_manifest_of_before_there_were_checksums_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, theirs = model(), model()
-    encode = _manifest._tensors_of
+    encode = manifests._tensors_of
 
     def without(manifest: Any) -> dict[str, Any]:
         return {name: value for name, value in encode(manifest).items() if name != "sums"}
 
     with monkeypatch.context() as patch:
-        patch.setattr(_manifest, "_tensors_of", without)
+        patch.setattr(manifests, "_tensors_of", without)
         with resumed(made, tmp_path) as optimizer:
             train(made, optimizer, 2)
     again = model()
@@ -161,14 +162,14 @@ def test_a_whole_manifest_with_other_content_is_named(change: Any, tmp_path: Pat
     made = model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
-    path = tmp_path / "optimizer" / _manifest.NAMES[3 % 2]
+    path = tmp_path / "optimizer" / manifests.NAMES[3 % 2]
     data = path.read_bytes()
-    header, body = data[: _manifest._HEADER_BYTES], data[_manifest._HEADER_BYTES :]
-    length = int(header[_manifest._DURABLE_AT + 1 :].split()[0], 16)
+    header, body = data[: manifests._HEADER_BYTES], data[manifests._HEADER_BYTES :]
+    length = int(header[manifests._DURABLE_AT + 1 :].split()[0], 16)
     told = json.loads(body[:length])
     change(told)
     body = json.dumps(told).encode()
-    start = header[: _manifest._DURABLE_AT + 1]
+    start = header[: manifests._DURABLE_AT + 1]
     path.write_bytes(start + f" {len(body):07x} {zlib.crc32(body):08x}".encode() + body)
     with pytest.raises(nvmeio.IntegrityError, match=r"manifest\.1"):
         resumed(model(), tmp_path)

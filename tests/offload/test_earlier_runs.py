@@ -16,7 +16,8 @@ from _offload_models import assert_same_weights, model, train
 from support import run_python
 
 import nvmeio
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _manifest, offload
+from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
+from nvmeio.offload._generations import manifests
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
 WAYS_OUT = ("resume=True", 'resume="must"', "overwrite=True")
@@ -107,12 +108,12 @@ def test_ranks_refuse_what_made_no_step_too(
 ) -> None:
     """Another rank may have made the first step, and can only go on with what this one has."""
     earlier_run(tmp_path, steps=0)
-    monkeypatch.setattr("nvmeio.offload._swap_dirs.several", lambda: True)
+    monkeypatch.setattr("nvmeio.offload._swap_files.swap_dirs.several", lambda: True)
     with pytest.raises(FileExistsError, match="its state, generation 1,"):
         swapped(model(), tmp_path)
 
 
-@pytest.mark.parametrize("damaged", [_manifest.NAMES, _manifest.NAMES[:1]])
+@pytest.mark.parametrize("damaged", [manifests.NAMES, manifests.NAMES[:1]])
 def test_damaged_state_is_refused_too(damaged: tuple[str, ...], tmp_path: Path) -> None:
     """Also where all that is left is the beginning: what is damaged was a step."""
     earlier_run(tmp_path, steps=1)  # generation 2 in the first place, 1 in the other
@@ -247,7 +248,7 @@ def test_a_fall_back_to_the_step_before_is_said(
 ) -> None:
     """It went back by one durable step without a word."""
     earlier_run(tmp_path)
-    newest = tmp_path / "optimizer" / _manifest.NAMES[0]
+    newest = tmp_path / "optimizer" / manifests.NAMES[0]
     newest.write_bytes(damage(newest.read_bytes()))
     with swapped(model(), tmp_path, resume=True) as optimizer:
         assert optimizer.generation == 3
@@ -260,7 +261,7 @@ def test_an_older_one_that_is_damaged_is_no_loss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     earlier_run(tmp_path)
-    older = tmp_path / "optimizer" / _manifest.NAMES[1]
+    older = tmp_path / "optimizer" / manifests.NAMES[1]
     older.write_bytes(flipped(older.read_bytes()))
     with swapped(model(), tmp_path, resume=True) as optimizer:
         assert optimizer.generation == 4
@@ -277,7 +278,7 @@ def test_a_step_that_a_loss_of_power_took_is_said(
         engine.store.settle()
         engine.store._durable = False
         train(made, optimizer, 1, 2)
-    monkeypatch.setattr(_manifest, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(manifests, "boot_id", lambda: "another boot")
     with swapped(made, tmp_path, resume=True) as optimizer:
         assert optimizer.generation == 3
     (line,) = [each for each in caplog.records if each.levelno == logging.WARNING]
@@ -331,7 +332,7 @@ def test_what_a_killed_making_left_on_several_drives_is_no_state(
     """Files without a generation, on all drives or on one of them."""
     for given in (drives, drives[1], drives[:0:-1]):
         earlier_run(drives)
-        for name in _manifest.NAMES:
+        for name in manifests.NAMES:
             (drives[0] / "optimizer" / name).unlink()
         with swapped(model(), given) as optimizer:
             assert optimizer.generation == 1

@@ -16,7 +16,9 @@ from _offload_models import assert_same_weights, loss_of, model, train
 from support import run_python
 
 import nvmeio
-from nvmeio.offload import SwappedOptimizer, _file_copies, _manifest
+from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload._generations import manifests
+from nvmeio.offload._swap_files import file_copies
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
 
@@ -28,7 +30,7 @@ def swapped(made: Any, folder: Path, **options: Any) -> SwappedOptimizer:
 
 
 def newest(optimizer: SwappedOptimizer) -> Any:
-    return _manifest.newest(optimizer.swap_dir)
+    return manifests.newest(optimizer.swap_dir)
 
 
 # Durable
@@ -82,11 +84,11 @@ def test_a_mark_that_fails_is_made_before_anything_is_overwritten(
             raise nvmeio.TransferError(errno.ENOSPC, operation="write", path=directory)
         mark(directory, manifest)
 
-    mark = _manifest.mark_durable
+    mark = manifests.mark_durable
     with swapped(made, tmp_path) as optimizer:
         engine: Any = optimizer._swapper
         engine.store.settle()
-        monkeypatch.setattr(_manifest, "mark_durable", fail)
+        monkeypatch.setattr(manifests, "mark_durable", fail)
         loss_of(made, 0).backward()
         optimizer.step()
         for _ in range(times - 1):
@@ -105,7 +107,7 @@ def test_what_was_not_durable_says_so_after_a_reboot(
     made = model()
     with swapped(made, tmp_path, resume=True, durable=False) as optimizer:
         train(made, optimizer, 2)
-    monkeypatch.setattr(_manifest, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(manifests, "boot_id", lambda: "another boot")
     with pytest.raises(nvmeio.IntegrityError, match="started anew since"):
         swapped(made, tmp_path, resume=True)
 
@@ -143,7 +145,7 @@ def test_a_commit_that_fails_leaves_no_manifest_of_it(
         loss_of(made, 2).backward()
         before = [p.detach().clone() for p in made.parameters()]
         with monkeypatch.context() as patch:
-            patch.setattr(_manifest, "_write", broken)
+            patch.setattr(manifests, "_write", broken)
             if not truncates:
                 patch.setattr("os.truncate", refuse)
                 engine.store.prepare = engine.store.settle  # it would refuse before
@@ -167,9 +169,9 @@ def test_the_generation_that_is_written_over_loses_its_manifest_first(tmp_path: 
     with swapped(made, tmp_path, resume=True) as optimizer:
         train(made, optimizer, 2)
         engine: Any = optimizer._swapper
-        assert len(_manifest.read(optimizer.swap_dir).complete) == 2
+        assert len(manifests.read(optimizer.swap_dir).complete) == 2
         engine.store.prepare()
-        assert [each.generation for each in _manifest.read(optimizer.swap_dir).complete] == [3]
+        assert [each.generation for each in manifests.read(optimizer.swap_dir).complete] == [3]
 
 
 # Options
@@ -211,7 +213,7 @@ def test_a_snapshot_goes_to_another_file_system(
     with swapped(made, tmp_path) as optimizer:
         train(made, optimizer, 2)
         monkeypatch.setattr("os.copy_file_range", refuse)
-        monkeypatch.setattr(_file_copies, "_FICLONE", 0)
+        monkeypatch.setattr(file_copies, "_FICLONE", 0)
         optimizer.snapshot(tmp_path / "copy")
     assert len(calls) == 2
     with swapped(made, tmp_path / "copy", resume=True) as optimizer:
@@ -228,7 +230,7 @@ def test_a_snapshot_counts_on_another_machine(
     with swapped(made, tmp_path, durable=False) as optimizer:
         train(made, optimizer, 2)
         optimizer.snapshot(tmp_path / "copy")
-    monkeypatch.setattr(_manifest, "boot_id", lambda: "another machine")
+    monkeypatch.setattr(manifests, "boot_id", lambda: "another machine")
     with swapped(made, tmp_path / "copy", resume=True) as optimizer:
         assert optimizer.generation == 3
 
@@ -246,9 +248,9 @@ def test_a_snapshot_that_fails_leaves_nothing(
             if target.endswith("state.1"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        copy_file = _file_copies.copy_file
+        copy_file = file_copies.copy_file
         with monkeypatch.context() as patch:
-            patch.setattr(_file_copies, "copy_file", full)
+            patch.setattr(file_copies, "copy_file", full)
             with pytest.raises(nvmeio.TransferError) as told:
                 optimizer.snapshot(tmp_path / "copy")
         assert told.value.errno == errno.ENOSPC

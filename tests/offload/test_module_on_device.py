@@ -19,7 +19,7 @@ import torch
 from fake_accelerator import DEVICE, Accelerator, Pace, accelerator
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio._residency.on_device import DevicePool
 from nvmeio.offload import SwappedModule
 
@@ -134,9 +134,9 @@ def test_a_missing_wait_shows(
 
     with monkeypatch.context() as patch, accelerator(patch, compute, copies) as cuda:
         if missing == "compute does not wait for copies":
-            patch.setattr(_device, "come_after", lambda stream, mark: None)
+            patch.setattr(devices, "come_after", lambda stream, mark: None)
         elif missing == "copies do not wait for compute":
-            patch.setattr(_device._SideStream, "follow", lambda self, stream=None: None)
+            patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
         else:
             patch.setattr(DevicePool, "upload", forgets)
         with swapped(model(), tmp_path) as module:

@@ -19,7 +19,8 @@ from _offload_models import assert_same_state, assert_same_weights, loss_of, mod
 from support import run_python, spin_until
 
 import nvmeio
-from nvmeio.offload import SwappedOptimizer, _manifest
+from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload._generations import manifests
 from nvmeio.testing import FakeEngine
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10}
@@ -300,7 +301,7 @@ def test_after_a_power_cut_what_was_durable_counts(
         engine.store._durable = False
         train(made, optimizer, 1, 2)
     with monkeypatch.context() as patch:  # nobody resumes in between: that makes it durable
-        patch.setattr(_manifest, "boot_id", lambda: "another boot")
+        patch.setattr(manifests, "boot_id", lambda: "another boot")
         with resumed(made, tmp_path) as optimizer:
             assert optimizer.generation == 3
             train(theirs, torch.optim.Adam(theirs.parameters()), 2)
@@ -318,7 +319,7 @@ def test_what_is_resumed_is_made_durable(tmp_path: Path, monkeypatch: pytest.Mon
         train(made, optimizer, 1, 2)
     with resumed(made, tmp_path) as optimizer:
         assert optimizer.generation == 4
-    monkeypatch.setattr(_manifest, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(manifests, "boot_id", lambda: "another boot")
     with resumed(made, tmp_path) as optimizer:
         assert optimizer.generation == 4
 
@@ -328,11 +329,11 @@ def test_a_torn_manifest_leaves_the_one_before(damage: bytes, tmp_path: Path) ->
     made = model()
     with resumed(made, tmp_path) as optimizer:
         train(made, optimizer, 3)
-    newest = tmp_path / "optimizer" / _manifest.NAMES[4 % 2]
+    newest = tmp_path / "optimizer" / manifests.NAMES[4 % 2]
     newest.write_bytes(damage)
     with resumed(made, tmp_path) as optimizer:
         assert optimizer.generation == 3
-    for name in _manifest.NAMES:
+    for name in manifests.NAMES:
         (tmp_path / "optimizer" / name).write_bytes(b"torn")
     with pytest.raises(nvmeio.IntegrityError, match="no manifest"):
         resumed(made, tmp_path)
@@ -509,9 +510,9 @@ def test_without_room_for_a_thread_the_step_makes_itself_durable(
     made = model()
     with resumed(made, tmp_path) as optimizer:
         with monkeypatch.context() as patch:
-            patch.setattr("nvmeio.offload._generation_sync.Thread.start", refuse)
+            patch.setattr("nvmeio.offload._generations.generation_sync.Thread.start", refuse)
             engine: Any = optimizer._swapper
             engine.store.commit(set(), {}, {}, [], {})
-        found = _manifest.newest(optimizer.swap_dir)
+        found = manifests.newest(optimizer.swap_dir)
         assert found is not None
         assert (found.generation, found.durable) == (2, True)

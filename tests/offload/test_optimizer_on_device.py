@@ -18,10 +18,10 @@ from support import PATIENCE_S, collect
 from test_module_on_device import EVERY_PACE, WIDTH, model, swapped
 
 import nvmeio
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._device_turns import DeviceTurns
-from nvmeio.offload._subgroups import SlotRun
+from nvmeio.offload._step.device_turns import DeviceTurns
+from nvmeio.offload._swap_files.subgroups import SlotRun
 
 STEPS = 2
 
@@ -237,9 +237,9 @@ def test_parameters_that_stay_on_the_device_are_not_copied_there(
                     to["up" if cuda.has(target) else "down"] += source.nbytes
                     cuda.begin_copy(target, source)
 
-                patch.setattr(_device, "_begin_copy", count)
+                patch.setattr(devices, "_begin_copy", count)
                 stepped(made, optimizer, cuda.tensor, first=STEPS)
-                patch.setattr(_device, "_begin_copy", cuda.begin_copy)
+                patch.setattr(devices, "_begin_copy", cuda.begin_copy)
                 bytes_of = sum(p.nbytes for p in made.parameters()) * STEPS // 4
                 # Up to 4 more for the gaps that align them.
                 assert 8 <= moved["up"] / bytes_of < 12
@@ -485,11 +485,11 @@ def test_a_missing_wait_shows(
         made = plain(cuda)
         with swapped_optimizer("adamw", made, tmp_path, checksum=False) as optimizer:
             if missing == "compute does not wait for what comes up":
-                patch.setattr(_device, "come_after", lambda stream, mark: None)
+                patch.setattr(devices, "come_after", lambda stream, mark: None)
             elif missing == "what goes down does not wait for compute":
-                patch.setattr(_device._SideStream, "follow", lambda self, stream=None: None)
+                patch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
             else:
-                patch.setattr(_device._CudaMark, "wait", lambda self: None)
+                patch.setattr(devices._CudaMark, "wait", lambda self: None)
             stepped(made, optimizer, cuda.tensor)
             found = made.state_dict()
             assert not all(torch.equal(cuda.value(found[n]), t) for n, t in wanted.items())
@@ -502,7 +502,7 @@ def test_what_comes_up_waits_for_the_turn_before_in_its_buffer(
     """What goes up is eager, and compute in the same memory is not, nor what goes down."""
     with accelerator(monkeypatch, Pace.LAZY, Pace.EAGER) as cuda:
         if not is_right:
-            monkeypatch.setattr(_device._SideStream, "after", lambda self, mark: None)
+            monkeypatch.setattr(devices._SideStream, "after", lambda self, mark: None)
         turns = DeviceTurns(DEVICE)
         down: Any = cuda.streams[1]
         down.pace = Pace.LAZY
@@ -541,7 +541,7 @@ def test_a_buffer_is_not_filled_while_an_earlier_turn_may_look_at_it(
 
         whole = [SlotRun(0, 4096)]
         if not is_right:
-            monkeypatch.setattr(_device._SideStream, "follow", lambda self, stream=None: None)
+            monkeypatch.setattr(devices._SideStream, "follow", lambda self, stream=None: None)
         with contextlib.suppress(KeyError):
             turns.begin(torch.full((4096,), 1, dtype=torch.uint8), whole, look)
         if case == "failed":

@@ -18,15 +18,16 @@ from disk_log import DiskLog
 
 from nvmeio import AioHandle, TransferError
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.rank_store import RankStore
+from nvmeio._ranks.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
-from nvmeio.offload import SwappedOptimizer, _manifest, _rank_steps
-from nvmeio.offload._generation_sync import GenerationSync
-from nvmeio.offload._rank_steps import Agreed, DurableSteps, Made
-from nvmeio.offload._state_files import NAMES, StateFiles
-from nvmeio.offload._state_store import StateStore
-from nvmeio.offload._subgroups import Piece, Subgroup, pack, place
-from nvmeio.offload._swap_dirs import SwapDirs
+from nvmeio.offload import SwappedOptimizer
+from nvmeio.offload._generations import manifests, rank_steps
+from nvmeio.offload._generations.generation_sync import GenerationSync
+from nvmeio.offload._generations.rank_steps import Agreed, DurableSteps, Made
+from nvmeio.offload._generations.state_files import NAMES, StateFiles
+from nvmeio.offload._generations.state_store import StateStore
+from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, pack, place
+from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
@@ -92,8 +93,8 @@ class Rank:
         self.directory.release()
 
 
-def read(directory: Path) -> list[_manifest.Manifest]:
-    return _manifest.read(str(directory)).complete
+def read(directory: Path) -> list[manifests.Manifest]:
+    return manifests.read(str(directory)).complete
 
 
 def steps_of(store: Any, world: int, timeout_s: float = 60) -> list[DurableSteps]:
@@ -161,8 +162,8 @@ def test_all_ranks_go_on_from_the_newest_step_that_all_had_durable(
         ranks = [Rank(number, folder, steps) for number, steps in enumerate(lockstep)]
         on_all(ranks, train)
 
-    monkeypatch.setattr(_manifest, "boot_id", lambda: "after the power came back")
-    monkeypatch.setattr(_rank_steps, "several", lambda: True)
+    monkeypatch.setattr(manifests, "boot_id", lambda: "after the power came back")
+    monkeypatch.setattr(rank_steps, "several", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     chance = random.Random(world)
     resumed = set()
@@ -275,7 +276,7 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
         joined.append(len(joined) + 1 == first._store.add("joined", 0))
         return Agreed(None, [], [], "")  # when all have come so far
 
-    monkeypatch.setattr("nvmeio.offload._state_store.agreed", agreed)
+    monkeypatch.setattr("nvmeio.offload._generations.state_store.agreed", agreed)
     ranks = [Rank(number, tmp_path, steps) for number, steps in enumerate((first, second))]
     for rank in ranks:
         assert rank.store.resume() is None
@@ -305,7 +306,7 @@ def test_state_of_a_killed_process_is_made_durable_when_it_is_resumed(
     assert found is not None and (found.generation, found.durable) == (2, False)
     resumed.store.open()
     resumed.store.settle()
-    newest = _manifest.newest(resumed.directory.path)
+    newest = manifests.newest(resumed.directory.path)
     assert newest is not None and (newest.generation, newest.durable) == (2, True)
     resumed.close()
     assert set(NAMES) <= {path.name for path in (tmp_path / "rank0").iterdir()}
@@ -370,8 +371,8 @@ def test_an_optimizer_that_is_refused_takes_no_number(
     def of_group(group: object, name: str, path: str, operation: str) -> RankStore:
         return RankStore(dist.PrefixStore(name, store), 0, 2, path, operation)
 
-    monkeypatch.setattr(_rank_steps, "several", lambda: True)
-    monkeypatch.setattr(_rank_steps, "_made", Made())
+    monkeypatch.setattr(rank_steps, "several", lambda: True)
+    monkeypatch.setattr(rank_steps, "_made", Made())
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(RankStore, "of_group", of_group)

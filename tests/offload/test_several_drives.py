@@ -18,8 +18,9 @@ from _offload_models import assert_same_weights, loss_of, model, train
 import nvmeio
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block, ThreadsEngine
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _swap_dirs
-from nvmeio.offload._swap_dir import SwapDir
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload._swap_files import swap_dirs
+from nvmeio.offload._swap_files.swap_dir import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "lr": 1e-2}
 WIDTH = 300  # 5.4 MB of weights, so that sections are dealt to all drives
@@ -140,7 +141,7 @@ def test_each_drive_moves_its_share(
     weights: list[int], drives: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every kind of transfer: state, gradients, parameters. Counted below the handle."""
-    monkeypatch.setattr(_swap_dirs, "weights_of", lambda *_: weights)
+    monkeypatch.setattr(swap_dirs, "weights_of", lambda *_: weights)
     engine = Counting()
     with nvmeio.AioHandle(engine=engine) as handle:
         made = SwappedModule(
@@ -169,7 +170,7 @@ def test_the_rates_of_tune_decide(drives: list[Path], monkeypatch: pytest.Monkey
         asked.append((paths, reads, writes))
         return [3, 2, 1]
 
-    monkeypatch.setattr(_swap_dirs, "weights_of", weights_of)
+    monkeypatch.setattr(swap_dirs, "weights_of", weights_of)
     with swapped(model(), drives) as optimizer:
         assert asked == [(optimizer.swap_dirs, 1.0, 1.0)]
         assert json.loads((drives[1] / "optimizer" / "drives").read_bytes())["weights"] == [3, 2, 1]
@@ -202,7 +203,7 @@ def test_other_rates_after_a_restart_move_nothing(
     drives: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped(drives)
-    monkeypatch.setattr(_swap_dirs, "weights_of", lambda *_: [9, 5, 1])
+    monkeypatch.setattr(swap_dirs, "weights_of", lambda *_: [9, 5, 1])
     resumed(drives)
 
 

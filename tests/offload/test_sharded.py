@@ -15,7 +15,8 @@ from support import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
-from nvmeio.offload import SwappedModule, SwappedOptimizer, _sharded
+from nvmeio.offload import SwappedModule, SwappedOptimizer
+from nvmeio.offload._module import sharded as sharded_module
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
@@ -133,7 +134,7 @@ def test_a_module_is_swapped_once(tmp_path: Path) -> None:
 def test_another_fsdp_than_the_known_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sharded, "_GROUP", ("fsdp_params", "gathers_by_magic"))
+    monkeypatch.setattr(sharded_module, "_GROUP", ("fsdp_params", "gathers_by_magic"))
     with pytest.raises(BackendUnavailableError, match="no gathers_by_magic"):
         SwappedModule(sharded(), swap_dir=tmp_path, resident_bytes=WINDOW)
 

@@ -21,7 +21,8 @@ from torch import nn
 import nvmeio
 from nvmeio.checkpoint.safetensors import save_safetensors
 from nvmeio.errors import TransferError
-from nvmeio.inference import _units, run_in_blocks
+from nvmeio.inference import run_in_blocks
+from nvmeio.inference._plan import units
 from nvmeio.offload import SwappedModule
 from nvmeio.testing import FakeEngine
 
@@ -37,7 +38,7 @@ WIDTH = 48
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_units, "SMALL_BYTES", 256)
+    monkeypatch.setattr(units, "SMALL_BYTES", 256)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

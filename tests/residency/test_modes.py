@@ -14,7 +14,7 @@ import nvmeio
 from nvmeio._residency import calls
 from nvmeio._residency.saved import Place
 from nvmeio.compat.deepspeed.tensors import deepspeed_memcpy
-from nvmeio.offload._tensors import local
+from nvmeio.offload._swap_files.tensors import local
 
 Call = Callable[[], object]
 

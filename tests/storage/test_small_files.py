@@ -15,14 +15,14 @@ import nvmeio
 from nvmeio import tuned
 from nvmeio._formats import safetensors_shards
 from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
-from nvmeio.checkpoint import _restoring, _retention
-from nvmeio.checkpoint._safetensors_save import _holds
+from nvmeio.checkpoint._manager import restoring, retention
+from nvmeio.checkpoint._save.safetensors_save import _holds
 from nvmeio.cli._tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating
 from nvmeio.integrations._dcp import names
-from nvmeio.integrations._sglang_settings import read_settings
-from nvmeio.offload import _manifest
+from nvmeio.integrations._sglang.settings import read_settings
+from nvmeio.offload._generations import manifests
 
 LIMIT_S = 60
 
@@ -103,11 +103,11 @@ def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
     "an index of shards": ("i.json", lambda p: safetensors_shards.read_index(p), OSError),
     "an index of ranks": (
-        _retention.INDEX,
-        lambda p: _restoring._files_of(str(p.parent)),
+        retention.INDEX,
+        lambda p: restoring._files_of(str(p.parent)),
         TransferError,
     ),
-    "a manifest": (_manifest.NAMES[0], lambda p: _manifest.read(str(p.parent)), TransferError),
+    "a manifest": (manifests.NAMES[0], lambda p: manifests.read(str(p.parent)), TransferError),
     "an index of accelerate": (
         "index.json",
         lambda p: accelerating._index_of(str(p.parent)),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import nvmeio
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.search import Unusable
 from nvmeio.cli.measure.disk import drop_from_cache

@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 
 import nvmeio
-from nvmeio import _copy_on_write, tuned
-from nvmeio._mounts import find_mount
+from nvmeio import tuned
+from nvmeio._files.mounts import find_mount
+from nvmeio._memory import copy_on_write
 from nvmeio._shim import kernel_aio
 from nvmeio.cli.measure.cufile_facts import CuFile as CuFile
 from nvmeio.cli.measure.cufile_facts import find_cufile as find_cufile
@@ -239,8 +240,8 @@ def memory() -> MemoryLimits:
         memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
         memlock_exempt=bool(effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1),
         huge_pages=chosen[1] if chosen else None,
-        protection=_copy_on_write.support().kind,
-        protection_reason=_copy_on_write.support().reason,
+        protection=copy_on_write.support().kind,
+        protection_reason=copy_on_write.support().reason,
     )
 
 

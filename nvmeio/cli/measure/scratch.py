@@ -16,9 +16,9 @@ import torch
 import typer
 
 import nvmeio
-from nvmeio._io.owner import OwnerThread
-from nvmeio._mounts import find_mount
+from nvmeio._files.mounts import find_mount
 from nvmeio._shim import memory_at
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.cli._exits import Refused
 from nvmeio.cli._quantities import binary_size
 from nvmeio.cli.measure import machine

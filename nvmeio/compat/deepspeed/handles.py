@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio.compat.deepspeed import pins
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
@@ -214,7 +214,7 @@ class _Handle:
         if isinstance(buffer, torch.Tensor):
             buffer = buffer.detach()
             if buffer.is_inference() and not torch.is_inference_mode_enabled():
-                with torch._C._InferenceMode(True):  # of C alone: see `_tensor`
+                with torch._C._InferenceMode(True):  # of C alone: see `_memory.tensors`
                     return self._begin(self._io.pread, buffer, filename, validate, file_offset)
         return self._begin(self._io.pread, buffer, filename, validate, file_offset)
 

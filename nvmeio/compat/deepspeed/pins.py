@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from nvmeio import _checks, _memory, _memory_registry, buffers
+from nvmeio import _checks, buffers
+from nvmeio._memory import mappings, registry
 
 
 class pin_handle:
@@ -33,7 +34,7 @@ class pin_handle:
             ValueError: `num_elem` is negative.
         """
         count = _checks.integer("num_elem", num_elem, 0)
-        mapping = _memory.Mapping(max(count, 1) * example_tensor.dtype.itemsize)
+        mapping = mappings.Mapping(max(count, 1) * example_tensor.dtype.itemsize)
         mapping.lock()
         mapping.populate()
         return mapping.tensor(0, (count,), example_tensor.dtype)
@@ -44,7 +45,7 @@ class pin_handle:
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """`free_cpu_locked_tensor` for the tensor that begins at this address."""
-        return _memory_registry.unpin(address)
+        return registry.unpin(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether all of it is page-locked, by any handle or by torch; true for views as well."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nvmeio._tensor import cast_to_byte_tensor as cast_to_byte_tensor
+from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from nvmeio import _device
+from nvmeio._memory import devices
 from nvmeio.engines.cufile import library, limited, preflight, status
 from nvmeio.engines.cufile.library import Library, Properties
 from nvmeio.engines.cufile.registry import Files
@@ -210,7 +210,7 @@ def _environment(wanted: dict[str, str]) -> Iterator[None]:
 
 def _open_in_context(loaded: Library, device: int | None) -> tuple[int, int]:
     if device is not None:  # a new thread would be on device 0
-        _device.enter(device)
+        devices.enter(device)
     return loaded.open_driver()
 
 

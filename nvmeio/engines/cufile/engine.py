@@ -22,9 +22,9 @@ import weakref
 from collections import deque
 from typing import Any
 
-from nvmeio import _holds
-from nvmeio._device import Copier
-from nvmeio._io.threads import Thread
+from nvmeio._memory import holds
+from nvmeio._memory.devices import Copier
+from nvmeio._threads.jobs import Thread
 from nvmeio.engines._queued import QueuedEngine
 from nvmeio.engines.base import CompletionQueue, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
@@ -268,7 +268,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         # It was told long ago; now nobody touches memory and file any more.
         self._release_region(request)
         opened = request.transfer.opened
-        _holds.end(request.held)
+        holds.end(request.held)
         request.let_go()
         opened.release()
 
@@ -328,7 +328,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
         if not request.lost:
             request.lost = True
             # The operation ends its hold on the memory, which the call may still change.
-            request.held = _holds.hold(request.transfer.memory.keep)
+            request.held = holds.hold(request.transfer.memory.keep)
             request.transfer.opened.retain()  # until the last of its calls is back, if ever
             if request in self._turns:
                 self._turns.remove(request)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nvmeio import _device
-from nvmeio._descriptors import Descriptors
+from nvmeio._files.descriptors import Descriptors
+from nvmeio._memory import devices
 from nvmeio.engines.cufile.library import Library
 from nvmeio.engines.cufile.status import CuFileFailure
 
@@ -67,7 +67,7 @@ class Regions:
                     f"of [{other.base:#x}, +{other.nbytes}): views of it need no registration of "
                     "their own; unpin that tensor to register another span"
                 )
-            with _device.current(region.keep):
+            with devices.current(region.keep):
                 library.register_memory(region.base, region.nbytes)
             self._regions[region.base] = region
             self._bases = sorted(self._regions)
@@ -127,7 +127,7 @@ class Regions:
     def _strike(self, library: Library, region: RegisteredRegion) -> None:
         del self._regions[region.base]
         self._bases = sorted(self._regions)
-        with _device.current(region.keep):
+        with devices.current(region.keep):
             library.unregister_memory(region.base)
 
     def _strike_quietly(self, library: Library, region: RegisteredRegion) -> None:

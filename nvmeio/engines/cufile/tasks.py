@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from nvmeio import _copy_on_write
-from nvmeio._device import Copier
-from nvmeio._plan import PAGE_BYTES
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._memory import copy_on_write
+from nvmeio._memory.devices import Copier
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Transfer
 from nvmeio.engines.cufile.library import Library
@@ -134,7 +134,7 @@ class TaskMover:
         move = self._library.read if transfer.opcode == Opcode.READ else self._library.write
         at = task.start
         if transfer.opcode == Opcode.READ and transfer.memory.device is None:
-            _copy_on_write.give_up(memory + at, task.end - at)
+            copy_on_write.give_up(memory + at, task.end - at)
         while at < task.end and not request.stop:
             address = memory + at
             start = address if base is None else base

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvmeio import _tensor
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.torch_layout import (
     FileLayout,
     KnownBytes,
@@ -26,7 +26,7 @@ from nvmeio._formats.torch_layout import (
     plan_layout,
 )
 from nvmeio._formats.torch_skeleton import Sink, skeleton_of
-from nvmeio._plan import PAGE_BYTES, round_up
+from nvmeio._memory import tensors
 from nvmeio.errors import BackendUnavailableError
 
 # Records from here on are put on a page boundary, which costs half a page on average.
@@ -83,7 +83,7 @@ class Skeletons:
             return skeleton
         contiguous = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         record = skeleton.records[0]._replace(
-            data=_tensor.cast_to_byte_tensor(tensor) if contiguous else _Copied(tensor).part
+            data=tensors.cast_to_byte_tensor(tensor) if contiguous else _Copied(tensor).part
         )
         return skeleton._replace(records=[record])
 
@@ -143,7 +143,7 @@ class _Copied:
         """Bytes [offset, offset + nbytes) of the copy; asked for in order, once."""
         if self._copy is None:
             dense = self._tensor.resolve_conj().resolve_neg().contiguous()
-            self._copy = _tensor.cast_to_byte_tensor(dense)
+            self._copy = tensors.cast_to_byte_tensor(dense)
         part = self._copy[offset : offset + nbytes]
         if offset + nbytes == self._copy.numel():
             self._copy = None  # the parts in flight hold it

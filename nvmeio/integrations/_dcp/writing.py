@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.inflight import InFlight
-from nvmeio._plan import PAGE_BYTES, round_up
 from nvmeio._storage.replace import Replacement
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp.items import Skeletons, place

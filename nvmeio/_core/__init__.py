@@ -1,0 +1,1 @@
+"""The life of an operation: what it moves, who is told, how it ends."""

@@ -1,0 +1,178 @@
+"""Where completions arrive, and who watches there.
+
+- The *default* completion queue takes the operations that were started with no event loop running.
+  Nobody watches it until somebody asks to be told; then a dispatcher thread does.
+- Every event loop that has used the handle has a queue of its own, whose eventfd it watches with
+  `add_reader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from nvmeio._threads.jobs import Thread, run_interruptible
+from nvmeio.engines.base import CompletionQueue, Engine
+
+
+class CompletionQueues:
+    """The completion queues of one handle.
+
+    Args:
+        engine: Makes the completion queues.
+        reap: Concludes what has arrived at a completion queue: ``reap(cq, may_block)``.
+        orphaned: Told of a queue whose loop was closed, before the queue is closed too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reap: Callable[[CompletionQueue, bool], None],
+        orphaned: Callable[[CompletionQueue], None],
+    ) -> None:
+        self._engine = engine
+        self._reap = reap
+        self._orphaned = orphaned
+        self._lock = threading.RLock()  # the collector may drop the handle while it is held
+        self._loops: dict[asyncio.AbstractEventLoop, _LoopQueue] = {}
+        self.latest: tuple[asyncio.AbstractEventLoop | None, CompletionQueue]
+        self._dispatcher: threading.Thread | None = None
+        self._released = False
+        self.default = engine.open_completion_queue()
+        self.latest = (None, self.default)
+
+    def here(self) -> CompletionQueue:
+        """The completion queue for an operation that is started now, in this thread."""
+        loop = asyncio._get_running_loop()
+        latest, cq = self.latest
+        if latest is loop:
+            return cq
+        if loop is not None:
+            return self.of(loop)
+        if latest is not None and latest.is_closed():
+            self.forget_closed_loops()
+        return self.default
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> CompletionQueue:
+        """The completion queue that a loop watches; called in the loop's own thread.
+
+        After `release` that is the default one, at which nothing arrives any more.
+        """
+        latest, cq = self.latest
+        if latest is loop:
+            return cq
+        if loop not in self._loops:
+            self.forget_closed_loops()
+        with self._lock:
+            # By another thread: a queue that is opened now nobody would close.
+            if self._released:
+                return self.default
+            known = self._loops.get(loop)
+            if known is None:
+                # By a thread: an interrupt between its making and its keeping would leave it open.
+                cq = run_interruptible(self._engine.open_completion_queue)
+                known = self._loops[loop] = _LoopQueue(cq, loop, self._reap)
+            known.attach()
+            self.latest = (loop, known.cq)
+        return known.cq
+
+    def forget_closed_loops(self) -> None:
+        """Close the queues of loops that were closed; the default one takes what is left there."""
+        for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
+            with self._lock:
+                gone = self._loops.pop(loop, None)
+                if self.latest[0] is loop:
+                    self.latest = (None, self.default)
+            if gone is not None:
+                try:
+                    self._orphaned(gone.cq)
+                finally:
+                    gone.cq.close()
+
+    def dispatch(self) -> None:
+        """Have a thread watch the default completion queue from now on."""
+        with self._lock:
+            if self._dispatcher is not None or self._released:
+                return
+            # By a thread: an interrupt between its start and its keeping would leave it waiting.
+            run_interruptible(self._begin_dispatching)
+
+    def _begin_dispatching(self) -> None:
+        dispatcher = Thread(self._watch_default, "nvmeio-dispatch")
+        dispatcher.start()
+        self._dispatcher = dispatcher
+
+    def _watch_default(self) -> None:
+        poller = select.poll()
+        poller.register(self.default.fileno(), select.POLLIN)
+        while not self._released:
+            poller.poll()
+            self._reap(self.default, True)
+
+    def release(self) -> None:
+        """Stop watching, everywhere, and close the completion queues; nothing may be in flight."""
+        # An interrupt may come after each of these: each may be done again.
+        with self._lock:
+            self._released = True
+            self.latest = (None, self.default)
+        for loop, cq in list(self._loops.items()):
+            cq.detach_from_anywhere()
+            self._loops.pop(loop, None)
+        dispatcher = self._dispatcher
+        if dispatcher is not None and dispatcher is not threading.current_thread():
+            self.default.wake()
+            dispatcher.join()
+        self.default.close()
+        self._reap = self._orphaned = _nothing  # no cycle: what the kernel gave goes at once
+
+    def after_fork(self) -> None:
+        """In the child: locks may have been copied while held, and there is no dispatcher."""
+        self._lock = threading.RLock()
+        self._released = True
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+class _LoopQueue:
+    """A completion queue and the loop that watches it."""
+
+    def __init__(
+        self,
+        cq: CompletionQueue,
+        loop: asyncio.AbstractEventLoop,
+        reap: Callable[[CompletionQueue, bool], None],
+    ) -> None:
+        self.cq = cq
+        self._loop = loop
+        self._reap = reap
+        self._attached = False
+        self._closed = False
+
+    def attach(self) -> None:
+        """Watch from now on; once is enough."""
+        if not self._attached:
+            self._loop.add_reader(self.cq.fileno(), self._ready)
+            self._attached = True
+
+    def _ready(self) -> None:
+        self._reap(self.cq, False)
+
+    def detach_from_anywhere(self) -> None:
+        """Stop watching; a running loop does that in its own thread, selectors are not safe."""
+        if self._loop.is_running() and asyncio._get_running_loop() is not self._loop:
+            with suppress(RuntimeError):  # closed in this moment
+                self._loop.call_soon_threadsafe(self._detach)
+                return
+        self._detach()
+
+    def _detach(self) -> None:
+        if not self._closed:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self.cq.fileno())
+            self.cq.close()
+            self._closed = True

@@ -1,0 +1,342 @@
+"""What the core knows of an operation; `operation.Operation` is the face that the user has of it.
+
+States: pending → finished | failed | cancelled, once. It keeps storage and descriptors alive until
+the kernel has reported, whoever else lets go of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nvmeio._core import transfers
+from nvmeio._core.row_places import RowPlaces
+from nvmeio._files.descriptors import Descriptors
+from nvmeio._files.plan import Plan
+from nvmeio._memory.tensors import Memory, touch
+from nvmeio.engines import base
+from nvmeio.engines.base import (
+    CompletionQueue,
+    Engine,
+    EngineError,
+    Opcode,
+    Outcome,
+    Request,
+    Transfer,
+)
+from nvmeio.errors import ShortTransferError, TransferError
+
+NAMES = {
+    Opcode.READ: "pread",
+    Opcode.WRITE: "pwrite",
+    Opcode.FSYNC: "fsync",
+    Opcode.FDATASYNC: "fsync",
+}
+ROWS_NAMES = {Opcode.READ: "gather", Opcode.WRITE: "scatter"}
+NOTHING = Outcome(0, 0, 0, 0, 0)
+
+logger = logging.getLogger("nvmeio")
+
+
+class Record:
+    """One operation of a core's.
+
+    Args:
+        token: Its name in completion queues.
+        opcode: What it does.
+        memory: What it moves; None for an fsync.
+        path: The file, as the caller named it.
+        file_offset: Where in the file it begins, in bytes.
+        nbytes: How many bytes it moves.
+        check: Runs after success, off the event loop.
+        places: Of a gather or scatter: where its rows lie.
+    """
+
+    # What most never have is looked up here, and not written down for each: that cost 0.4 us.
+    memory: Memory | None = None
+    changed: torch.Tensor | None = None  # by it, without torch's knowledge
+    check: Callable[[], None] | None = None
+    places: RowPlaces | None = None
+    rows: base.Rows | None = None
+    opened: Descriptors | None = None
+    released = False  # these
+    is_plain = False  # nothing follows, but for telling torch, if all of it was moved
+    plan: Plan | None = None
+    request: Request | None = None
+    home: CompletionQueue | None = None  # where its end is reported
+    state = "pending"
+    stop = False
+    claimed = 0  # the thread that concludes it, or HANDED_ON
+    error: BaseException | None = None
+    # Who is told of the end: event loops, threads (by releasing a lock), anybody. The first may be
+    # added to without a lock; whoever ends the record sets its state before it looks there.
+    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]
+    gates: list[threading.Lock] | None = None
+    callbacks: list[Callable[[], object]] | None = None
+
+    def __init__(
+        self,
+        token: int,
+        opcode: Opcode,
+        memory: Memory | None,
+        path: str,
+        file_offset: int,
+        nbytes: int,
+        check: Callable[[], None] | None = None,
+        places: RowPlaces | None = None,
+    ) -> None:
+        self.token = token
+        self.opcode = opcode
+        self.waiters = []
+        self.path = path
+        self.file_offset = file_offset
+        self.nbytes = nbytes
+        if memory is not None:
+            self.memory = memory
+            self.changed = memory.changed
+            self.is_plain = memory.copy_back is None and check is None
+        if check is not None:
+            self.check = check
+        if places is not None:
+            self.places = places
+            self.rows = places.rows
+
+    def __repr__(self) -> str:
+        span = f" [{self.file_offset}, {self.file_offset + self.nbytes})" if self.nbytes else ""
+        if self.rows is not None:
+            span = f" {self.rows.number} rows of {self.rows.row_bytes} bytes"
+        return f"<{self.name} {self.path}{span} {self.state}>"
+
+    @property
+    def name(self) -> str:
+        """What the operation is called."""
+        return (NAMES if self.rows is None else ROWS_NAMES)[self.opcode]
+
+    def writes_to(self, inode: tuple[int, int]) -> bool:
+        """Whether it writes to this file."""
+        opened = self.opened
+        return self.opcode is Opcode.WRITE and opened is not None and opened.inode == inode
+
+    def outcome(self) -> Outcome:
+        """What the engine tells of it, once the kernel is done."""
+        return NOTHING if self.request is None else self.request.outcome()
+
+    # --- for the core, in this order --------------------------------------------------------
+
+    def prepare(self, engine: Engine, cq: CompletionQueue, transfer: Any) -> Request:
+        """The engine's request for it."""
+        return base.prepare(engine, cq, self.token, transfer, self.rows)
+
+    def cancel(self) -> None:
+        """Issue no further block."""
+        self.stop = True  # what is only about to be asked of the engine is cancelled right after
+        request = self.request
+        if request is not None:
+            request.cancel()
+
+    def goes_on(self, moved: int) -> bool:
+        """Whether more is to be done by the finisher, now that the request has moved so much."""
+        return moved == -errno.EINVAL and self.plan is not None and self.plan.direct
+
+    def go_on(self) -> tuple[Transfer | list[Transfer] | None, dict[str, int]]:
+        """What the engine is to do next, if anything, and what its counters have too much or lack.
+
+        Here what it refused as direct I/O, without.
+        """
+        opened, memory = self.opened, self.memory
+        assert opened is not None and memory is not None
+        try:
+            self.plan, transfer = transfers.plan_buffered(
+                self.opcode, memory, opened, self.file_offset
+            )
+        except TransferError:
+            return None, {}
+        logger.warning("%s refused direct I/O (EINVAL): buffered instead", self.path)
+        return transfer, refused_once(self.opcode, self.outcome())
+
+    def uses(self, storage: int) -> bool:
+        """Whether it is in flight in a storage, given its `_cdata`."""
+        kept = [each.keep for each in (self.memory, self.places) if each is not None]
+        return any(keep._cdata == storage for keep in kept)
+
+    def touch(self) -> None:
+        """Tell torch what was changed, however it ended: some bytes may have arrived."""
+        if self.changed is not None:
+            touch(self.changed)
+
+    def dropped(self, moved: int) -> bool:
+        """Whether it was cancelled."""
+        return moved == -errno.ECANCELED
+
+    def failure(self, moved: int) -> BaseException | None:
+        """The error that the outcome stands for."""
+        if moved == self.nbytes or self._is_no_sync(moved):
+            return None
+        outcome = self.outcome()
+        return failure_of(outcome, self._about(outcome.transferred))
+
+    def _is_no_sync(self, moved: int) -> bool:
+        """Whether the kernel has no fsync for AIO: IOCB_CMD_FSYNC came with Linux 4.18."""
+        return moved == -errno.EINVAL and self.opcode >= Opcode.FSYNC
+
+    def has_last_steps(self, moved: int) -> bool:
+        """Whether something follows a transfer that went well."""
+        memory = self.memory
+        return (
+            self.check is not None
+            or (memory is not None and memory.copy_back is not None)
+            or self._is_no_sync(moved)
+        )
+
+    def last_steps(self, moved: int) -> None:
+        """What that is; it may take long."""
+        if self._is_no_sync(moved):
+            self._sync_here()
+        memory, check = self.memory, self.check
+        if memory is not None:
+            copy_back(memory, self._about(0))
+        if check is not None:
+            check()
+
+    def _sync_here(self) -> None:
+        """fsync(2) in this thread, where the kernel has none for AIO."""
+        assert self.opened is not None
+        fd = self.opened.any_fd()
+        try:
+            (os.fsync if self.opcode is Opcode.FSYNC else os.fdatasync)(fd)
+        except OSError as failed:
+            code = failed.errno or errno.EIO
+            raise TransferError(code, operation="fsync", path=self.path) from failed
+
+    def let_go(self) -> TransferError | None:
+        """Give memory and file back; the error of closing the file, if there is one.
+
+        It may be done again, and tells the same then.
+        """
+        memory, places = self.memory, self.places
+        if memory is not None:
+            memory.end()
+        if places is not None:
+            places.end()
+        self.memory = self.changed = self.places = self.plan = self.check = None
+        return self._let_go_of_file()
+
+    def let_go_whole(self) -> TransferError | None:
+        """`let_go`, for one that was moved whole."""
+        return self.let_go()
+
+    def _let_go_of_file(self) -> TransferError | None:
+        opened = self.opened
+        if opened is not None:
+            try:
+                self._release(opened)
+            except OSError as failed:  # NFS and friends report lost writes here (man 2 close)
+                about = {**self._about(self.outcome().transferred), "operation": "close"}
+                return TransferError(failed.errno or errno.EIO, **about)
+            self.opened = None
+        return None
+
+    def _release(self, opened: Descriptors) -> None:
+        opened.release(self)
+
+    def _about(self, transferred: int) -> dict[str, Any]:
+        return {
+            "operation": self.name,
+            "path": self.path,
+            "file_offset": self.file_offset,
+            "nbytes": self.nbytes,
+            "transferred": transferred,
+        }
+
+
+def make_room(kind: type[Record], *names: str) -> None:
+    """Have records of a class keep what they are given while in flight without a dictionary each.
+
+    From 3.11 on, Python lays objects out by the attributes that the first thirty of their class
+    were given. In flight together, none of those has what comes last yet: each record then had a
+    dictionary made for it, a twentieth of what a short read takes.
+
+    Args:
+        kind: The class.
+        names: What its records have, and it has not.
+    """
+    record = kind.__new__(kind)
+    known = [name for name in dir(kind) if not name.startswith("__")]
+    for name in (*names, *(name for name in known if not callable(getattr(kind, name)))):
+        if not isinstance(getattr(kind, name, None), property):
+            setattr(record, name, None)
+
+
+make_room(Record, "token", "opcode", "path", "file_offset", "nbytes", "waiters")
+
+
+def let_go_plain(records: list[Record]) -> bool:
+    """Let go of records that went well and have no steps of their own, all at once.
+
+    It may be done twice. What the file's closing told is the record's error.
+
+    Returns:
+        False if torch refused to be told of them together: each is to be concluded by itself.
+    """
+    changed = [record.changed for record in records if record.changed is not None]
+    try:
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+    except Exception:  # of one of them, an inference tensor for one
+        return False
+    for record in records:
+        try:
+            lost = record.let_go_whole()
+        except Exception as failed:
+            record.error = failed
+        else:
+            if lost is not None:
+                record.error = lost
+    return True
+
+
+def failure_of(outcome: Outcome, about: dict[str, Any]) -> BaseException:
+    """The error of a transfer that is not whole; `about` is what `TransferError` takes."""
+    if isinstance(outcome.cause, EngineError):
+        return outcome.cause.with_context(**about)
+    if outcome.cause is not None:
+        return outcome.cause
+    if outcome.error:
+        return TransferError(outcome.error, **about)
+    start, end = about["file_offset"], about["file_offset"] + about["nbytes"]
+    detail = (
+        f"the file ends at byte {start + outcome.transferred}, the tensor wants bytes up to {end}"
+        if outcome.transferred
+        else "the file ends before the span; nothing could be read"
+    )
+    return ShortTransferError(errno.ENODATA, detail=detail, **about)
+
+
+def copy_back(memory: Memory, about: dict[str, Any]) -> None:
+    """Move what was read through a copy on into the tensor."""
+    if memory.copy_back is None:
+        return
+    try:
+        memory.copy_back()
+    except OSError as failed:
+        detail = failed.strerror or ""
+        raise TransferError(failed.errno or errno.EIO, detail=detail, **about) from failed
+
+
+def refused_once(opcode: Opcode, refused: Outcome) -> dict[str, int]:
+    """How counters are to change where a transfer was refused, and is done again."""
+    return {
+        "operations": -1,
+        "errors": -1,
+        "direct_bytes": -refused.direct_bytes,
+        "bounced_bytes": -refused.bounced_bytes,
+        "buffered_bytes": -refused.buffered_bytes,
+        "bytes_read" if opcode is Opcode.READ else "bytes_written": -refused.transferred,
+    }

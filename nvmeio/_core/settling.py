@@ -1,0 +1,222 @@
+"""The end of operations: noticed, claimed, concluded, told.
+
+Whoever notices first that the kernel is done claims the record, and only the claimer concludes it,
+so every record is settled exactly once.
+
+An interrupt (Ctrl-C) may come between any two steps of the main thread, but in no other. So a
+completion stays in its queue until what follows from it is done, and whatever a thread leaves half
+done is handed to the *finisher*, a thread of the core's, which begins it again: every step here may
+be run twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+from nvmeio._core.live_records import LiveRecords
+from nvmeio._core.loops import QueueThread, wake
+from nvmeio._core.record import Record, let_go_plain
+from nvmeio.engines import base
+from nvmeio.engines.base import CompletionQueue, Engine, Request
+
+logger = logging.getLogger("nvmeio")
+
+_HANDED_ON = -1  # claimed by no thread in particular
+_SLICE_S = 0.1  # a blocked thread looks up this often
+_running_loop = asyncio._get_running_loop
+
+
+class Settler:
+    """Settles the records of a core.
+
+    Args:
+        engine: Has their requests.
+        live: Has those that are in flight.
+    """
+
+    def __init__(self, engine: Engine, live: LiveRecords) -> None:
+        self._engine = engine
+        self._live = live
+        self._finisher = QueueThread("nvmeio-finish", self._finish_again)
+
+    def reap(self, cq: CompletionQueue, may_block: bool) -> None:
+        """Conclude what has arrived at a queue; without `may_block`, long work is handed on."""
+        tokens, moved = base.peek_ends(cq)
+        if not tokens:
+            return
+        mine, plain, others = list[Record](), list[Record](), list[Record]()
+        here = threading.get_ident()
+        try:
+            with self._live.lock:
+                records = self._live.records
+                for token, bytes_moved in zip(tokens, moved, strict=False):
+                    record = records.get(token)
+                    if record is None or record.claimed:
+                        continue
+                    mine.append(record)
+                    record.claimed = here
+                    if bytes_moved is None and record.request is not None:
+                        bytes_moved = record.request.moved()
+                    if bytes_moved == record.nbytes and record.is_plain:
+                        plain.append(record)
+                    else:
+                        others.append(record)
+            if plain and not let_go_plain(plain):
+                plain, others = [], mine
+            self._live.end_all(plain)
+            loop = _running_loop()
+            for record in plain:
+                waiters = record.waiters
+                if record.callbacks is not None or record.gates:
+                    try:
+                        self._tell(record)
+                    except Exception as failed:
+                        self._settle(record, "failed", failed)
+                    continue
+                while waiters:  # as `_tell` does
+                    its_loop, waiter = waiters[0]
+                    if its_loop is not loop:
+                        wake(its_loop, waiter)
+                    elif not waiter.done():
+                        waiter.set_result(None)
+                    del waiters[0]
+            for record in others:
+                if record.claimed == here:  # a callback before it may have waited for it
+                    self._finish(record, may_block)
+            cq.acknowledge(tokens)
+        except BaseException:  # Ctrl-C
+            for record in mine:
+                self._hand_on(record)
+            raise
+
+    def poll(self, record: Record) -> None:
+        """Conclude an operation here and now if the kernel is done with it."""
+        if self._live.refusal:
+            self._live.check_process()
+        request = record.request
+        if request is not None and request.wait(0.0):
+            self.claim(record, request, asyncio._get_running_loop() is None)
+
+    def claim(self, record: Record, ended: Request, may_block: bool) -> None:
+        """Conclude a record whose request has ended, unless somebody else does."""
+        here = threading.get_ident()
+        try:
+            with self._live.lock:
+                # One's own claim is of what ended together with it, and was to be next: a done
+                # callback waits for that. A request that was refused may have another one by now.
+                if record.claimed not in (0, here) or record.request is not ended:
+                    return
+                record.claimed = here
+            self._finish(record, may_block)
+        except BaseException:  # Ctrl-C
+            if record.claimed == here:
+                self._hand_on(record)
+            raise
+
+    def _finish(self, record: Record, may_block: bool) -> None:
+        """For the claimer, once or again."""
+        if record.state != "pending":
+            self.publish(record, record.state)
+            return
+        try:
+            self._conclude(record, may_block)
+        except Exception as failed:  # torch's, say: this operation's error, not the others'
+            self._settle(record, "failed", failed)
+
+    def _finish_again(self, record: Record) -> None:
+        """The finisher's work."""
+        request = record.request
+        while record.state == "pending" and request is not None and not request.wait(_SLICE_S):
+            continue  # handed on twice by an interrupt, and begun again in between
+        try:
+            self._finish(record, True)
+        except BaseException:  # a done callback's: it is not called a third time
+            logger.exception("a done callback of %r failed", record)
+            if record.callbacks:
+                record.callbacks.pop(0)
+            self._finish_again(record)
+
+    def _hand_on(self, record: Record) -> None:
+        """Have the finisher go on with a claimed operation; nothing if it is through with."""
+        if record.state != "pending" and not (record.waiters or record.gates or record.callbacks):
+            return
+        record.claimed = _HANDED_ON
+        self._finisher.hand(record)
+
+    def _conclude(self, record: Record, may_block: bool) -> None:
+        """What follows when the kernel is done with an operation."""
+        request = record.request
+        assert request is not None
+        moved = request.moved()
+        if record.goes_on(moved):
+            if record.claimed != _HANDED_ON:  # an interrupt must not come between the steps
+                return self._hand_on(record)
+            if self._gone_on(record):
+                return
+        record.touch()
+        if record.dropped(moved):
+            self._settle(record, "cancelled", None)
+            return
+        failure = record.failure(moved)
+        if failure is not None:
+            self._settle(record, "failed", failure)
+            return
+        if record.has_last_steps(moved):
+            if not may_block:
+                self._hand_on(record)
+                return
+            record.last_steps(moved)
+        self._settle(record, "finished", None)
+
+    def _gone_on(self, record: Record) -> bool:
+        """Have the engine do what is next of an operation; False if nothing is."""
+        transfer, miscounted = record.go_on()
+        with self._live.lock:
+            self._live.count(**miscounted)
+            if transfer is None:
+                return False
+            cq = record.home
+            assert cq is not None
+            self._live.rename(record)
+            record.request = record.prepare(self._engine, cq, transfer)
+            record.claimed = 0
+            record.request.start()
+            if record.stop:
+                record.request.cancel()
+            while record.gates:  # who waits there may wait for the request itself again
+                record.gates.pop().release()
+        return True
+
+    def _settle(self, record: Record, state: str, error: BaseException | None) -> None:
+        """The end of an operation; for its claimer."""
+        lost = record.let_go()
+        if lost is not None:
+            state, error = "failed", error or lost
+        record.error = error
+        self.publish(record, state)
+
+    def publish(self, record: Record, state: str) -> None:
+        """The state of a record is this from now on; whoever waits for it is told."""
+        with self._live.lock:
+            self._live.end(record, state)
+        self._tell(record)
+
+    def _tell(self, record: Record) -> None:
+        # Nobody is added any more. Struck off only once told: told twice is better than never.
+        waiters, gates, callbacks = record.waiters, record.gates, record.callbacks
+        while waiters:
+            wake(*waiters[0])
+            waiters.pop(0)
+        while gates:
+            if gates[0].locked():
+                gates[0].release()
+            gates.pop(0)
+        while callbacks:
+            callbacks[0]()
+            callbacks.pop(0)
+
+    def close(self) -> None:
+        """Nothing is in flight any more; may be called again."""
+        self._finisher.close()

@@ -1,0 +1,1 @@
+"""Files below a transfer: descriptors, direct I/O, mounts, the page cache."""

@@ -1,0 +1,275 @@
+"""Which descriptors a transfer goes through, and who closes them.
+
+A file has up to two on one inode: one with O_DIRECT for the aligned span, one without for unaligned
+edges. `Descriptors` owns both and counts its users, so that closing a `File` (or dropping a path)
+with transfers in flight closes nothing under the kernel's feet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from nvmeio._files.direct_io import NO_DIRECT, alignment_of
+from nvmeio._files.plan import Alignment
+from nvmeio._shim import FileFacts, OwnFds, file_facts
+from nvmeio.errors import ClosedError, TransferError
+
+# What must not be repeated when the same inode is opened a second time.
+_ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
+
+
+class User(Protocol):
+    """Who releases descriptors, and remembers that."""
+
+    released: bool
+
+
+class Descriptors:
+    """The descriptors of one open file, closed when their last user has released them.
+
+    Attributes:
+        path: The file as the caller named it, for messages.
+        direct_fd: Opened with O_DIRECT, or -1.
+        alignment: What direct I/O needs here; ``(0, 0)`` without it.
+        inode: Device and inode number: which file this is, whatever it was called.
+    """
+
+    __slots__ = (
+        "_before_close",
+        "_buffered_fd",
+        "_fds",
+        "_flags",
+        "_lock",
+        "_users",
+        "alignment",
+        "direct_fd",
+        "holders",
+        "inode",
+        "path",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        flags: int,
+        fds: OwnFds,
+        direct_fd: int,
+        buffered_fd: int,
+        alignment: Alignment,
+        facts: FileFacts,
+    ) -> None:
+        self.path = path
+        self.inode = (facts.device, facts.inode)
+        self.direct_fd = direct_fd
+        self.alignment = alignment
+        self._flags = flags
+        self._fds = fds
+        self._buffered_fd = buffered_fd
+        self._users = 1
+        self.holders: set[object] = set()
+        self._before_close: tuple[Callable[[], None], ...] = ()
+        self._lock = threading.RLock()  # the collector may let a holder go meanwhile
+
+    @classmethod
+    def open(cls, path: str, flags: int) -> Descriptors:
+        """Open a path, with O_DIRECT where the file system takes it.
+
+        Raises:
+            TransferError: The open failed, or the path is no regular file or block device.
+        """
+        # O_NONBLOCK: opening a FIFO without a peer would block for ever. Regular files ignore it.
+        flags |= os.O_CLOEXEC | os.O_NONBLOCK
+        fds = OwnFds()
+        try:
+            direct = True
+            try:
+                fd = fds.open(True, path, flags | os.O_DIRECT)
+            except OSError as refused:
+                if refused.errno != errno.EINVAL:
+                    raise open_error(refused.errno or errno.EIO, path) from refused
+                # The refusal came after the file was created: with O_EXCL it would be in the way.
+                direct = False
+                try:
+                    fd = fds.open(False, path, flags & ~os.O_EXCL)
+                except OSError as failed:
+                    raise open_error(failed.errno or errno.EIO, path) from failed
+            facts = _checked_facts(fd, path)
+            if direct:
+                alignment = alignment_of(fd, facts, path)
+                if alignment.offset:
+                    return cls(path, flags, fds, fd, -1, alignment, facts)
+                # Accepted, but not for this file: one plain descriptor will do.
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                fds.demote()
+            return cls(path, flags, fds, -1, fd, NO_DIRECT, facts)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                fds.close()
+            raise
+
+    @classmethod
+    def borrow(cls, fd: int, writing: bool | None) -> Descriptors:
+        """Duplicate (and reopen with O_DIRECT where that works) a descriptor of the caller's.
+
+        Raises:
+            TransferError: It is closed, of the wrong direction, or has no offsets (a pipe).
+        """
+        path = f"descriptor {fd}"
+        try:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            path = f"{os.readlink(f'/proc/self/fd/{fd}')} (descriptor {fd})"
+        except (OSError, OverflowError, ValueError) as failed:
+            raise open_error(errno.EBADF, path) from failed
+        access = flags & os.O_ACCMODE
+        if writing is not None and access == (os.O_RDONLY if writing else os.O_WRONLY):
+            direction = "writing" if writing else "reading"
+            raise open_error(errno.EBADF, path, f"the descriptor is not open for {direction}")
+        facts = _checked_facts(fd, path)
+        # O_APPEND would make pwrite(2) ignore its offset (man 2 pwrite, BUGS): reopen without.
+        access |= os.O_CLOEXEC | os.O_NONBLOCK
+        plain = not flags & (os.O_DIRECT | os.O_APPEND)
+        fds = OwnFds()
+        try:
+            if plain:
+                fds.duplicate(fd)
+            fds.reopen(True, fd, access | os.O_DIRECT)
+        except OSError as refused:
+            if fds.buffered < 0:
+                try:
+                    fds.reopen(False, fd, access)
+                except OSError:
+                    raise open_error(refused.errno or errno.EIO, path) from refused
+        opened = cls(path, access, fds, fds.direct, fds.buffered, NO_DIRECT, facts)
+        try:
+            if fds.direct >= 0:
+                opened.alignment = alignment_of(fds.direct, facts, path)
+                if not opened.alignment.offset:
+                    opened.demote()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                opened.release()
+            raise
+        return opened
+
+    def retain(self, user: User | None = None) -> Descriptors:
+        """Count one more user, who remembers that it has not released them."""
+        with self._lock:
+            if not self._users:
+                raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
+            self._users += 1
+            if user is not None:
+                user.released = False  # no call since the line above: both, or none
+        return self
+
+    def hold(self, holder: object) -> None:
+        """As `retain`, without a lock: for who calls `let_go`, and that any number of times.
+
+        Raises:
+            ClosedError: As `retain`.
+        """
+        # Whoever releases last looks for holders after that: one of both sees the other.
+        self.holders.add(holder)
+        if not self._users:
+            with contextlib.suppress(OSError):
+                self.let_go(holder)  # who released last may have left the closing to this holder
+            raise ClosedError(f"{self.path} is closed; open it again with nvmeio.open")
+
+    def let_go(self, holder: object) -> None:
+        """Undo `hold`; the last user closes.
+
+        Raises:
+            OSError: As `release`, and the same one whenever it is done again.
+        """
+        self.holders.discard(holder)
+        if not self._users:
+            self._close_unused()
+
+    def release(self, user: User | None = None) -> None:
+        """One user less; the last one closes.
+
+        Args:
+            user: May release it once more where an interrupt (Ctrl-C) came between, and is told of
+                the same error then.
+
+        Raises:
+            OSError: Closing failed, and data may be lost.
+        """
+        with self._lock:
+            if user is None:
+                self._users -= 1
+            elif not user.released:
+                user.released = True  # and no call from here to the next line: it may not be cut
+                self._users -= 1
+        if not self._users:
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        with self._lock:
+            if self._users or self.holders:
+                return
+            # Nulled before they are closed: the number may be somebody else's right after.
+            self.direct_fd = self._buffered_fd = -1
+            # The last user and the last holder may both come here: the steps are through, and the
+            # descriptors closed once, before either goes on.
+            steps, self._before_close = self._before_close, ()
+            for step in steps:
+                step()
+            self._fds.close()
+
+    def before_close(self, step: Callable[[], None]) -> None:
+        """Have something undone once the last user is gone, while the descriptors are open."""
+        self._before_close = (*self._before_close, step)
+
+    def buffered_fd(self) -> int:
+        """The descriptor without O_DIRECT, opened at its first use.
+
+        Raises:
+            TransferError: It could not be opened.
+        """
+        if self._buffered_fd < 0:
+            with self._lock:
+                if self._buffered_fd < 0:
+                    try:
+                        flags = self._flags & ~_ONCE
+                        self._buffered_fd = self._fds.reopen(False, self.direct_fd, flags)
+                    except OSError as failed:
+                        raise open_error(failed.errno or errno.EIO, self.path) from failed
+        return self._buffered_fd
+
+    def any_fd(self) -> int:
+        """Whichever descriptor is open, for calls that concern the inode."""
+        return self.direct_fd if self.direct_fd >= 0 else self._buffered_fd
+
+    def demote(self) -> None:
+        """From now on buffered: the kernel refused direct I/O that it had announced."""
+        self.buffered_fd()
+        self.alignment = NO_DIRECT
+
+    @property
+    def users(self) -> int:
+        """How many transfers (and files) hold this open."""
+        return self._users + len(self.holders)
+
+
+def _checked_facts(fd: int, path: str) -> FileFacts:
+    try:
+        facts = file_facts(fd)
+    except OSError as failed:
+        raise open_error(failed.errno or errno.EIO, path) from failed
+    if stat.S_ISDIR(facts.mode):
+        raise open_error(errno.EISDIR, path)
+    if not (stat.S_ISREG(facts.mode) or stat.S_ISBLK(facts.mode)):
+        raise open_error(errno.ESPIPE, path, "not a regular file or block device")
+    return facts
+
+
+def open_error(code: int, path: str, detail: str = "") -> TransferError:
+    """That a file could not be opened."""
+    return TransferError(code, operation="open", path=path, detail=detail)

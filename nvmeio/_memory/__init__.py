@@ -1,0 +1,1 @@
+"""Memory: mappings, whose addresses they are, tensors over them, devices."""

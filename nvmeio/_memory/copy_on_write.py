@@ -1,0 +1,204 @@
+"""Memory as it was at one moment, whoever writes to it afterwards: the kernel's write protection.
+
+`WriteProtection` covers whole pages of the caller's memory. Who writes there is stopped for as long
+as a thread of the shim copies the 2 MiB around it aside: an optimizer, ``.data``, numpy, a raw
+pointer, another thread. See native_shim/copy_on_write.c.
+
+It needs userfaultfd(2) with write protection of pages that may not exist yet (Linux 6.4), and one
+of these:
+
+- the right to handle faults of the kernel: CAP_SYS_PTRACE, ``vm.unprivileged_userfaultfd=1``, or
+  access to ``/dev/userfaultfd``. A system call that writes to protected memory is then a write
+  like any other;
+- else faults of programs alone. Then a system call that writes to protected memory (``readinto`` of
+  a file, a socket's ``recv``) fails with EFAULT, so this is used only where somebody asks for it.
+
+Containers forbid the call by their default seccomp profile.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nvmeio._files.plan import PAGE_BYTES, round_up
+from nvmeio._shim import ffi, lib
+from nvmeio.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from nvmeio._memory.mappings import Mapping
+
+# Smaller memory is copied at once: to protect it costs two calls of the kernel, and its first write
+# a third. Measured: 128 KiB are copied in the time of the two calls (6 us).
+LEAST_BYTES = 128 << 10
+
+# Each range of memory is one more mapping to the kernel, of which a process may have 65,530.
+MOST_RANGES = 8192
+
+_WAYS = (
+    ("any", lib.NV_SNAPSHOT_ANY_WRITE, "userfaultfd"),
+    ("any", lib.NV_SNAPSHOT_DEVICE, "/dev/userfaultfd"),
+    ("user", lib.NV_SNAPSHOT_USER_MODE, "userfaultfd for programs alone"),
+)
+
+_WHY = {
+    errno.EOPNOTSUPP: "this kernel lacks a feature of it",
+    errno.ENOTUNIQ: "the kernel merges equal pages of this process (KSM, PR_SET_MEMORY_MERGE; "
+    "systemd: MemoryKSM=no), and forgets their protection",
+}
+
+HOW_TO_ALLOW = (
+    "allow it by `sysctl vm.unprivileged_userfaultfd=1`, by access to /dev/userfaultfd (such as "
+    "`chmod 666`), or by CAP_SYS_PTRACE; in a container by a seccomp profile with userfaultfd"
+)
+
+
+class Support(NamedTuple):
+    """Whether memory can be protected in this process.
+
+    Attributes:
+        kind: "any": whoever writes; "user": but system calls that write there fail; "none".
+        attempts: What was tried and failed: its name, and why.
+    """
+
+    kind: str
+    attempts: tuple[tuple[str, str], ...]
+
+    @property
+    def reason(self) -> str:
+        """Why not every write can be seen; "" where it can."""
+        return (
+            "" if self.kind == "any" else "; ".join(f"{way}: {why}" for way, why in self.attempts)
+        )
+
+
+def support() -> Support:
+    """What the kernel allows this process; tried once.
+
+    ``NVMEIO_USERFAULTFD`` set to "user" or "none" has the others left out.
+    """
+    return _support(os.getpid())
+
+
+@functools.cache
+def _support(_pid: int) -> Support:  # a forked child needs a descriptor of its own
+    wanted = os.environ.get("NVMEIO_USERFAULTFD", "")
+    attempts: list[tuple[str, str]] = []
+    for kind, which, name in _WAYS:
+        if wanted and kind != wanted:
+            attempts.append((name, f"NVMEIO_USERFAULTFD={wanted}"))
+            continue
+        opened = lib.nv_snapshot_open(which)
+        if opened >= 0:
+            return Support(kind, tuple(attempts))
+        attempts.append((name, _WHY.get(-opened) or os.strerror(-opened)))
+    return Support("none", tuple(attempts))
+
+
+class WriteProtection:
+    """Ranges of memory, from `protect` on as they were then.
+
+    Args:
+        ranges: (address, nbytes) of each; the caller keeps the memory for as long as this lives.
+        directory: Where a file without a name may be made, for what finds no memory aside.
+
+    Attributes:
+        taken: Of each range, whether it will be protected. One that is not (another snapshot
+            protects it, it is no private memory, it has no whole page) the caller has to copy.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], directory: str) -> None:
+        support()  # of this process: where there is none, nothing is taken
+        order = sorted(range(len(ranges)), key=ranges.__getitem__)
+        addresses = ffi.new("uint64_t[]", [ranges[i][0] for i in order])
+        sizes = ffi.new("uint64_t[]", [ranges[i][1] for i in order])
+        results = ffi.new("int[]", len(ranges))
+        raw = lib.nv_snapshot_new(
+            len(ranges), addresses, sizes, results, os.fsencode(directory or ".")
+        )
+        if raw == ffi.NULL:
+            raise MemoryError("no memory for a snapshot's tables")
+        # Owned from here on, and ended by a C function: an interrupt may come after any step.
+        self._raw: Any = ffi.gc(raw, lib.nv_snapshot_free)
+        self._arena: Mapping | None = None
+        self.taken = [False] * len(ranges)
+        for place, i in enumerate(order):
+            self.taken[i] = results[place] == 0
+
+    def protect(self, arena: Mapping | None) -> bool:
+        """From now on the memory is as it is now; nobody changes it before this returns.
+
+        Args:
+            arena: Where copies go; what finds no room there goes into a file.
+
+        Returns:
+            False where the kernel refuses; then this is over.
+        """
+        self._arena = arena
+        address, nbytes = (0, 0) if arena is None else (arena.address, arena.nbytes)
+        return bool(lib.nv_snapshot_protect(self._raw, address, nbytes) == 0)
+
+    def read(self, address: int, nbytes: int, to: int, crc: int | None) -> int:
+        """Copy bytes of the moment of `protect`; each once, and those of a range in order.
+
+        Args:
+            address: Of the first, within one range.
+            nbytes: How many.
+            to: The address that they are copied to.
+            crc: A CRC-32 that is to go on with them, where `crc32.CAN_COPY`; None for no sum.
+
+        Returns:
+            The CRC-32; 0 where none was asked for.
+
+        Raises:
+            OSError: A write came before they were read, there was no memory left to copy them
+                aside, and the file failed (ENOSPC, EIO).
+
+        Lets go of the GIL. Cost: a copy at the speed of memory.
+        """
+        total = ffi.new("uint32_t *", crc or 0)
+        failed = lib.nv_snapshot_read(
+            self._raw, address, nbytes, to, ffi.NULL if crc is None else total
+        )
+        if failed == -errno.ESTALE:
+            raise IntegrityError("bytes of a snapshot were read twice", expected=1, found=2)
+        if failed:
+            raise OSError(-failed, os.strerror(-failed))
+        return int(total[0])
+
+    def end(self) -> None:
+        """Protect nothing any more. Idempotent, from any thread."""
+        lib.nv_snapshot_end(self._raw)
+
+    @property
+    def aside_bytes(self) -> int:
+        """What was copied aside, because somebody wrote there."""
+        return int(self._counters().aside_bytes)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Of these, into a file."""
+        return int(self._counters().spilled_bytes)
+
+    @property
+    def held_s(self) -> float:
+        """How long those who wrote were stopped, together, in seconds."""
+        return float(self._counters().held_ns) * 1e-9
+
+    def _counters(self) -> Any:
+        counters = ffi.new("nv_snapshot_counters *")
+        lib.nv_snapshot_count(self._raw, counters)
+        return counters
+
+
+def give_up(address: int, nbytes: int) -> None:
+    """A system call is about to write there: what is protected of it is copied aside first."""
+    lib.nv_snapshot_give_up(address, nbytes)
+
+
+def whole_pages(address: int, nbytes: int) -> int:
+    """How many bytes of a range lie in whole pages."""
+    return max((address + nbytes) // PAGE_BYTES * PAGE_BYTES - round_up(address, PAGE_BYTES), 0)

@@ -1,0 +1,418 @@
+"""Devices: the one place that talks to `torch.cuda` about tensors on the way to and from files.
+
+What engines need of a device is a `Copier` with a few small verbs, so that everything above it is
+tested without a device: tests hand in a copier whose "device" is other host memory.
+
+Order. A transfer must come after whatever the caller has asked of the device before it, on the
+stream that was current at the call: `now` marks that point, and engines begin with the tensor's
+memory once the mark is reached. They report a transfer when the device is done with it, so nobody
+has to synchronise after an await.
+
+Which device. Threads begin on device 0, and CUDA makes a context (some 300 MB of its memory) on the
+device that a thread is on at its first call, even one about another device's event. So every call
+here is made with its own device current, and the thread is put back as it was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from nvmeio import _checks, buffers
+from nvmeio._memory import mappings
+
+logger = logging.getLogger("nvmeio")
+
+Value = TypeVar("Value")
+
+
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def done(self) -> bool:
+        """Whether it is reached; never blocks."""
+
+    def wait(self) -> None:
+        """Block, without the GIL, until it is."""
+
+
+class Copier(Protocol):
+    """A device's copies to and from host memory. Targets and sources are 1-D uint8 tensors."""
+
+    def now(self, device: torch.device) -> Mark:
+        """Everything that the calling thread's current stream was asked so far."""
+
+    def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Host memory for copies with any device, a multiple of the page long.
+
+        It lives as long as its views. `device` is one that is in use already.
+        """
+
+    def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
+        """Begin to copy host memory to the device, behind the copies begun before."""
+
+    def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Begin to copy from the device to host memory, behind the copies begun before."""
+
+    def finish(self, device: torch.device, step: Callable[[], None]) -> None:
+        """Run a step that works on the device, and wait for that work."""
+
+    def enter(self, device: torch.device) -> None:
+        """Make the device the calling thread's own; libraries look at its current context."""
+
+
+class Beside(Protocol):
+    """Copies to and from one device's memory, beside the caller's work on it.
+
+    Neither the caller nor his stream is waited for: `follow` and `precede` let streams wait for
+    each other.
+    """
+
+    def follow(self, stream: Any = None) -> None:
+        """What is begun from now on comes after what a stream was asked.
+
+        Args:
+            stream: Which; None for that of the calling thread.
+        """
+
+    def precede(self) -> None:
+        """What the calling thread's stream is asked from now on comes after what was begun."""
+
+    def after(self, mark: Mark) -> None:
+        """What is begun from now on comes after a mark."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy, host memory best page-locked; both of the same shape and dtype."""
+
+    def mark(self) -> Mark:
+        """What was begun so far."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device for copies into it.
+
+        What it was before may still be read: `follow` whoever did. Others use it after a `mark`.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no more.
+        """
+
+
+class CudaCopier:
+    """CUDA through torch: copies on one private stream a device.
+
+    `torch.cuda` is touched at the first use, so one may be made where there is no CUDA.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._lock = threading.Lock()
+        self._entered = threading.local()
+
+    def now(self, device: torch.device) -> Mark:
+        return _CudaMark(torch.cuda.current_stream(device))
+
+    def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        with torch.cuda.device(device):
+            try:
+                return buffers.empty_pinned(nbytes, dtype=torch.uint8)
+            except OSError as refused:
+                # The limit is mlock's; CUDA page-locks by itself, and does not count against it.
+                logger.info("page-locking through CUDA alone: %s", refused)
+            mapping = mappings.Mapping(nbytes)
+            mapping.populate()
+            mapping.register_with_cuda()
+            return mapping.tensor(0, (nbytes,), torch.uint8)
+
+    def upload(self, target: torch.Tensor, chunk: torch.Tensor) -> Mark:
+        return self._copy(target, chunk, target.device)
+
+    def download(self, chunk: torch.Tensor, source: torch.Tensor) -> Mark:
+        return self._copy(chunk, source, source.device)
+
+    def finish(self, device: torch.device, step: Callable[[], None]) -> None:
+        stream = self._stream(device)
+        # The device first: a stream's context manager puts a thread back on its old device in a
+        # way that makes a context there.
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            step()
+            _CudaMark(stream).wait()
+
+    def enter(self, device: torch.device) -> None:
+        if getattr(self._entered, "device", None) == device:
+            return
+        enter(device)
+        self._entered.device = device
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> Mark:
+        stream = self._stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            _begin_copy(target, source)
+            return _CudaMark(stream)
+
+    def _stream(self, device: torch.device) -> Any:
+        with self._lock:
+            if device not in self._streams:
+                cuda: Any = torch.cuda
+                self._streams[device] = cuda.Stream(device)
+            return self._streams[device]
+
+
+class _SideStream:
+    """`Beside` on a CUDA stream of its own; made and used by threads of any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = new_stream(device)
+
+    def follow(self, stream: Any = None) -> None:
+        with torch.cuda.device(self._device):
+            there = torch.cuda.current_stream(self._device) if stream is None else stream
+            self._stream.wait_stream(there)
+
+    def precede(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def after(self, mark: Mark) -> None:
+        come_after(self._stream, mark)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            _begin_copy(target, source)
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return _empty(nbytes, self._device)
+
+
+class _InOrder:
+    """`Beside` for devices that are not CUDA's: a copy is done when it has begun."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def follow(self, stream: Any = None) -> None:
+        torch.get_device_module(self._device).synchronize(self._device)
+
+    def precede(self) -> None:
+        pass
+
+    def after(self, mark: Mark) -> None:
+        mark.wait()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.detach().copy_(source.detach())
+
+    def mark(self) -> Mark:
+        return _Reached()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return _empty(nbytes, self._device)
+
+
+class _Reached:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def beside(device: torch.device) -> Beside:
+    """What copies out of a device's memory beside the caller's work."""
+    return _SideStream(device) if device.type == "cuda" else _InOrder(device)
+
+
+class _CudaMark:
+    def __init__(self, stream: Any) -> None:
+        cuda: Any = torch.cuda
+        self._device = stream.device
+        # "blocking": whoever waits sleeps instead of spinning (cudaEventBlockingSync).
+        self._event = cuda.Event(blocking=True)
+        with torch.cuda.device(self._device):
+            self._event.record(stream)
+
+    def done(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
+
+    def wait(self) -> None:
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
+
+    def hold_back(self, stream: Any) -> None:
+        """What a stream is asked from now on comes after this."""
+        with torch.cuda.device(self._device):
+            stream.wait_event(self._event)
+
+
+def is_device(tensor: object) -> bool:
+    """Whether it is a tensor in a device's memory that engines reach through a `Copier`."""
+    return getattr(tensor, "is_cuda", False) is True
+
+
+def is_torchs(tensor: torch.Tensor) -> bool:
+    """Whether a device tensor's memory is of torch's allocator, whose streams it may wait for.
+
+    That of other processes and libraries is not, nor is any while a CUDA graph is captured.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    return tensor.untyped_storage().resizable() and not capturing
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor's memory is."""
+    return tensor.device
+
+
+def stream_here(device: torch.device) -> Any:
+    """Where the calling thread's work on a device is queued; None for one without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream that nobody else uses; None for a device without streams."""
+    if device.type != "cuda":
+        return None
+    cuda: Any = torch.cuda
+    with torch.cuda.device(device):
+        return cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """What the calling thread asks of a device meanwhile is queued on a stream of `stream_here`."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+
+
+def now(device: torch.device) -> Mark:
+    """All that the calling thread's stream of a device was asked so far."""
+    return _CudaMark(stream_here(device)) if device.type == "cuda" else _Reached()
+
+
+def asked_of(stream: Any) -> Mark:
+    """All that a stream of `stream_here` was asked so far."""
+    return _Reached() if stream is None else _CudaMark(stream)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that anybody has asked of it.
+
+    Raises:
+        RuntimeError: It has failed.
+    """
+    torch.get_device_module(device).synchronize(device)
+
+
+def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of a device's memory, for the calling thread's stream.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no more.
+    """
+    return _empty(nbytes, device)
+
+
+def come_after(stream: Any, mark: Mark) -> None:
+    """What a stream of `stream_here` is asked from now on comes after a mark; nobody waits."""
+    if isinstance(mark, _CudaMark):
+        mark.hold_back(stream)
+
+
+def usable(name: str, value: str | int | torch.device) -> torch.device:
+    """The CPU, or a CUDA device that is there, with its number.
+
+    Raises:
+        BackendUnavailableError: There is no such device.
+        ValueError: It is neither.
+    """
+    found = _checks.device(name, value)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise ValueError(f"{name} must be the CPU or a CUDA device, not {str(found)!r}")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor's values in new memory of a device, or of the CPU, which waits for them."""
+    return tensor.detach().to(device, copy=True)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """It, or, of a device's memory, a copy in the host's; the CPU waits for it."""
+    return moved(tensor, torch.device("cpu")) if is_device(tensor) else tensor
+
+
+def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    # Not within no_grad, which Ctrl-C may leave in force in a thread of the caller's.
+    target.detach().copy_(source.detach(), non_blocking=True)
+
+
+def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def new_copier() -> Copier:
+    """The copier of this process's devices."""
+    return CudaCopier()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The calling thread is on this device meanwhile, if it is one of CUDA's."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    made: contextlib.AbstractContextManager[Any] = torch.cuda.device(device)
+    return made
+
+
+def enter(device: torch.device | int) -> None:
+    """Make a device the calling thread's own, and its context current, which libraries look at."""
+    torch.cuda.set_device(device)
+    torch.cuda.mem_get_info(device)  # any call of the runtime's makes the context current
+
+
+@contextlib.contextmanager
+def current(tensor: torch.Tensor) -> Iterator[None]:
+    """The context of a tensor's device is the calling thread's meanwhile; no step for the CPU."""
+    if not tensor.is_cuda:
+        yield
+        return
+    with torch.cuda.device(tensor.device):
+        # A thread that has called nothing of CUDA yet has no context, not even on its own device.
+        torch.cuda.mem_get_info(tensor.device)
+        yield
+
+
+def as_here(work: Callable[[], Value]) -> Callable[[], Value]:
+    """The same work for a new thread, which computes as the calling one does.
+
+    With as many threads of torch's, so that results are the same to the last bit. On its current
+    CUDA device and stream: "cuda" means that device, and what is asked of it comes after what this
+    thread has asked.
+    """
+    cuda: Any = torch.cuda
+    count = torch.get_num_threads()
+    stream = cuda.current_stream() if cuda.is_initialized() else None  # else nobody chose a device
+
+    def there() -> Value:
+        # A new thread's matrix products know nothing of `set_num_threads` before it was asked.
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        if stream is not None:
+            cuda.set_stream(stream)  # and its device
+        return work()
+
+    return there

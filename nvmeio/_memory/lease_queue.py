@@ -1,0 +1,205 @@
+"""`LeaseQueue`: who has which bytes of an arena, and who waits for some.
+
+Blocks of whole pages, best fit, the lowest address among equals, merged with their neighbours when
+they come back (`FreeBlocks`). Those who wait form one queue, whether they wait in a thread or on an
+event loop, and are served strictly in the order they came: a small request never passes a big one,
+so a big one is served once enough earlier leases are back. Every change of state is a step in one
+`Serial`, so there is no moment at which a block belongs to nobody: a waiter that gives up either
+leaves the queue, or finds that it was served already and hands the block back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from nvmeio._files.plan import PAGE_BYTES, round_up
+from nvmeio._memory.free_blocks import FreeBlocks
+from nvmeio._memory.mappings import Mapping
+from nvmeio._threads.serial import Serial
+
+
+class Waiter:
+    """One request in the queue. Hashed by identity; changed by the queue's steps only.
+
+    Args:
+        nbytes: How much is asked for.
+        wake: Wakes whoever waits; False where nobody is left to be woken.
+        lease: What stands for the request; dead, with its memory, it gives them back.
+    """
+
+    __slots__ = (
+        "arena",
+        "charged_bytes",
+        "lease",
+        "memory",
+        "nbytes",
+        "start",
+        "wake_up",
+        "woken",
+    )
+
+    def __init__(self, nbytes: int, wake: Callable[[], bool], lease: weakref.ref[Any]) -> None:
+        self.nbytes = nbytes
+        self.charged_bytes = round_up(nbytes, PAGE_BYTES)
+        self.wake_up = wake  # False: nobody is left to be woken
+        self.woken = False
+        self.start: int | None = None  # offset in the arena once granted
+        self.arena: Mapping | None = None
+        self.lease: weakref.ref[Any] | None = lease
+        self.memory: weakref.ref[memoryview] | None = None  # under the tensor
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nobody has the lease or its memory any more."""
+        lease, memory = self.lease, self.memory
+        return (lease is None or lease() is None) and (memory is None or memory() is None)
+
+    def wake(self) -> bool:
+        """Tell whoever waits, twice if an interrupt comes after the first time; False: nobody."""
+        self.woken = self.wake_up()
+        return self.woken
+
+
+class LeaseQueue:
+    """Leases of an arena, and requests for them.
+
+    Args:
+        arena: The memory, kept until this is closed and all leases are back.
+        nbytes: How much of it, in whole pages.
+
+    Attributes:
+        died: Where the weak references of leases and of their memory put themselves.
+        closed: Whether requests are refused.
+    """
+
+    def __init__(self, arena: Mapping, nbytes: int) -> None:
+        self._arena: Mapping | None = arena
+        self._nbytes = nbytes
+        self._free = FreeBlocks(nbytes)
+        self._granted: dict[Waiter, None] = {}
+        self._cut = False  # a step began to change what is free, and has not ended
+        self._waiters: OrderedDict[Waiter, None] = OrderedDict()  # in the order they came
+        self._serial = Serial()
+        self.died: SimpleQueue[weakref.ref[Any]] = SimpleQueue()
+        self.closed = False
+
+    def enqueue(self, waiter: Waiter) -> None:
+        """Serve a request, now or later."""
+        self._serial.run(lambda: self._admit(waiter))
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Give up waiting, or give back what was granted; harmless if there is neither."""
+        self._serial.run(lambda: self._dismiss(waiter))
+
+    def look(self) -> None:
+        """Have given back what nobody has any more."""
+        self._serial.run(self._sweep)
+
+    def close(self) -> None:
+        """Take no more requests; wake whoever waits."""
+        self._serial.run(self._refuse_all)
+
+    def forget(self) -> None:
+        """In a forked child: closed, and nobody waits here."""
+        self.closed, self._arena = True, None
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not out on lease."""
+        return self._free.nbytes
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._waiters)
+
+    @property
+    def leases(self) -> int:
+        """How many have been granted, and are not back."""
+        return len(self._granted)
+
+    # What runs in the Serial, one at a time
+
+    def _admit(self, waiter: Waiter) -> None:
+        if self.closed:
+            waiter.wake()
+            return
+        if waiter not in self._granted:
+            self._waiters[waiter] = None
+        self._sweep()
+
+    def _serve(self) -> None:
+        self._recover()
+        while self._waiters:
+            waiter = next(iter(self._waiters))
+            self._cut = True
+            start = self._free.take(waiter.charged_bytes)
+            if start is None:
+                self._cut = False
+                return
+            # No call among these, so no interrupt: granted or not.
+            waiter.start, waiter.arena = start, self._arena
+            self._granted[waiter] = None
+            del self._waiters[waiter]
+            self._cut = False
+            if not waiter.wake():
+                self._take_back(waiter)
+
+    def _sweep(self) -> None:
+        """Take back what died without being given back, and serve whoever waits."""
+        self._recover()
+        died = self.died.qsize()
+        if died:
+            for waiter in [waiter for waiter in self._waiters if waiter.is_dead]:
+                self._waiters.pop(waiter, None)
+            for waiter in [waiter for waiter in self._granted if waiter.is_dead]:
+                self._take_back(waiter)
+            for _ in range(died):  # last: after an interrupt all of this is done again
+                self.died.get_nowait()
+        self._serve()
+
+    def _recover(self) -> None:
+        """After a step that was cut short: what is free is what nobody was granted."""
+        if self._cut:
+            self._free = FreeBlocks(self._nbytes)
+            for waiter in self._granted:
+                if waiter.start is not None and waiter.charged_bytes:
+                    self._free.take_at(waiter.start, waiter.charged_bytes)
+            self._cut = False
+        for waiter in self._unwoken():
+            if not waiter.wake():
+                self._take_back(waiter)
+
+    def _unwoken(self) -> list[Waiter]:
+        return [waiter for waiter in self._granted if not waiter.woken]
+
+    def _dismiss(self, waiter: Waiter) -> None:
+        self._recover()
+        if waiter in self._granted:
+            self._take_back(waiter)
+        else:
+            self._waiters.pop(waiter, None)
+            waiter.lease = None
+        self._serve()
+
+    def _take_back(self, waiter: Waiter) -> None:
+        start = waiter.start
+        if waiter in self._granted and start is not None:
+            self._cut = True
+            del self._granted[waiter]
+            waiter.start = waiter.arena = None
+            waiter.lease = waiter.memory = None  # nobody needs to be told of their end any more
+            self._free.put(start, waiter.charged_bytes)
+            self._cut = False
+
+    def _refuse_all(self) -> None:
+        self.closed = True
+        self._arena = None
+        while self._waiters:
+            waiter = next(iter(self._waiters))
+            waiter.wake()
+            del self._waiters[waiter]  # after that: an interrupt has it woken again

@@ -1,0 +1,334 @@
+"""Bytes from one rank to all others, through gloo: what ranks that load together have read.
+
+A process group of its own, made for one load over the ranks of the caller's and dropped behind it:
+no collective of it can meet one of the training, it has a time limit of its own, and where a rank
+fails in the middle, the caller's group is what it was.
+
+Collectives come in the same order on all ranks, so a rank that has failed goes on with them until
+all have agreed to stop (`agreeing`). One that cannot, for it died or hangs, is given up: by gloo,
+whose connections end with the process, or by the time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from nvmeio._io.inflight import Cancelled
+from nvmeio._ranks.rank_store import RankStore, pauses
+from nvmeio._shim import memory_at
+from nvmeio._threads import jobs
+from nvmeio._threads.caller import Cancellation
+from nvmeio.errors import BackendUnavailableError, TransferError
+
+logger = logging.getLogger("nvmeio")
+
+# Who was told that another rank failed, or to stop, waits so long for a collective that is under
+# way: then all of them end it, and nothing of it is left behind.
+_GRACE_S = 1.0
+
+# Between two looks whether another rank has failed, while a collective is under way.
+_LOOK_S = 0.05
+
+# What a rank tells the others in one go.
+_TOLD_BYTES = 1024
+
+# A rank that died when all else was done is not waited for any longer than this.
+_PARTING_S = 5.0
+
+
+class Exchange:
+    """What the ranks of one load send each other. Of one thread.
+
+    Args:
+        store: What they share; more than one rank.
+        timeout_s: How long a collective may take, in seconds.
+        check: Raises where another rank has told that it failed.
+        fail: Tells the others that this one has.
+        stop: Ends the waiting soon.
+
+    Raises:
+        TransferError: Not all ranks came.
+        BackendUnavailableError: torch is built without gloo.
+    """
+
+    def __init__(
+        self,
+        store: RankStore,
+        timeout_s: float,
+        check: Callable[[], None],
+        fail: Callable[[BaseException], None],
+        stop: Cancellation,
+    ) -> None:
+        self.rank, self.size = store.rank, store.size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._check = check
+        self._fail = fail
+        self._stop = stop
+        self._left: list[Any] = []  # collectives that were given up
+        self._group = self._new_group()
+
+    def _new_group(self) -> Any:
+        import torch.distributed as dist
+
+        if not dist.is_gloo_available():
+            raise BackendUnavailableError(
+                "ranks load together through gloo, and this torch is built without it: load "
+                "without process_group",
+                attempts=[("gloo", "not in this torch")],
+            )
+        limit = timedelta(seconds=self._timeout_s)
+        make: Any = dist.ProcessGroupGloo
+        arguments = (self._store.for_torch("gloo"), self.rank, self.size, limit)
+        # It waits for all ranks to come, and one may have given up.
+        making = jobs.Job(partial(make, *arguments), "nvmeio-exchange")
+        making.start()
+        self._until(lambda: making.done, making)
+        with self._naming():
+            return making.result()
+
+    def start(self, memory: torch.Tensor, root: int) -> Any:
+        """Begin to send bytes from one rank to all; the same call on all of them, in one order.
+
+        Args:
+            memory: Contiguous bytes in host memory, as many on each rank: at the root what is sent,
+                elsewhere where it comes to. To be left alone until `wait`.
+            root: Who sends.
+        """
+        with self._naming():
+            return self._group.broadcast(memory, root)
+
+    def wait(self, work: Any) -> None:
+        """Until something that was started is there.
+
+        Raises:
+            TransferError: A rank died, hangs, or failed.
+            Cancelled: This rank was told to stop.
+        """
+        self._until(work.is_completed, work)
+        with self._naming():
+            work.wait()
+
+    def _until(self, done: Callable[[], bool], work: Any) -> None:
+        """Until something is done; or, soon after, until there is a reason not to wait for it."""
+        until: float | None = None
+        reason: BaseException | None = None
+        looked = time.monotonic()
+        for _ in pauses():
+            if done():
+                return
+            now = time.monotonic()
+            if until is None and now - looked > _LOOK_S:
+                looked = now
+                reason = self._reason()
+                until = None if reason is None else now + _GRACE_S
+            elif until is not None and now > until:
+                assert reason is not None
+                self._left.append(work)
+                raise reason
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """All ranks do the body, or none goes on, and nothing of this is under way.
+
+        Raises:
+            BaseException: What the body raised; else a `TransferError` with what another rank told.
+        """
+        failed: BaseException | None = None
+        try:
+            self._stop.check()
+            yield
+            self._stop.check()
+        except BaseException as error:
+            failed = error
+            self._fail(error)
+        try:
+            self._agree(failed)
+        finally:
+            del failed  # no cycle with the traceback
+
+    def _agree(self, failed: BaseException | None) -> None:
+        flag = torch.tensor([failed is not None], dtype=torch.uint8, device="cpu")
+        work = self._all_reduce(flag)
+        try:
+            self.wait(work)
+        except (TransferError, Cancelled):
+            if failed is None:
+                raise
+        if failed is not None:
+            raise failed
+        if flag.item():
+            self._check()
+            raise self._error(errno.ECANCELED, "another rank failed, and did not say of what")
+
+    def _all_reduce(self, flag: torch.Tensor) -> Any:
+        import torch.distributed as dist
+
+        with self._naming():
+            return self._group.allreduce(flag, dist.ReduceOp.MAX)
+
+    def share(self, data: bytes | None, root: int) -> bytes:
+        """Bytes of one rank, to all.
+
+        Args:
+            data: At the root what is sent; else None.
+            root: Who sends.
+        """
+        size = torch.tensor([len(data or b"")], dtype=torch.int64, device="cpu")
+        self.wait(self.start(size, root))
+        memory = torch.empty(int(size.item()), dtype=torch.uint8, device="cpu")
+        if data:
+            memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if memory.nbytes:
+            self.wait(self.start(memory, root))
+        return data if data is not None else bytes(memory_at(memory.data_ptr(), memory.nbytes))
+
+    # For a thread that does nothing else: it waits in gloo, and nothing but the time limit ends it
+
+    def tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank tells all others, by rank; a few hundred bytes of JSON.
+
+        Raises:
+            TransferError: A rank died, or hangs.
+        """
+        text = json.dumps(told).encode().ljust(_TOLD_BYTES)
+        if len(text) > _TOLD_BYTES:
+            raise ValueError(f"a message of {len(text)} bytes is too long")
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        heard = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._naming():
+            self._group.allgather([heard], [mine]).wait()
+        return [json.loads(each.numpy().tobytes()) for each in heard]
+
+    def swap(
+        self,
+        sent: Sequence[tuple[int, torch.Tensor]],
+        received: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send bytes to ranks, and receive others from them.
+
+        Args:
+            sent: To whom, and contiguous bytes in host memory.
+            received: From whom, and where they come to.
+
+        Raises:
+            TransferError: A rank died, or hangs. Nobody touches the memory any more.
+        """
+        works: list[Any] = []
+        failed: RuntimeError | None = None
+        try:
+            for rank, memory in received:
+                works.append(self._group.recv([memory], rank, 0))
+            for rank, memory in sent:
+                works.append(self._group.send([memory], rank, 0))
+        except RuntimeError as error:
+            failed = error
+        for work in works:  # all of them: gloo writes to their memory until they have ended
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed = failed or error
+        if failed is not None:
+            with self._naming():
+                raise failed
+
+    def end(self, well: bool) -> None:
+        """Give it back. Never raises.
+
+        Args:
+            well: All ranks come here: who leaves first must not end the others' connections.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if well:
+            import torch.distributed as dist
+
+            with contextlib.suppress(Exception):
+                work = group.allreduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX)
+                until = time.monotonic() + _PARTING_S
+                for _ in pauses():
+                    if work.is_completed():
+                        return
+                    if time.monotonic() > until:
+                        self._left.append(work)
+                        break
+        # gloo waits in its end for what is still under way, for as long as the time limit.
+        remains = [group, *self._left]
+        del group
+        self._left.clear()
+        with contextlib.suppress(RuntimeError, MemoryError):
+            jobs.start(remains.clear, "nvmeio-exchange", _no_thread)
+
+    def _reason(self) -> BaseException | None:
+        """Why what is under way should not be waited for, if there is a reason."""
+        if self._stop.cancelled:
+            return Cancelled()
+        try:
+            self._check()
+        except TransferError as failed:
+            # A store that is gone is none: the rank that serves it may be done before others.
+            return None if failed.errno == errno.ECONNRESET else failed
+        return None
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as failed:
+            if isinstance(failed, (TransferError, BackendUnavailableError)):
+                raise
+            reason = self._reason()
+            if isinstance(reason, TransferError):
+                raise reason from failed
+            late = "imed out" in str(failed) or "timeout" in str(failed).lower()
+            raise self._error(
+                errno.ETIMEDOUT if late else errno.ECONNRESET,
+                f"a rank made no progress for {self._timeout_s:g} s, and is given up"
+                if late
+                else "a rank is gone: its connection ended",
+            ) from failed
+
+    def _error(self, code: int, detail: str) -> TransferError:
+        return TransferError(
+            code, operation=self._store.operation, path=self._store.path, detail=detail
+        )
+
+
+class NoExchange(Exchange):
+    """Of a rank alone: it has what it has read, and asks nobody."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+
+    def start(self, memory: torch.Tensor, root: int) -> Any:
+        """Nothing is sent."""
+
+    def wait(self, work: Any) -> None:
+        """Nothing is under way."""
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """The body alone."""
+        yield
+
+    def share(self, data: bytes | None, root: int) -> bytes:
+        """What this rank has."""
+        return data or b""
+
+    def end(self, well: bool) -> None:
+        """Nothing is to be given back."""
+
+
+def _no_thread(failed: BaseException) -> None:
+    logger.warning("a process group is given back by the end of the process: %s", failed)

@@ -1,0 +1,1 @@
+"""Threads: how one is asked, waited for, awaited and stopped; what an interrupt does meanwhile."""

@@ -1,0 +1,96 @@
+"""What `with` and `async with` do with an object: one body for each way in which one may end."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from nvmeio._threads.running_loop import running_loop
+
+Me = TypeVar("Me")
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class _ClosesOrDiscards(_Closes, Protocol):
+    def discard(self) -> None: ...
+
+
+class _ClosesWork(_Closes, Protocol):
+    _work: str
+
+    async def aclose(self) -> None: ...
+
+
+class Closing:
+    """Closed at the end of a with statement, however it ends."""
+
+    def __enter__(self: Me) -> Me:
+        return self
+
+    def __exit__(
+        self: _Closes,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Discarding(Closing):
+    """Closed at the end of a with statement, and given up where an error ends it."""
+
+    def __exit__(
+        self: _ClosesOrDiscards,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class ClosingWork(Closing):
+    """Closed likewise, also by `async with`; what closing raises is of work that failed before.
+
+    It does not hide the error that ended the with statement: it is a warning then.
+    """
+
+    _work = "an operation"  # what may have failed
+
+    def __exit__(
+        self: _ClosesWork,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            _tell(exc, failed, self._work)
+
+    async def __aenter__(self: Me) -> Me:
+        running_loop()  # its end takes one
+        return self
+
+    async def __aexit__(
+        self: _ClosesWork,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except Exception as failed:
+            _tell(exc, failed, self._work)
+
+
+def _tell(exc: BaseException | None, failed: Exception, work: str) -> None:
+    if exc is None:
+        raise failed
+    warnings.warn(f"{work} failed too: {failed}", ResourceWarning, stacklevel=3)

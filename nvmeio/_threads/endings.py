@@ -1,0 +1,252 @@
+"""How something ends that an owner thread keeps: closed, dropped, or at the end of the program.
+
+Whichever comes first; and at the end of the program before the engines, for who imports this has
+imported those, and ``atexit`` calls last what was registered first. `weakref.finalize` cannot be
+relied on for that: its hook is registered when somebody in the process first makes one, which may
+be long before anything of ours is imported.
+
+What is lost by then, and nobody can be told of any more, the program's exit says: with an error on
+stderr, and with status 120, which is Python's own for a program that ended and could not write out
+all it had (`sys.exit`).
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from nvmeio._threads.jobs import unlist
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.errors import ClosedError, NvmeioError
+
+logger = logging.getLogger("nvmeio")
+
+Opened = TypeVar("Opened")
+
+_DROPPED_S = 1.0  # as long is waited for the end of what was dropped; it ends all the same
+
+
+class Ending:
+    """Ends something once, in its owner's thread, and the owner with it.
+
+    Keep it where it dies with the object that stands for what ends. Made by what the owner runs.
+
+    Args:
+        owner: The owner.
+        end: Called in its thread. Must not refer to this object, or to who keeps it.
+    """
+
+    def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
+        self._pid = os.getpid()
+        self._owner = owner
+        self._closing = closing = _Closing(owner, end)
+        self._claim = owner.claim(closing.run_dropped)
+        _open[id(closing)] = closing
+
+    def close(self) -> None:
+        """End it now, and wait; raises what the end raised. Idempotent.
+
+        An interrupt is raised when it has ended, a second one at once (and so is the first where
+        one is on its way already); then it goes on, and who calls this again waits for it.
+        """
+        if os.getpid() != self._pid:
+            return  # in a forked child everything is the parent's
+        self._closing.asked = True
+        with contextlib.suppress(ClosedError):
+            self._owner.call_to_end(self._closing.run)
+
+    def begin(self) -> None:
+        """End it soon; waits for nothing."""
+        if os.getpid() == self._pid:
+            self._closing.asked = True
+            self._owner.post(self._closing.run_dropped)
+
+    @property
+    def asked(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._closing.asked
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        # At the end of the interpreter this module may have lost its names; all has ended by then.
+        if self._closing.done or getpid() != self._pid or self._owner.is_here:
+            return
+        self._closing.asked = True
+        # Not for long: the collector may have come here while this thread holds a lock that the
+        # end needs.
+        self._claim.end()
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._owner.post(gate.release)
+        gate.acquire(timeout=_DROPPED_S)
+
+
+class _Closing:
+    def __init__(self, owner: OwnerThread, end: Callable[[], object]) -> None:
+        self.owner = owner
+        self._end = end
+        self._pid = os.getpid()
+        self.asked = False
+        self.done = False
+
+    def run(self) -> None:
+        if self.done:
+            return
+        self.done = True
+        try:
+            self._end()
+        finally:
+            _open.pop(id(self), None)
+            self.owner.close()
+            if self.owner.is_here:
+                unlist()  # who waits for this is the last to be answered
+
+    def run_dropped(self) -> None:
+        try:
+            self.run()
+        except BaseException as failed:
+            nobody_was_told(failed)
+
+    def run_at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            with contextlib.suppress(ClosedError):
+                self.owner.call(self.run)
+
+
+_open: dict[int, _Closing] = {}  # in the order in which they were made
+_left: deque[weakref.ref[OwnerThread]] = deque(maxlen=64)
+
+
+def open_owned(owner: OwnerThread, opening: Callable[..., Opened], *args: Any) -> Opened:
+    """`owner.call(opening, *args)`, for work that opens something and makes its `Ending`.
+
+    Interrupted, what it opened has ended when that is raised (a second interrupt is raised at
+    once): who tries again must not find the directory in use.
+    """
+    try:
+        return owner.call(opening, *args)
+    except KeyboardInterrupt:
+        leave(owner)
+        with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
+            owner.call(bool)
+        raise
+
+
+def leave(owner: OwnerThread) -> None:
+    """Who made it was interrupted: what it still does, and gives back, has no object yet."""
+    _left.append(weakref.ref(owner))
+
+
+def wait_for_those_that_end() -> bool:
+    """Wait for what was closed, dropped or left and has not ended yet; whether there was any.
+
+    For who opens again what an interrupted call, or the collector, is about to give back.
+    """
+    owners = [closing.owner for closing in list(_open.values()) if closing.asked]
+    while _left:
+        owner = _left.pop()()
+        if owner is not None:
+            owners.append(owner)
+    for owner in owners:
+        with contextlib.suppress(ClosedError):
+            owner.call(int)
+    return bool(owners)
+
+
+# What the exit says
+
+
+def nobody_was_told(failure: BaseException) -> None:
+    """Something was lost, and whoever it belonged to has gone: the program's exit will say so."""
+    logger.error("what a dropped object had still to do has failed", exc_info=failure)
+    _untold.append((os.getpid(), f"{type(failure).__name__}: {failure}"))
+
+
+_untold: deque[tuple[int, str]] = deque(maxlen=64)  # no errors: their frames keep memory alive
+
+
+def at_exit(end: Callable[[], object]) -> None:
+    """Have `end()` called when the program ends; what it raises is printed, and sets the status."""
+    atexit.register(_end_of_program, end)
+
+
+def _end_of_program(end: Callable[[], object]) -> None:
+    try:
+        end()
+    except BaseException:  # Ctrl-C as well: what was waited for may be lost
+        _fail_status()
+        raise
+
+
+def _fail_status() -> None:
+    """Let the status be 120, whoever else has still something to do.
+
+    `Py_FinalizeEx` reports a last flush of stdout or stderr that fails, after all functions of
+    `atexit`, and ``python`` makes its status of that. Where Python is embedded, its host decides.
+    """
+    if not isinstance(sys.stderr, _FailsAtLast):
+        sys.stderr = _FailsAtLast(sys.stderr)
+
+
+class _FailsAtLast:
+    """A stream whose flush fails where the interpreter itself asks for it, and nobody else."""
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream  # None where the program has no stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return len(text) if self._stream is None else self._stream.write(text)
+
+    def flush(self) -> None:
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
+        if sys._getframe().f_back is None:
+            raise OSError("what was to be saved at the end of the program is lost")
+
+
+def do_all(
+    steps: Iterable[Callable[[], object]], caught: type[BaseException] = BaseException
+) -> None:
+    """Do each of these, whatever the ones before failed of, and raise the first failure.
+
+    Args:
+        steps: In their order.
+        caught: What does not keep the others from being done.
+    """
+    failure: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except caught as failed:
+            failure = failure or failed
+    if failure is not None:
+        raise failure
+
+
+def _at_exit() -> None:
+    failure: BaseException | None = None
+    for closing in reversed(list(_open.values())):
+        try:
+            closing.run_at_exit()
+        except BaseException as failed:
+            failure = failure or failed
+    for pid, untold in _untold:
+        if pid == os.getpid():  # not in a forked child: its parent says so
+            failure = failure or NvmeioError(f"nobody has seen this failure: {untold}")
+    if failure is not None:
+        raise failure
+
+
+at_exit(_at_exit)

@@ -1,0 +1,303 @@
+"""The thread that owns state: it alone changes it, and everybody else asks.
+
+`KeyboardInterrupt` comes between any two bytecodes of the main thread, within ``finally`` and
+``__exit__`` as well, so what is changed there can be left half changed whatever one writes. trio's
+`_core/_ki.py` says why that cannot be got right place by place. Here it cannot happen:
+
+- A request is handed over with one C call (`SimpleQueue.put`), and waited for on a raw lock. An
+  interrupt ends the waiting. The work goes on, the next request queues behind it, and nobody ever
+  sees state that is half changed.
+- What a caller holds is a `Claim`. It ends when the caller says so, or when the last reference to
+  it goes: as the frame is unwound, or with the answer that an interrupted caller never took. The
+  callback of its weak reference is `SimpleQueue.put` itself, in C, so that this cannot be cut in
+  half either. No counter has to be put right by anybody. A claim that died is given back before
+  the requests that wait; one that was ended, in its turn.
+
+So keep a claim where it dies with what it is for: in a local, or in an object that belongs to one
+pass. torch runs ``always_call`` hooks for `Exception` only; let nothing depend on them.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from nvmeio._threads import jobs
+from nvmeio._threads.running_loop import running_loop
+from nvmeio.errors import ClosedError
+
+logger = logging.getLogger("nvmeio")
+
+Value = TypeVar("Value")
+
+_CLOSED = "it is closed"
+_FORKED = "this process was forked from its owner's: make a new one here"
+
+
+class Claim:
+    """What a caller holds of an owner's state; ends with `end`, or when nobody has it any more."""
+
+    __slots__ = ("__weakref__", "_mark", "_requests")
+
+    def __init__(self, requests: SimpleQueue[Any]) -> None:
+        self._requests = requests
+        self._mark: weakref.ref[Claim] = weakref.ref(self, requests.put)
+
+    def end(self) -> None:
+        """Give it back now. Idempotent, from any thread; requests that come after see it gone."""
+        self._requests.put((self._mark,))
+
+
+class OwnerThread:
+    """Runs what it is asked, one after the other, in a thread of its own.
+
+    Args:
+        name: Of the thread.
+        closed: What a call after `close` is told.
+
+    What it runs may call it: that runs at once. It must not wait for another thread that calls it.
+    Grad mode, CUDA device and stream are the thread's, not the caller's.
+    """
+
+    def __init__(self, name: str, closed: str = _CLOSED) -> None:
+        self._state = _State(closed)
+        self._requests = self._state.requests
+        self._pid = os.getpid()
+        self._closed = False
+        # No reference to self: an owner that is dropped ends its thread, by C alone as above.
+        self._state.dropped = weakref.ref(self, self._requests.put)
+        jobs.start(self._state.serve, name, self._state.end)
+
+    def call(self, work: Callable[..., Value], *args: Any) -> Value:
+        """Have `work(*args)` done, and wait for what comes of it.
+
+        Raises:
+            ClosedError: The owner is closed, or another process's.
+
+        An interrupt is raised at once. The work is done all the same, and its value dropped.
+        """
+        if self.is_here:
+            return work(*args)
+        value: Value = self._ask(_Reply(work, args))
+        return value
+
+    def _ask(self, reply: _Reply) -> Any:
+        self._check_pid()
+        try:
+            self._requests.put(reply)
+            wait_s = 0.0 if self._state.ended else jobs.SLICE_S
+            while not reply.gate.acquire(timeout=wait_s):
+                # It came too late to be answered, or when the program ends and no thread runs.
+                if (self._state.ended or sys.is_finalizing()) and reply.gate.locked():
+                    raise ClosedError(self._state.closed)
+            return reply.result()
+        finally:
+            del reply  # a traceback that is kept must not keep the claim that an answer may hold
+
+    def call_to_end(self, work: Callable[..., Value], *args: Any) -> Value:
+        """`call`, for work on what is the caller's: an interrupt is raised when it has ended.
+
+        A second one is raised at once, and so is the first where one is on its way already. What
+        the work itself raised is raised at once.
+        """
+        if self.is_here:
+            return work(*args)
+        second = jobs.being_interrupted()
+        reply = _Reply(work, args)
+        try:
+            value: Value = self._ask(reply)
+            return value
+        except BaseException:
+            if not (second or reply.answered):
+                with contextlib.suppress(ClosedError):
+                    self.call(int)
+            raise
+        finally:
+            del reply  # as in `_ask`
+
+    async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
+        """The same, awaited; a cancelled task goes on at once, and the work is done."""
+        self._check_pid()
+        loop = running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+                loop.call_soon_threadsafe(_settle, arrived)
+
+        reply = _Reply(work, args, wake)
+        self._requests.put(reply)
+        if self._state.ended and reply.gate.locked():  # it came too late to be answered
+            raise ClosedError(self._state.closed)
+        await arrived
+        value: Value = reply.result()
+        return value
+
+    def post(self, work: Callable[..., object], *args: Any) -> None:
+        """Have `work(*args)` done; what it raises is logged."""
+        self._requests.put(_Reply(work, args, posted=True))
+
+    def claim(self, release: Callable[..., object], *args: Any) -> Claim:
+        """Something to hold, whose end calls `release(*args)`; asked by what the owner runs.
+
+        Neither may refer to the claim.
+        """
+        if not self.is_here:
+            raise RuntimeError("claims are given by their owner: use call()")
+        claim = Claim(self._requests)
+        self._state.claims[claim._mark] = (release, args)
+        return claim
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the owner's thread."""
+        return self._state.ident == _thread.get_ident()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """End the thread once it has done what it was asked before. Idempotent; does not wait."""
+        self._closed = True
+        self._requests.put(None)
+
+    def _check_pid(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(_FORKED)
+
+
+class _Reply:
+    """A request, and in the end its answer."""
+
+    __slots__ = ("answered", "args", "error", "gate", "posted", "value", "wake", "work")
+
+    def __init__(
+        self,
+        work: Callable[..., Any],
+        args: tuple[Any, ...],
+        wake: Callable[[], None] | None = None,
+        posted: bool = False,
+    ) -> None:
+        self.work: Callable[..., Any] | None = work
+        self.args = args
+        self.wake = wake
+        self.posted = posted
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.answered = False
+        self.gate = _thread.allocate_lock()
+        self.gate.acquire()
+
+    def result(self) -> Any:
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                del self  # no cycle with the traceback: what it holds goes at once
+        return self.value
+
+    def carry_out(self) -> None:
+        work, args = self.work, self.args
+        self.work, self.args = None, ()
+        try:
+            assert work is not None
+            self.value = work(*args)
+        except BaseException as failed:
+            if self.posted:
+                logger.exception("unexpected error in %s", threading.current_thread().name)
+            else:
+                self.error = failed
+        del work, args
+        self.answer()
+
+    def refuse(self, message: str) -> None:
+        self.work, self.args = None, ()
+        self.error = ClosedError(message)
+        self.answer()
+
+    def answer(self) -> None:
+        wake, self.wake = self.wake, None
+        self.answered = True
+        self.gate.release()
+        if wake is not None:
+            wake()
+
+
+class _State:
+    """What the thread and the owner share; the thread must not keep the owner alive."""
+
+    def __init__(self, closed: str) -> None:
+        self.closed = closed
+        self.requests: SimpleQueue[Any] = SimpleQueue()
+        self.claims: dict[weakref.ref[Claim], tuple[Callable[..., object], tuple[Any, ...]]] = {}
+        self.dropped: weakref.ref[OwnerThread] | None = None
+        self.ident: int | None = None
+        self.ended = False
+        self._taken: deque[Any] = deque()
+
+    def serve(self) -> None:
+        self.ident = _thread.get_ident()
+        while True:
+            request = self._next()
+            if request is None or request is self.dropped:
+                break
+            if isinstance(request, _Reply):
+                request.carry_out()
+            else:
+                self._release(*request)
+            request = None  # the answer is its caller's alone
+        self.end()
+
+    def _next(self) -> Any:
+        """The next request; claims that died go first.
+
+        The answer of an interrupted call may die behind the call that comes after it.
+        """
+        taken = self._taken
+        while not taken or not self.requests.empty():
+            request = self.requests.get()
+            if isinstance(request, weakref.ref) and request is not self.dropped:
+                self._release(request)
+            else:
+                taken.append(request)
+        return taken.popleft()
+
+    def _release(self, mark: weakref.ref[Claim]) -> None:
+        found = self.claims.pop(mark, None)
+        if found is not None:
+            self._quietly(*found)
+
+    def end(self, _: BaseException | None = None) -> None:
+        self.ident = None
+        self.ended = True
+        while self._taken or not self.requests.empty():
+            request = self._taken.popleft() if self._taken else self.requests.get()
+            if isinstance(request, _Reply):
+                request.refuse(self.closed)
+            request = None
+        for release, args in list(self.claims.values()):
+            self._quietly(release, args)
+        self.claims.clear()
+
+    def _quietly(self, release: Callable[..., object], args: tuple[Any, ...]) -> None:
+        try:
+            release(*args)
+        except BaseException:
+            logger.exception("unexpected error in %s", threading.current_thread().name)
+
+
+def _settle(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)

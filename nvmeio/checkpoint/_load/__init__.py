@@ -1,0 +1,1 @@
+"""Loading: what is asked for, the bytes, the objects."""

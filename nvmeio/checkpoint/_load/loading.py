@@ -1,0 +1,314 @@
+"""`load`: a torch checkpoint into memory, its storages as few large direct reads.
+
+torch's own unpickler decides what is loaded. It asks its zip reader for one storage after another;
+here it is given a reader whose storages have been read already, all at once, straight into the
+memory that the tensors then live in.
+
+    1. the zip's structure is checked, the pickle scanned           (_zip, torch_pickle)
+    2. what is not allowed, or cannot be, is refused                nothing is allocated before
+    3. all storages that the pickle refers to are read              (_spans)
+    4. torch unpickles, with them
+
+The last is in `_unpickling`, which also says what is left to torch.load.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvmeio import _checks
+from nvmeio._formats import pickle_values, torch_pickle
+from nvmeio._formats.sniff import check_older
+from nvmeio._formats.torch_file import (
+    TorchFile,
+    check_calls,
+    read_buffered,
+    same_file,
+    scan_pickle,
+    spans_of,
+)
+from nvmeio._formats.torch_zip import LOCAL_MAGIC
+from nvmeio._io.handles import CallHandle
+from nvmeio._io.long_call import LongCall
+from nvmeio._io.spans import Load
+from nvmeio._storage.locks import open_reading
+from nvmeio._threads.caller import run_with_caller
+from nvmeio._threads.jobs import in_thread
+from nvmeio.checkpoint._load import unpickling
+from nvmeio.checkpoint._load.load_options import (
+    HowToLoad,
+    LoadOptions,
+    MapLocation,
+    nothing_to_read,
+)
+from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks
+from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S
+from nvmeio.errors import IntegrityError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_CPU = torch.device("cpu")
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool | None = None,
+    handle: AioHandle | None = None,
+    progress: Progress | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **pickle_load_args: Any,
+) -> Any:
+    """Load what `nvmeio.save` or `torch.save` wrote, at the drive's speed.
+
+    Storages are read in parallel, past the page cache, into huge pages that the tensors then live
+    in; for a CUDA device through a ring of page-locked memory. A storage of 8 MiB or more has
+    memory of its own, smaller ones share arenas of at most 32 MiB: that much one small tensor can
+    keep alive.
+
+    Args:
+        path: The checkpoint. Files in torch's format from before its zip files go through
+            torch.load; TorchScript archives are treated as torch.load treats them.
+        map_location: As for torch.load: None, a device, a str, a dict, or a callable. A callable
+            sees each storage in host memory.
+        pickle_module: As for torch.load, with ``weights_only=False``.
+        weights_only: Refuse to unpickle what is not known to be harmless. Pass False only for
+            files of a source that you trust: they can run any code.
+        mmap: True: torch.load maps the file, which reads a page when it is touched; for files that
+            are larger than memory, or of which little is used. None and False read all of it here.
+        handle: Moves the bytes, and stays open; None makes one for this call.
+        progress: Told how far it is: ``progress(what, done_bytes, total_bytes)``; see
+            `nvmeio.progress`. Not of files that are left to torch.load.
+        process_group: Its ranks, all of which call this with the same file, each read an equal
+            part of it, and get the rest from the others (through gloo, in a process group that is
+            made for this call alone). Each may have a `map_location` of its own.
+        timeout_s: Of such ranks: how long one may make no progress before the others give it up,
+            in seconds.
+        pickle_load_args: As for torch.load, such as ``encoding``.
+
+    Returns:
+        The object. Tied storages are tied.
+
+    Raises:
+        IntegrityError: The archive is damaged, or says what cannot be: a record past the end,
+            overlapping, compressed, encrypted, there twice, or of another size than the pickle
+            says. Names file and record; known before anything is allocated.
+        NvmeioError: The file is no checkpoint of torch at all, or a truncated one in the format
+            from before its zip files; a `pickle.UnpicklingError` too, or an `EOFError` if it is
+            empty, as of torch.load.
+        pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids, or nvmeio's of
+            a call that would allocate far more than the pickle holds; likewise.
+        TransferError: The file cannot be opened or read.
+        TypeError: `path` is an open file; `process_group` is none.
+        ValueError: This process is no member of `process_group`.
+        MemoryError: There is less memory than the state needs.
+
+    Where one of several ranks fails, dies or is interrupted, all others raise a `TransferError`
+    that says which, and of what.
+
+    After an error or interrupt: nothing is in flight, and nothing is kept. Unpickling is done in
+    the calling thread; all else in another one, where that is the main thread.
+
+    Cost: the memory of the state, and no copy. The records' CRC-32 are not checked, as torch does
+    not: `nvmeio verify` does.
+    """
+    ranks = LoadingRanks.of_group(process_group, timeout_s, path)
+    with ranks.telling():
+        _checks.timeout(timeout_s)
+        options = LoadOptions.checked(
+            map_location, pickle_module, weights_only, mmap, pickle_load_args
+        )
+        with LongCall("load", _checked_path(path), progress) as call:
+            how = HowToLoad(options, handle, call)
+            return run_with_caller(lambda ask: load_file(path, how.by(ask), ranks), call.cancel)
+
+
+async def async_load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool | None = None,
+    handle: AioHandle | None = None,
+    progress: Progress | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **pickle_load_args: Any,
+) -> Any:
+    """`load`, awaited: a thread does it, so that the event loop goes on meanwhile.
+
+    Parameters and errors as for `load`. Cancelling stops the reading; `CancelledError` is raised
+    once nothing is in flight any more.
+    """
+    ranks = LoadingRanks.of_group(process_group, timeout_s, path)
+    with ranks.telling():
+        _checks.timeout(timeout_s)
+        options = LoadOptions.checked(
+            map_location, pickle_module, weights_only, mmap, pickle_load_args
+        )
+        with LongCall("load", _checked_path(path), progress) as call:
+            how = HowToLoad(options, handle, call)
+            return await in_thread(lambda: load_file(path, how, ranks), call.cancel)
+
+
+def _checked_path(path: Any) -> str | os.PathLike[str]:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"expected a path, not {type(path).__name__}; for an open file use torch.load, or "
+            "torch.load(nvmeio.FastFileReader(path))"
+        )
+    return path  # type: ignore[return-value]
+
+
+def load_file(path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks = ALONE) -> Any:
+    """Load a file. See `load`."""
+    options, call, in_caller = how.options, how.call, how.in_caller
+    with ranks.loading(call), open_reading(path) as file:
+        older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
+        through_torch = older or options.mmap or unpickling.seam() is None
+        ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
+        if older and options.pickle_module is None:  # another one may read anything
+            check_older(file)
+            return in_caller(unpickling.load_older, file, options)
+        if through_torch:
+            return in_caller(unpickling.load_through_torch, path, options)
+        with CallHandle(how.handle, path) as handle:
+            return load_archive(file, how, handle, ranks)
+
+
+def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingRanks) -> Any:
+    """Load an archive that is open, through a handle of this call."""
+    options, call, in_caller = how.options, how.call, how.in_caller
+    first = Load()
+    call.then(first.cancel)
+    checkpoint = ranks.open(partial(TorchFile, file, handle.get, first))
+    if checkpoint.archive.is_script:
+        with same_file(file) as same:
+            return in_caller(unpickling.load_through_torch, same, options)
+    with ranks.agreeing():
+        scan = scan_pickle(checkpoint)
+        if options.weights_only:
+            check_calls(checkpoint, scan)
+        if nothing_to_read(options):
+            with same_file(file) as same:
+                return in_caller(unpickling.load_through_torch, same, options)
+        spans = spans_of(checkpoint, file, scan)
+        if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
+            unpickling.check_globals(file)
+        _check_locations(scan, file, options.map_location)
+        devices = _devices(scan, checkpoint, options.map_location)
+    found: dict[str, torch.Tensor] = {}
+    for keys in _read_as_one(scan, devices, ranks):
+        wanted, device = [spans[key] for key in keys], devices[scan.storages[keys[0]].location]
+        if ranks.together:
+            tensors = ranks.read(handle.get, file, wanted, device, call)
+        else:
+            tensors = Load(call).run(handle.get(), wanted, device)
+        found.update(zip(keys, tensors, strict=True))
+    ranks.part()
+    handle.done()
+    reader = unpickling.MemoryReader(checkpoint, found)
+    if scan.plain and unpickling.is_usual(options) and not unpickling.is_swapped(checkpoint):
+        options = replace(options, plain=True)
+    del scan, spans  # containers by the thousand, that the collector would go through once more
+    try:
+        return in_caller(unpickling.unpickle, reader, options)
+    except pickle.UnpicklingError:
+        if options.weights_only:
+            with same_file(file) as same:
+                unpickling.refuse(same)
+        raise
+
+
+# Where the storages go
+
+
+def _is_registered(location: str) -> bool:
+    """Whether somebody's `torch.serialization.register_package` knows what to do with it."""
+    restore: Any = torch.serialization.default_restore_location
+    try:
+        restore(torch.empty(0).untyped_storage(), location)
+    except Exception:  # of another kind for each tag
+        return False
+    return True
+
+
+def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) -> None:
+    """Refuse devices that there cannot be; torch's own error names no file.
+
+    Raises:
+        IntegrityError: A storage was saved from one.
+    """
+    if not (where is None or isinstance(where, Mapping)):
+        return
+    for location in dict.fromkeys(ref.location for ref in scan.storages.values()):
+        if location in (where or {}):
+            continue
+        try:
+            torch.device(location)
+        except RuntimeError:
+            if _is_registered(location):
+                continue
+            raise IntegrityError(
+                f"{file.path} says that a storage was saved from {location!r}, which is no device "
+                "that torch knows here: the file is damaged, or the device is of an extension that "
+                "has to be imported first. map_location='cpu' loads it into memory",
+                expected="a device such as 'cpu' or 'cuda:0'",
+                found=location,
+            ) from None
+
+
+def _devices(
+    scan: torch_pickle.Scan, checkpoint: TorchFile, where: MapLocation
+) -> dict[str, torch.device]:
+    """The device that storages are read to, by the location that they were saved from.
+
+    torch tells, given a storage of no bytes: so a device that is not there is refused by it,
+    and in its words, before anything is read.
+    """
+    on_host = callable(where) or unpickling.is_swapped(checkpoint)
+    locations = dict.fromkeys(ref.location for ref in scan.storages.values())
+    return {each: _CPU if on_host else _destination(where, each) for each in locations}
+
+
+def _read_as_one(
+    scan: torch_pickle.Scan, devices: dict[str, torch.device], ranks: LoadingRanks
+) -> list[list[str]]:
+    """The keys of storages that are read as one: to one device.
+
+    Ranks that read together may each have other devices; the locations are the same for all.
+    """
+    found: dict[object, list[str]] = {}
+    for key, ref in scan.storages.items():
+        kind = ref.location if ranks.together else devices[ref.location]
+        found.setdefault(kind, []).append(key)
+    return list(found.values())
+
+
+def _destination(map_location: MapLocation, location: str) -> torch.device:
+    if isinstance(map_location, Mapping):
+        location = map_location.get(location, location)
+    elif map_location is not None:
+        location = str(map_location)
+    nothing = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    restored: Any = torch.serialization.default_restore_location(  # type: ignore[no-untyped-call]
+        nothing, location
+    )
+    device: torch.device = restored.device
+    return device

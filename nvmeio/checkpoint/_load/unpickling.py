@@ -1,0 +1,164 @@
+"""Objects from pickles: by torch's unpickler, or faster by ours; and what is left to torch.load.
+
+The seam is `torch.serialization._load`, which takes any object with the methods of torch's own
+reader. It is private: where it is missing, or takes other parameters, torch.load does all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+import struct
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nvmeio._formats import torch_unpickling
+from nvmeio._formats.sniff import TruncatedFileError
+from nvmeio._formats.torch_file import TorchFile, same_file, size_error, unsafe_globals
+from nvmeio.checkpoint._load.load_options import LoadOptions
+from nvmeio.files import File
+
+# What torch says of a file in its older formats that ends too early.
+_TRUNCATED = (
+    "Ran out of input",
+    "unexpected EOF",
+    "pickle data was truncated",
+    "index out of range",
+    "unpack requires",
+)
+
+
+# What is left to torch
+
+
+def load_through_torch(path: str | os.PathLike[str], options: LoadOptions) -> Any:
+    return torch.load(
+        path,
+        options.map_location,  # type: ignore[arg-type]
+        options.pickle_module,
+        weights_only=options.weights_only,
+        mmap=options.mmap,
+        **options.pickle_load_args,
+    )
+
+
+def load_older(file: File, options: LoadOptions) -> Any:
+    """A file from before torch's zip files: torch's errors do not name it."""
+    try:
+        with same_file(file) as same:
+            return load_through_torch(same, replace(options, mmap=False))
+    except (EOFError, RuntimeError, IndexError, struct.error, pickle.PickleError) as e:
+        ends = isinstance(e, EOFError) or any(text in str(e) for text in _TRUNCATED)
+        if not ends:
+            raise
+        raise TruncatedFileError(
+            f"{file.path} ends in the middle, at byte {file.size()}: what wrote it was "
+            f"interrupted; take another checkpoint (torch says {str(e) or type(e).__name__:.200})"
+        ) from e
+
+
+def check_globals(file: File) -> None:
+    """Let torch refuse what it forbids, in its own words, before anything is allocated."""
+    if unsafe_globals(file):
+        with same_file(file) as same:
+            refuse(same)
+
+
+def refuse(path: str) -> None:
+    """Unpickle to the meta device, which needs no storage: for torch's error."""
+    with torch.serialization.skip_data(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.load(path, "meta", weights_only=True, mmap=False)
+
+
+def unpickle(reader: MemoryReader, options: LoadOptions) -> Any:
+    if options.plain:
+        with contextlib.suppress(Exception):  # whatever is wrong with a tensor is told by torch
+            return _unpickle_plain(reader, options)
+    arguments = {"encoding": "utf-8", **options.pickle_load_args}
+    if options.weights_only:
+        module: Any = torch._weights_only_unpickler
+    else:
+        module = pickle if options.pickle_module is None else options.pickle_module
+    return seam()(reader, options.map_location, module, **arguments)
+
+
+def is_usual(options: LoadOptions) -> bool:
+    """Whether nothing is asked for that only torch's own unpickler does, nor calls the user."""
+    usual = options.weights_only and not options.pickle_load_args and not options.fake
+    return usual and not callable(options.map_location)
+
+
+def _unpickle_plain(reader: MemoryReader, options: LoadOptions) -> Any:
+    """What was found plain, faster than by torch itself.
+
+    Raises:
+        UnknownTorchError: torch has to do it.
+    """
+    settings = getattr(torch.serialization, "_serialization_tls", None)
+    restoring = getattr(torch.serialization, "_get_restore_location", None)
+    if restoring is None or getattr(settings, "skip_data", False):  # wants storages without bytes
+        raise torch_unpickling.UnknownTorchError
+    restore = restoring(options.map_location)
+    return torch_unpickling.unpickle(reader.get_record("data.pkl"), reader.storages, restore)
+
+
+# With what was read
+
+
+class MemoryReader:
+    """What torch's unpickler asks of its zip reader: everything is in memory already."""
+
+    def __init__(self, checkpoint: TorchFile, storages: dict[str, torch.Tensor]) -> None:
+        self._checkpoint = checkpoint
+        self.storages = storages
+        self._texts = checkpoint.texts()
+
+    def has_record(self, name: str) -> bool:
+        return name in self._checkpoint.records
+
+    def get_record(self, name: str) -> bytes:
+        found = self._texts.get(name)
+        return self._checkpoint.read(name) if found is None else found
+
+    def get_all_records(self) -> list[str]:
+        return list(self._checkpoint.records)
+
+    def get_record_offset(self, name: str) -> int:
+        return self._checkpoint.records[name].offset
+
+    def get_storage_from_record(self, name: str, nbytes: int, kind: object) -> torch.Tensor:
+        storage = self.storages[name.removeprefix("data/")]
+        if storage.nbytes != nbytes:
+            raise size_error(self._checkpoint, name, nbytes)
+        return storage
+
+    def serialization_id(self) -> str:
+        name = ".data/serialization_id"
+        return self.get_record(name).decode("latin-1") if self.has_record(name) else ""
+
+
+def is_swapped(checkpoint: TorchFile) -> bool:
+    """Whether torch may have to swap the bytes of what is loaded, which it does on the host."""
+    if "byteorder" not in checkpoint.records:
+        return True
+    return checkpoint.read("byteorder").decode("latin-1") != sys.byteorder
+
+
+# The first parameters of `torch.serialization._load`, by position, in every torch so far.
+_SEAM = ["zip_file", "map_location", "pickle_module"]
+
+
+def seam() -> Any:
+    """What makes the object from a zip reader; None if it is not as it is known here."""
+    unpickle = getattr(torch.serialization, "_load", None)
+    if unpickle is None or not hasattr(torch, "_weights_only_unpickler"):
+        return None
+    parameters = list(inspect.signature(unpickle).parameters)
+    return unpickle if parameters[: len(_SEAM)] == _SEAM else None

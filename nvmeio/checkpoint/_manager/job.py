@@ -1,0 +1,453 @@
+"""One save of a Checkpointer: the snapshot while the caller waits, all else in the background.
+
+    the caller's thread, or one that a coroutine awaits   the save's own thread
+    ───────────────────────────────────────────────────   ─────────────────────────────────────────
+    plan the layout                  torch_layout
+    the ranks agree                  _agreement, _ranks
+    protect or copy the storages  _state_snapshot ──────▶ take the oldest file, or a new one
+    return: the state may change                          write it, with checksums  torch_writing
+                                                          make it durable, name it        replace
+                                                          then move `latest`            _retention
+
+Where what is copied does not fit into its memory, the right side begins when the copying does.
+The right side is in `_job_files`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, plan_layout
+from nvmeio._formats.torch_skeleton import KeptSkeleton
+from nvmeio._formats.torch_writing import Crc, write_part
+from nvmeio._io.inflight import Cancelled, InFlight
+from nvmeio._io.long_call import LongCall
+from nvmeio._ranks.rank_store import RankStore
+from nvmeio._threads.caller import InCaller
+from nvmeio._threads.jobs import Thread
+from nvmeio.checkpoint._manager import writer_choice
+from nvmeio.checkpoint._manager.ended import Ended
+from nvmeio.checkpoint._manager.report import SaveReport
+from nvmeio.checkpoint._manager.retention import Lineage
+from nvmeio.checkpoint._ranks.agreement import Disagreement, agree, with_pieces_of_first
+from nvmeio.checkpoint._ranks.drives import OwnDrives
+from nvmeio.checkpoint._ranks.ranks import Messages
+from nvmeio.checkpoint._snapshot.copies import SnapshotPart
+from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, StateSnapshot
+from nvmeio.errors import BackendUnavailableError, TransferError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+from nvmeio.operation import Operation
+from nvmeio.progress import Progress
+
+logger = logging.getLogger("nvmeio")
+
+# The rank with the store may end its process once all know that the save is over: they ask for it
+# every 20 ms. One that died meanwhile is not waited for any longer than this.
+_PARTING_S = 5.0
+
+
+class Setup(NamedTuple):
+    """What all saves of a Checkpointer share.
+
+    Attributes:
+        directory: Where they go.
+        keep: How many checkpoints stay whole at every moment.
+        recycle: Whether the oldest one beyond those may be overwritten.
+        checksum: Whether CRC-32s are computed.
+        snapshots: What is saved, as it was when `save` was called.
+        store: What the ranks that save together share.
+        timeout_s: How long one of them may make no progress, in seconds.
+        get_handle: Gives the handle that moves the bytes.
+        claim: Makes the directory, and takes its lock; for whoever gives names in it.
+        writers: Which ranks write a file that all have; see `_writers`.
+        drives: This rank's own, where the ranks share no directory.
+        kept: What planning a save leaves for the next one.
+        lineage: Whether saves go on from what is there; None where the caller says what to replace.
+    """
+
+    directory: str
+    keep: int
+    recycle: bool
+    checksum: bool
+    snapshots: Snapshots
+    store: RankStore
+    timeout_s: float
+    get_handle: Callable[[], AioHandle]
+    claim: Callable[[], None]
+    writers: str | int = "all"
+    drives: OwnDrives | None = None
+    kept: KeptSkeleton | None = None
+    lineage: Lineage | None = None
+
+    def messages(self, number: int) -> Messages:
+        """Those of one save; `number`: the same on all ranks."""
+        return Messages(self.store, number, self.timeout_s, self.directory)
+
+
+class SaveJob(ABC):
+    """One save.
+
+    Args:
+        setup: What it shares with others.
+        step: The number of the checkpoint.
+        number: Of the save: the same on all ranks.
+        progress: Told how far the writing is.
+    """
+
+    LAYOUT = ""
+
+    def __init__(
+        self, setup: Setup, step: int, number: int, progress: Progress | None = None
+    ) -> None:
+        self.setup = setup
+        self.step = step
+        self.messages = setup.messages(number)
+        self._call = LongCall("save", self.path, progress)
+        self.snapshot: StateSnapshot | None = None
+        self._aside_bytes, self._writers_held_s = 0, 0.0
+        self.flight = InFlight()
+        self.number = number
+        self.going_on = False  # in the background
+        self._cancelled = False
+        self._ended = Ended()
+        self._report: SaveReport | None = None
+        self._began = self._taken_at = 0.0
+        self._recycled: bool | None = None
+        self.writing = list(range(self.messages.size))  # the ranks that do, once all have agreed
+        self.shift = 0  # from offsets of the layout to those in the file
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """Where the checkpoint will be."""
+
+    @abstractmethod
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
+        """The [start, end) of the file that each rank writes."""
+
+    @abstractmethod
+    def pages_beside(self, layout: FileLayout) -> list[int]:
+        """Offsets of the pages outside of this rank's part that it needs as well."""
+
+    @abstractmethod
+    def write(self) -> bool | None:
+        """Write, make durable, name; whether something was recycled. In the background."""
+
+    def planned(self, state: object, in_caller: InCaller) -> FileLayout:
+        """The layout of what is saved."""
+        return _planned(state, in_caller, self.setup.kept)
+
+    def claim(self) -> None:
+        """Become the one that saves there; before the ranks agree."""
+        if self.messages.rank == 0:
+            self.setup.claim()
+
+    def plan(self) -> dict[str, Any]:
+        """What this kind of save tells the others, beside what it saves."""
+        lineage, directory = self.setup.lineage, self.setup.directory
+        return {"shared": True, **({} if lineage is None else lineage.plan(directory))}
+
+    def settle(self, plans: Sequence[dict[str, Any]]) -> None:
+        """All ranks have told what they save, and it is the same."""
+        if self.setup.lineage is not None:
+            self.setup.lineage.check(plans, plans[0]["latest"], self.step, self.path)
+
+    def wait_until_agreed(self) -> None:
+        """Until all ranks have; in the background, before anything is written.
+
+        Else one that is still agreeing would hear of a write that has failed, and its `save` would
+        raise, where the next one does on all others. They wait for rank 0's first message.
+        """
+        if self.messages.size > 1 and self.messages.rank == 0:
+            self.messages.gather("agreed")
+
+    # In the foreground
+
+    def take(self, state: object, began: float, in_caller: InCaller) -> SaveReport:
+        """Take the snapshot, and let the background go on with it.
+
+        Args:
+            state: What to save.
+            began: When the caller called (`time.perf_counter`).
+            in_caller: Pickles in the thread whose modes the state's own code must see.
+
+        Raises:
+            ValueError: The ranks do not save the same.
+            TransferError: Another rank failed; or writing did, while the snapshot streamed.
+            MemoryError: There is no room for the snapshot.
+            Cancelled: `cancel` was called.
+            Exception: What pickling the state raises.
+
+        After an error nothing is in flight, and no checkpoint has changed.
+        """
+        times = [time.perf_counter()]
+        self._began = times[0]
+        try:
+            self.claim()
+            source = self._agreed(self.planned(state, in_caller))
+            times.append(time.perf_counter())
+            snapshot = self._new_snapshot(source)
+            times.append(time.perf_counter())
+            if not snapshot.fits:
+                self._start_writing()
+            snapshot.take(self.messages.beat)
+            self.check_cancelled()
+            self._taken_at = time.perf_counter()
+            self._report = report = SaveReport(
+                step=self.step,
+                path=self.path,
+                nbytes=source.nbytes,
+                copied_bytes=snapshot.copied_bytes,
+                guarded_bytes=snapshot.left_bytes,
+                protected_bytes=snapshot.protected_bytes,
+                snapshot_bytes=self.setup.snapshots.copies.nbytes,
+                held_s=self._taken_at - began,
+                waited_s=times[0] - began,
+                planned_s=times[1] - times[0],
+                memory_s=times[2] - times[1],
+                stalled_s=snapshot.stalled_s,
+            )
+            if not self.going_on:
+                self._start_writing()
+        except BaseException as failed:
+            raise self._abandon(failed) from None
+        if not snapshot.fits:
+            _warn_of_waiting(report)
+        return report
+
+    def _agreed(self, layout: FileLayout) -> FileLayout:
+        """The layout that all ranks write, with this rank's storages."""
+        self.check_cancelled()
+        if self.messages.size == 1:
+            self.settle([self.plan()])
+            return layout
+        plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
+        plan |= {"writers": self.setup.writers, "node": writer_choice.node(), **self.plan()}
+        before = self.setup.messages(self.number - 1)
+        plans, same_pieces = agree(self.messages, before, self.path, plan, layout)
+        self.writing = writer_choice.chosen(self.setup.writers, [each["node"] for each in plans])
+        self.settle(plans)
+        self.messages.put("agreed", b"")
+        if same_pieces or self.LAYOUT != "one":
+            return layout
+        return with_pieces_of_first(self.messages, layout)
+
+    def _new_snapshot(self, source: FileLayout) -> StateSnapshot:
+        start, end = self.parts(source)[self.messages.rank]
+        part = SnapshotPart(source, start, end, self.pages_beside(source))
+        self.snapshot = snapshot = self.setup.snapshots.new(part)
+        self.flight = InFlight(snapshot.most_in_flight_bytes, self._finished)
+        self.check_cancelled()  # `cancel` may have come before either
+        return snapshot
+
+    def layout(self) -> FileLayout:
+        """What is written: the pieces, and the storages as they were."""
+        assert self.snapshot is not None  # until the background is over
+        return self.snapshot.layout
+
+    def write_bytes(self, file: File, start: int, end: int) -> list[Crc]:
+        """Write [start, end) of what is saved; on with another handle, where this one is closed."""
+        self._call.expect(end - start)
+        return write_part(
+            self.setup.get_handle(),
+            file,
+            self.layout(),
+            start,
+            end,
+            checksum=self.setup.checksum,
+            flight=self.flight,
+            shift=self.shift,
+            another=self.setup.get_handle,
+        )
+
+    def _finished(self, operation: Operation) -> None:
+        if self.snapshot is not None:
+            self.snapshot.written(operation.file_offset + operation.nbytes - self.shift)
+        self.messages.beat()
+        self._call.moved(operation.nbytes)
+
+    def _abandon(self, failed: BaseException) -> BaseException:
+        """End all of it; what is to be raised."""
+        self.cancel()
+        if not self.going_on:
+            if not isinstance(failed, Disagreement):
+                self.messages.fail(failed)
+        else:
+            self._ended.wait(None)
+            cause = self._ended.error
+            if isinstance(failed, Cancelled) and cause and not isinstance(cause, Cancelled):
+                failed = cause  # it was the writing that failed, and stopped the copying
+            self.going_on = False
+        self._forget()
+        return failed
+
+    def give_up(self) -> None:
+        """It is not even begun; tell the others."""
+        self.messages.fail(Cancelled())
+
+    def check_cancelled(self) -> None:
+        """Raise Cancelled if `cancel` was called."""
+        if self._cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Stop soon, and leave nothing behind; from any thread."""
+        self._cancelled = True
+        self.messages.stop()
+        self.flight.cancel()
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.stop()
+
+    # In the background
+
+    def _start_writing(self) -> None:
+        # No daemon: a program that ends without waiting ends with a whole checkpoint.
+        thread = Thread(self._run, "nvmeio-checkpointer", daemon=False)
+        self.going_on = True  # before Ctrl-C can come
+        try:
+            thread.start()
+        except Exception:  # the process may have no more threads
+            self.going_on = False
+            raise
+
+    def _run(self) -> None:
+        try:
+            self.wait_until_agreed()
+            recycled = self.write()
+        except BaseException as failed:
+            failed = self._cause_of(failed)
+            self.messages.fail(failed)
+            if self.snapshot is not None:
+                self.snapshot.stop()  # whoever copies has nobody to copy for
+            self._forget()
+            self._ended.set(failed)
+        else:
+            self._forget()
+            self._recycled = recycled
+            self._log()
+            self._ended.set(None)
+
+    def _log(self) -> None:
+        """One line; a handler of the program's that raises does not undo what is complete."""
+        try:
+            why = self.setup.snapshots.why_copied
+            how = "protected" if why is None else f"copied ({why})"
+            self._call.log(
+                time.perf_counter() - self._began, f"step {self.step} is durable; was {how}"
+            )
+        except Exception:
+            if logging.raiseExceptions:  # as logging itself tells of it
+                traceback.print_exc()
+
+    def _cause_of(self, failed: BaseException) -> BaseException:
+        """A file that is gone because rank 0 has given up is not what went wrong."""
+        if isinstance(failed, FileNotFoundError):
+            try:
+                self.messages.check()
+            except TransferError as first:
+                first.__cause__ = failed
+                return first
+        return failed
+
+    @contextlib.contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """A failure of the body is told before anything is removed."""
+        try:
+            yield
+        except BaseException as failed:
+            self.messages.fail(failed)
+            raise
+
+    def _forget(self) -> None:
+        """Let go of the snapshot's memory."""
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
+            snapshot.over()
+            self._aside_bytes = snapshot.aside_bytes
+            self._writers_held_s = snapshot.writers_held_s
+        self.flight = InFlight()
+
+    # What became of it
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._ended.done
+
+    def failed(self) -> bool:
+        """Whether it is over, and failed; not if it was cancelled."""
+        failed = self._ended.error
+        return failed is not None and not isinstance(failed, Cancelled)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until it is over; False if it is not in time."""
+        return self._ended.wait(timeout)
+
+    def result(self) -> SaveReport | None:
+        """Block until it is over; its report, or None if it was cancelled.
+
+        Raises:
+            Exception: Why it failed.
+        """
+        self._ended.wait(None)
+        failed = self._ended.error
+        if isinstance(failed, Cancelled):
+            return None
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed  # no cycle with the traceback
+        report = self._report
+        if report is None:
+            return None
+        written_s = max(self._ended.at - self._taken_at, 0.0)
+        return report._replace(
+            durable=True,
+            recycled=self._recycled,
+            written_s=written_s,
+            moved_bytes=self._aside_bytes,
+            step_held_s=self._writers_held_s,
+        )
+
+    def part_from_others(self) -> None:
+        """Where this rank has committed for all: until they know. For a limited time; quiet."""
+        if self.messages.rank == 0 and self.done() and self._ended.error is None:
+            self.messages.wait_for_others("seen", _PARTING_S)
+
+    def call_when_done(self, call: Callable[[], None]) -> None:
+        """Call something once it is over, at once if it is; in whatever thread."""
+        self._ended.then(call)
+
+
+def _planned(state: object, in_caller: InCaller, kept: KeptSkeleton | None) -> FileLayout:
+    try:
+        return plan_layout(state, in_caller=in_caller, kept=kept)
+    except BackendUnavailableError as unknown:
+        logger.warning("saving through torch.save, which is slower: %s", unknown)
+        whole = io.BytesIO()
+        in_caller(torch.save, state, whole)
+        data = whole.getvalue()
+        return FileLayout(len(data), [KnownBytes(0, data)], [])
+
+
+def _warn_of_waiting(report: SaveReport) -> None:
+    logger.warning(
+        "step %d: %d bytes are more than the snapshot memory of %d bytes: save took %.3f s, and "
+        "waited %.3f s of them for the drive; memory_bytes sets how much it may take",
+        report.step,
+        report.copied_bytes,
+        report.snapshot_bytes,
+        report.held_s,
+        report.stalled_s,
+    )

@@ -1,0 +1,312 @@
+"""What the background of a save does: files, parts of files, and when they get their names.
+
+Rank 0 makes the file (or the directory), under a temporary name, and tells the others; every rank
+writes its part of it and makes that durable; when all have, rank 0 gives the name, then moves
+`latest`, then tells the others. A process alone is rank 0 of one.
+
+Whoever fails tells the others (`_ranks.Messages.fail`), and rank 0 removes what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import stat
+import struct
+
+from nvmeio import files
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._formats.torch_layout import FileLayout
+from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
+from nvmeio._storage.durable import allocate, exchange, rename, sync_data, sync_directory
+from nvmeio._storage.locks import lock_alone
+from nvmeio._storage.replace import (
+    Replacement,
+    temporary_name,
+)
+from nvmeio.checkpoint._manager import retention, writer_choice
+from nvmeio.checkpoint._manager.job import SaveJob
+from nvmeio.errors import TransferError
+from nvmeio.files import File
+
+_CRC = struct.Struct("<QQQI")
+
+
+class OneFile(SaveJob):
+    """A save into one file, of which each rank writes a part: they all have the same state."""
+
+    LAYOUT = "one"
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint will be."""
+        return retention.file_path(self.setup.directory, self.step)
+
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
+        """Even parts of whole pages, of the ranks that write; nothing of the others."""
+        pages = padded_nbytes(layout) // PAGE_BYTES
+        shares = writer_choice.shares(pages, self.messages.size, self.writing)
+        return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
+
+    def pages_beside(self, layout: FileLayout) -> list[int]:
+        """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
+        if self.messages.rank or self.messages.size == 1 or not self.setup.checksum:
+            return []
+        return unfinished_pages(layout, self.parts(layout))
+
+    def write(self) -> bool | None:
+        """Write this rank's part, and commit all of them."""
+        if self.messages.rank == 0:
+            return self._write_and_commit()
+        if self.messages.rank in self.writing:
+            self._write_and_report()
+        else:
+            self.messages.put("part", b"")
+        _wait_for_end(self)
+        return None
+
+    def _write_and_report(self) -> None:
+        with files.open(_place_of_first(self), "r+") as file:
+            crcs = self._write_part(file)
+            sync_data(file)
+            self.messages.put("part", b"".join(_CRC.pack(*crc) for crc in crcs))
+
+    def _write_and_commit(self) -> bool:
+        setup = self.setup
+        old = _make_room(self)
+        with Replacement(self.path, recycle=old) as replacement, self.telling_others():
+            layout = self.layout()
+            if old is not None and not replacement.recycled:
+                with contextlib.suppress(OSError):
+                    os.unlink(old)  # somebody reads it: let them, and have its blocks later
+            replacement.reserve(padded_nbytes(layout))
+            self.messages.put("place", os.path.basename(replacement.temporary).encode())
+            crcs = self._write_part(replacement.file)
+            if self.messages.size > 1:
+                sync_data(replacement.file)  # while the others write: the commit is a moment, then
+                for rank in range(1, self.messages.size):
+                    crcs += map(Crc._make, _CRC.iter_unpack(self.messages.get("part", rank)))
+                finish(setup.get_handle(), replacement.file, layout, self.parts(layout), crcs)
+            replacement.truncate(layout.nbytes)
+            _stamp(replacement.file, setup.directory)
+            _check_before_commit(self)
+            replacement.commit()
+        retention.set_latest(setup.directory, os.path.basename(self.path))
+        self.messages.put("end", b"")
+        _trim(self)
+        return replacement.recycled
+
+    def _write_part(self, file: File) -> list[Crc]:
+        start, end = self.parts(self.layout())[self.messages.rank]
+        return self.write_bytes(file, start, end)
+
+
+class FileOfEachRank(SaveJob):
+    """A save into one file per rank, in a directory: each has a state of its own."""
+
+    LAYOUT = "per_rank"
+
+    @property
+    def path(self) -> str:
+        """Where the directory will be."""
+        return retention.ranks_path(self.setup.directory, self.step)
+
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
+        """All of it, whichever rank."""
+        return [(0, padded_nbytes(layout))] * self.messages.size
+
+    def pages_beside(self, layout: FileLayout) -> list[int]:
+        """None: no rank writes another one's file."""
+        return []
+
+    def write(self) -> bool | None:
+        """Write this rank's file, and commit all of them."""
+        if self.messages.rank:
+            recycled = self._write_file(_place_of_first(self))
+            _wait_for_end(self)
+            return recycled
+        setup = self.setup
+        temporary = self._make_directory()
+        try:
+            with self.telling_others():
+                self.messages.put("place", os.path.basename(temporary).encode())
+                recycled = self._write_file(temporary)
+                names = [_rank_name(rank) for rank in range(self.messages.size)]
+                told = [self.messages.get("part", rank) for rank in range(1, self.messages.size)]
+                sizes = [self.layout().nbytes, *map(int, told)]
+                _check_before_commit(self)
+                self._commit(temporary, dict(zip(names, sizes, strict=True)))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        retention.set_latest(setup.directory, os.path.basename(self.path))
+        self.messages.put("end", b"")
+        _trim(self)
+        return recycled
+
+    def _make_directory(self) -> str:
+        """An old directory under a temporary name, or a new one."""
+        if os.path.isdir(self.path) and not os.path.exists(
+            os.path.join(self.path, retention.INDEX)
+        ):
+            raise TransferError(
+                errno.EEXIST,
+                operation="open",
+                path=self.path,
+                detail="there is a directory of this name that no Checkpointer has written: move "
+                "it away",
+            )
+        old = _make_room(self)
+        taken = None if old is None else retention.take_directory(old)
+        if taken is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(taken, retention.INDEX))
+            return taken
+        temporary = temporary_name(*os.path.split(self.path))
+        try:
+            os.mkdir(temporary)
+        except OSError as failed:
+            raise self._error(failed, "open") from failed
+        return temporary
+
+    def _write_file(self, directory: str) -> bool:
+        path = os.path.join(directory, _rank_name(self.messages.rank))
+        layout = self.layout()
+        recycled = _clear_way(path)
+        with files.open(path, "rw") as file:
+            opened = file.acquire(True)
+            try:
+                allocate(opened.any_fd(), padded_nbytes(layout), path)
+                self.write_bytes(file, 0, padded_nbytes(layout))
+                os.ftruncate(opened.any_fd(), layout.nbytes)
+            except OSError as failed:
+                raise self._error(failed, "truncate") from failed
+            finally:
+                opened.release()
+            sync_data(file)
+        try:
+            sync_directory(directory)
+        except OSError as failed:
+            raise self._error(failed, "fsync") from failed
+        self.messages.put("part", str(layout.nbytes).encode())
+        return recycled
+
+    def _commit(self, temporary: str, sizes: dict[str, int]) -> None:
+        """Write the index, make all names durable, and give the directory its own."""
+        try:
+            for name in set(os.listdir(temporary)) - set(sizes):
+                os.unlink(os.path.join(temporary, name))  # of more ranks, once
+            index = {"format": 1, "step": self.step, "files": sizes}
+            path = os.path.join(temporary, retention.INDEX)
+            text = json.dumps(index, indent=1)
+            retention.write_text(path, text, stamp_after=self.setup.directory)
+            sync_directory(temporary)
+            if os.path.isdir(self.path):
+                self._exchange(temporary)
+                sync_directory(self.setup.directory)
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                rename(temporary, self.path)
+        except OSError as failed:
+            raise self._error(failed, "rename") from failed
+
+    def _exchange(self, temporary: str) -> None:
+        try:
+            exchange(temporary, self.path)
+        except OSError as refused:
+            if refused.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            raise TransferError(
+                refused.errno,
+                operation="rename",
+                path=self.path,
+                detail="this file system cannot exchange two directories, so that a checkpoint "
+                "of several files cannot be replaced at once: delete it before, or save under "
+                "another step",
+            ) from refused
+
+    def _error(self, failed: OSError, operation: str) -> OSError:
+        if isinstance(failed, TransferError):
+            return failed
+        return TransferError(failed.errno or errno.EIO, operation=operation, path=self.path)
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _place_of_first(job: SaveJob) -> str:
+    """What rank 0 has made for all; a name that nothing else has."""
+    path = os.path.join(job.setup.directory, job.messages.get("place", 0).decode())
+    if os.path.exists(path):
+        return path
+    raise TransferError(
+        errno.ENOENT,
+        operation="open",
+        path=path,
+        detail=f"rank 0 has made it, and rank {job.messages.rank} does not see it there: they have "
+        "not the same directory. Where each rank has a drive of its own, all make their "
+        "Checkpointers with shared=False",
+    )
+
+
+def _wait_for_end(job: SaveJob) -> None:
+    """Until rank 0 has committed; it may end its process once all have said that they know."""
+    job.messages.get("end", 0)
+    with contextlib.suppress(TransferError):  # it did not wait for us
+        job.messages.put("seen", b"")
+
+
+def _check_before_commit(job: SaveJob) -> None:
+    """The last moment to stop: a rank that has given up must not find the checkpoint there."""
+    job.check_cancelled()
+    job.messages.check()
+
+
+def _make_room(job: SaveJob) -> str | None:
+    """Remove what is one too many; the path of the checkpoint that is to be recycled."""
+    setup = job.setup
+    going = retention.surplus(setup.directory, setup.keep, job.path)
+    usable = [each for each in going if each.of_ranks == (job.LAYOUT == "per_rank")]
+    recycled = usable[0] if usable and setup.recycle else None
+    for each in going:
+        if each is not recycled:
+            retention.remove(each)
+    return None if recycled is None else recycled.path
+
+
+def _trim(job: SaveJob) -> None:
+    """After the commit: without recycling, nothing beyond `keep` stays."""
+    setup = job.setup
+    if not setup.recycle:
+        for each in retention.surplus(setup.directory, setup.keep, job.path):
+            retention.remove(each)
+
+
+def _clear_way(path: str) -> bool:
+    """Whether an old file may be overwritten; one that somebody else uses is unlinked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+    try:
+        facts = os.fstat(fd)
+        if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and lock_alone(fd):
+            return True
+    finally:
+        os.close(fd)
+    os.unlink(path)
+    return False
+
+
+def _stamp(file: File, directory: str) -> None:
+    opened = file.acquire(True)
+    try:
+        retention.stamp(opened.any_fd(), directory)
+    finally:
+        opened.release()

@@ -1,0 +1,338 @@
+"""What the background of a save does where each rank has a drive of its own.
+
+    write the part under a temporary name      each rank, on its drive
+    tell its checksums, patch those of others  all
+    make it durable, say so                    all; nobody goes on before all have said it
+    give it its name, say so                   all; who has heard it of all knows: it is whole
+    delete what it replaces                    each
+
+Up to the third line nothing has a name, and the saves before are as they were. After a crash within
+the fourth some parts are named, with a token that no other save has: it is not whole, and the one
+before is. A rank that gives up before it has given the name says that it never will; the others
+take theirs back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._formats.torch_layout import FileLayout
+from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, pack, sum_of
+from nvmeio._formats.torch_writing import (
+    Crc,
+    finish,
+    join_crcs,
+    padded_nbytes,
+    unfinished_pages,
+)
+from nvmeio._io.inflight import Cancelled
+from nvmeio._ranks.rank_store import pauses
+from nvmeio._storage.durable import sync_data
+from nvmeio._storage.replace import Replacement
+from nvmeio.checkpoint._manager import writer_choice
+from nvmeio.checkpoint._manager.job import SaveJob
+from nvmeio.checkpoint._manager.report import SaveReport
+from nvmeio.checkpoint._ranks.agreement import Disagreement
+from nvmeio.checkpoint._ranks.drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
+from nvmeio.errors import TransferError
+from nvmeio.files import File
+
+_CRC = struct.Struct("<QQQI")
+
+# A rank that says it will never name its part says next of what it failed.
+_NEXT_WORD_S = 5.0
+
+
+class PartOfEachRank(SaveJob):
+    """A save of one archive, of which each rank has a part on its own drive."""
+
+    LAYOUT = "one"
+    KIND = "part"
+
+    def __init__(self, *arguments: Any) -> None:
+        self._decision: Decision | None = None
+        self._number: int | None = None  # of this rank's part
+        self._mark: DriveMark | None = None
+        super().__init__(*arguments)
+
+    @property
+    def path(self) -> str:
+        """Where this rank's part will be; before the ranks have agreed, what it begins with."""
+        directory = self._drives.directories[0]
+        if self._decision is None:
+            return os.path.join(directory, f"step-{self.step:08d}")
+        save = self._decision.save
+        name = save.name if self._number is None else save.part_name(self._number)
+        return os.path.join(directory, name)
+
+    @property
+    def _drives(self) -> OwnDrives:
+        drives = self.setup.drives
+        assert drives is not None
+        return drives
+
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
+        """Even parts of whole pages, of the ranks that write; nothing of the others."""
+        pages = padded_nbytes(layout) // PAGE_BYTES
+        shares = writer_choice.shares(pages, self.messages.size, self.writing)
+        return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
+
+    def pages_beside(self, layout: FileLayout) -> list[int]:
+        """Those of this rank's part with CRCs that it does not know alone: written twice."""
+        return self._unfinished(layout)
+
+    def _unfinished(self, layout: FileLayout) -> list[int]:
+        if not self.setup.checksum:
+            return []
+        parts = self.parts(layout)
+        return unfinished_pages(layout, parts, parts[self.messages.rank])
+
+    # Agreeing
+
+    def take(self, *arguments: Any) -> SaveReport:
+        """Take the snapshot; see `SaveJob.take`."""
+        try:
+            return super().take(*arguments)
+        finally:
+            self._unmark()
+
+    def claim(self) -> None:
+        """Let the others see whether this rank's directory is theirs."""
+        if self.messages.size > 1 and not self._drives.apart:
+            self._mark = DriveMark(self._drives.directories[0])
+
+    def _unmark(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.remove()
+
+    def plan(self) -> dict[str, Any]:
+        """What this rank has, and by what others see it."""
+        mark = None if self._mark is None else self._mark.name
+        told = {"shared": False, "mark": mark, "token": secrets.token_hex(8)}
+        goes_on = self.setup.lineage is None or self.setup.lineage.goes_on
+        return told | self._drives.has() | {"goes_on": goes_on}
+
+    def settle(self, plans: Sequence[dict[str, Any]]) -> None:
+        """Decide what becomes of what is there, the same on all ranks."""
+        if any(each["mark"] for each in plans):
+            self._see_that_drives_differ(plans)
+        self.setup.claim()
+        survey = Survey(plans)
+        newest = max(survey.whole(), default=None)
+        if self.setup.lineage is not None:
+            latest = None if newest is None else newest.step
+            self.setup.lineage.check(plans, latest, self.step, self._drives.directories[0])
+        if self.messages.rank in self.writing:
+            self._number = self.writing.index(self.messages.rank)
+        new = Save(0, plans[0]["token"], self.step, self.KIND, len(self.writing))
+        self._decision = decide(survey, new, self.setup.keep, self.setup.recycle)
+
+    def _see_that_drives_differ(self, plans: Sequence[dict[str, Any]]) -> None:
+        mine, own = self._drives.directories[0], self.messages.rank
+        seen = [
+            rank
+            for rank, each in enumerate(plans)
+            if rank != own and each["mark"] and os.path.lexists(os.path.join(mine, each["mark"]))
+        ]
+        told = [json.loads(each) for each in self._tell("same", json.dumps(seen).encode())]
+        self.messages.check()
+        for rank, others in enumerate(told):
+            if others:
+                raise Disagreement(
+                    f"{plans[rank]['where']}: ranks {min(rank, others[0])} and "
+                    f"{max(rank, others[0])} save into the same directory, with shared=False: give "
+                    "each rank one of its own, or leave shared=False out where all ranks see one"
+                )
+        self._drives.apart = True
+
+    def _tell(self, name: str, mine: bytes) -> list[bytes]:
+        """Tell all ranks something, and hear it of all, by rank."""
+        if self.messages.size == 1:
+            return [mine]
+        self.messages.put(name, mine)
+        return self.messages.gather(name)
+
+    # In the background
+
+    def wait_until_agreed(self) -> None:
+        """Until all ranks have: none waits for rank 0's first message here."""
+        if self.messages.size > 1:
+            self.messages.gather("agreed")
+
+    def write(self) -> bool | None:
+        """Write this rank's part, and commit it with the others."""
+        try:
+            if self._number is None:
+                recycled = None
+                self._wait_for_parts()
+            else:
+                recycled = self._write_part()
+        except BaseException as failed:
+            self._never_name(failed)
+            raise
+        self._wait_until_named()
+        decision = self._decided
+        for save in decision.replaced:
+            self._drives.remove(save)
+        return recycled
+
+    @property
+    def _decided(self) -> Decision:
+        assert self._decision is not None
+        return self._decision
+
+    def _write_part(self) -> bool:
+        setup, layout = self.setup, self.layout()
+        start, end = self.parts(layout)[self.messages.rank]
+        old = self._make_room()
+        with Replacement(self.path, recycle=old) as replacement:
+            if old is not None and not replacement.recycled:
+                with contextlib.suppress(OSError):
+                    os.unlink(old)  # somebody reads it: let them, and have its blocks later
+            head = self._head(layout, start, end)
+            replacement.reserve(head.file_nbytes)
+            self.shift = HEAD_BYTES - start
+            mine = self.write_bytes(replacement.file, start, end)
+            self.messages.put("part", self._packed(mine))
+            if setup.checksum:
+                if self._unfinished(layout):
+                    heard = self.messages.gather("part")
+                    crcs = [Crc._make(crc) for each in heard for crc in _CRC.iter_unpack(each)]
+                    parts, own = self.parts(layout), (start, end)
+                    handle = setup.get_handle()
+                    finish(handle, replacement.file, layout, parts, crcs, own, self.shift)
+                    joined = join_crcs(layout, crcs)
+                else:
+                    known = {crc.record: crc.crc for crc in mine}
+                    joined = [known.get(index, 0) for index in range(len(layout.records))]
+                head = head._replace(sum=sum_of(layout, start, end, mine, joined))
+            _write_head(replacement.file, head)
+            replacement.truncate(head.file_nbytes)
+            sync_data(replacement.file)
+            self.check_cancelled()
+            self._tell("durable", b"1")
+            replacement.commit()
+        return replacement.recycled
+
+    def _wait_for_parts(self) -> None:
+        """Where this rank has none: until those of the others are durable."""
+        old = self._make_room()
+        if old is not None:  # this rank has nothing to write over it
+            with contextlib.suppress(OSError):
+                os.unlink(old)
+        self.messages.put("part", b"")
+        self.check_cancelled()
+        self._tell("durable", b"1")
+
+    def _make_room(self) -> str | None:
+        """Delete what is one too many; the path of what is to be overwritten."""
+        decision, drives = self._decided, self._drives
+        for save in decision.removed:
+            drives.remove(save)
+        if decision.recycled is None:
+            return None
+        here = drives.directories[0]
+        old = drives.paths(decision.recycled).values()
+        taken = next((path for path in old if os.path.dirname(path) == here), None)
+        drives.remove(decision.recycled, but=taken)
+        return taken
+
+    def _head(self, layout: FileLayout, start: int, end: int) -> PartHead:
+        save = self._decided.save
+        assert self._number is not None
+        return PartHead(
+            save.step,
+            save.token,
+            save.kind,
+            self._number,
+            save.parts,
+            layout.nbytes,
+            start,
+            end,
+            None,
+        )
+
+    def _packed(self, crcs: Sequence[Crc]) -> bytes:
+        return b"".join(_CRC.pack(*crc) for crc in crcs)
+
+    # The commit
+
+    def _never_name(self, failed: BaseException) -> None:
+        """Tell all that this rank's part has no name, and will have none."""
+        if self._number is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        with contextlib.suppress(TransferError):
+            self.messages.put("named", b"")
+        self.messages.fail(failed)
+
+    def _wait_until_named(self) -> None:
+        """Until all parts have their names: from then on, whoever dies, it is whole."""
+        if self.messages.size == 1:
+            return
+        self.messages.put("named", b"1")
+        try:
+            if not all(self.messages.gather("named")):
+                self._raise_cause()
+        except (TransferError, Cancelled):
+            if self._number is not None and self.messages.has_told("named", b""):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+            raise
+        with contextlib.suppress(TransferError):  # nobody waits for us
+            self.messages.put("seen", b"")
+
+    def _raise_cause(self) -> None:
+        until = time.monotonic() + _NEXT_WORD_S
+        for _ in pauses():
+            self.messages.check()
+            self.check_cancelled()
+            self.messages.beat()
+            if time.monotonic() > until:
+                break
+        raise TransferError(
+            errno.ECANCELED,
+            operation="save",
+            path=self.path,
+            detail="another rank could not name its part, and did not say why; older checkpoints "
+            "are as they were",
+        )
+
+
+class OwnFileOfEachRank(PartOfEachRank):
+    """A save of an archive of each rank, of its own state, on its own drive."""
+
+    LAYOUT = "per_rank"
+    KIND = "rank"
+
+    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
+        """All of it, whichever rank."""
+        return [(0, padded_nbytes(layout))] * self.messages.size
+
+    def _unfinished(self, layout: FileLayout) -> list[int]:
+        return []
+
+    def _packed(self, crcs: Sequence[Crc]) -> bytes:
+        return b""  # nobody else has a use for them
+
+
+def _write_head(file: File, head: PartHead) -> None:
+    opened = file.acquire(True)
+    try:
+        os.pwrite(opened.buffered_fd(), pack(head), 0)
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO, operation="pwrite", path=file.path
+        ) from failed
+    finally:
+        opened.release()

@@ -1,0 +1,217 @@
+"""From a Checkpointer's directory back to the state: which checkpoint, and which of its files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic
+
+from nvmeio._io.long_call import LongCall
+from nvmeio._storage.locks import leads_to, reading
+from nvmeio._storage.small_files import INDEX_BYTES, detail_of, read_small
+from nvmeio.checkpoint._load.load_options import HowToLoad
+from nvmeio.checkpoint._load.loading import load_file
+from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._manager.retention import Generation
+from nvmeio.checkpoint._ranks.drives import parsed, parts_in
+from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks, Ranks
+from nvmeio.errors import IntegrityError, TransferError
+
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Wanted(Generic[Ranks]):
+    """What is to be restored; as for `Checkpointer.restore`.
+
+    Attributes:
+        directory: Of the Checkpointer; with drives of their own, the first of this rank's.
+        size: How many ranks there are now.
+        own: Which of them this is.
+        new_ranks: Those that restore it together; `ALONE` where this one does so by itself.
+    """
+
+    directory: str
+    step: int | None
+    rank: int | None
+    size: int
+    own: int
+    new_ranks: Callable[[], Ranks]
+
+
+def until_there(call: LongCall, load: Callable[[], Any], is_gone: Callable[[OSError], bool]) -> Any:
+    """Look and load; look once more, a few times, where what was found is gone by then."""
+    for _ in range(_ATTEMPTS - 1):
+        call.again()
+        try:
+            return load()
+        except OSError as failed:
+            if not is_gone(failed):
+                raise
+    call.again()
+    return load()
+
+
+def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Any:
+    """The state, or a list of states."""
+    load = _Loading(wanted, how)
+    return until_there(how.call, load.found, load.is_gone)
+
+
+class _Loading:
+    """A checkpoint, which is looked for, and its files, as for `load_file`."""
+
+    def __init__(self, wanted: Wanted[LoadingRanks], how: HowToLoad) -> None:
+        self.wanted = wanted
+        self._how = how
+        self._ranks: LoadingRanks = ALONE
+        self._path = ""  # what was found
+
+    def found(self) -> Any:
+        """Look for it, and load it."""
+        ranks = self._ranks = self.wanted.new_ranks()
+        self._path = ""
+        ranks.listen(self._how.call)
+        with ranks.telling():
+            generation = ranks.choose(partial(_find, self.wanted), self.wanted.directory)
+            self._path = path = generation.path
+            return _load_directory(path, self) if generation.of_ranks else self.load(path)
+
+    def is_gone(self, failed: OSError) -> bool:
+        """Whether it was recycled between the look and the opening, or replaced.
+
+        Several ranks look once more if all know of it.
+        """
+        ranks, path = self._ranks, self._path
+        if ranks.is_alone and path and failed.errno == errno.ENOENT:
+            return not os.path.exists(path)
+        return failed.errno == errno.ESTALE and (ranks.is_alone or not os.path.isdir(path))
+
+    def load(self, path: str) -> Any:
+        """Load a file; with the other ranks, where they restore together."""
+        ranks = self._ranks
+        if ranks.is_over and not ranks.is_alone:  # of a file before
+            ranks = self.wanted.new_ranks()
+        return load_file(path, self._how, ranks)
+
+    def load_own(self, path: str) -> Any:
+        """Load a file that no other rank wants."""
+        return load_file(path, self._how)
+
+
+def _find(wanted: Wanted[LoadingRanks]) -> Generation:
+    if wanted.step is None:
+        newest = retention.newest(wanted.directory)
+        if newest is None:
+            raise TransferError(
+                errno.ENOENT,
+                operation="open",
+                path=wanted.directory,
+                detail=f"there is no complete checkpoint yet{_parts_there(wanted.directory)}",
+            )
+        return newest
+    there = retention.generations(wanted.directory)
+    found = [each for each in there if each.step == wanted.step]
+    if not found:
+        steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
+        raise TransferError(
+            errno.ENOENT,
+            operation="open",
+            path=retention.file_path(wanted.directory, wanted.step),
+            detail=f"there is no step {wanted.step}; there is {steps or 'none at all'}"
+            f"{_parts_there(wanted.directory)}",
+        )
+    return found[-1]
+
+
+def _parts_there(directory: str) -> str:
+    """What to say of parts that ranks with drives of their own have written."""
+    known = [parsed(os.path.basename(path)) for path in parts_in([directory])]
+    steps = sorted({each[0].step for each in known if each is not None})
+    if not steps:
+        return ""
+    return (
+        f"; but parts of step {', '.join(map(str, steps))}, whose others are on drives of other "
+        "ranks: a Checkpointer with shared=False restores them"
+    )
+
+
+def _load_directory(path: str, loading: _Loading) -> Any:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+    try:
+        with reading(fd, path) as is_it:
+            if is_it:
+                try:
+                    found = _load_ranks(path, loading)
+                except (OSError, IntegrityError):
+                    if leads_to(path, fd):
+                        raise
+                # A save of the same step may have put a new directory in its place: then some
+                # files may have been of the one, some of the other.
+                if leads_to(path, fd):
+                    return found
+    finally:
+        os.close(fd)
+    raise TransferError(
+        errno.ESTALE,
+        operation="open",
+        path=path,
+        detail="the checkpoint was replaced while it was being read",
+    )
+
+
+def _load_ranks(path: str, loading: _Loading) -> Any:
+    wanted, names = loading.wanted, _files_of(path)
+    rank = wanted.rank
+    if rank is None and wanted.size == len(names):
+        return loading.load_own(os.path.join(path, names[wanted.own]))
+    if rank is None:
+        return [loading.load(os.path.join(path, name)) for name in names]
+    if rank >= len(names):
+        raise ValueError(
+            f"{path}: there is no rank {rank}: it was saved by {len(names)}, 0 to {len(names) - 1}"
+        )
+    return loading.load(os.path.join(path, names[rank]))
+
+
+def _files_of(path: str) -> list[str]:
+    """The files of a directory of ranks, by rank.
+
+    Raises:
+        IntegrityError: The index is damaged, or a file has another size than it says.
+    """
+    index_path = os.path.join(path, retention.INDEX)
+    try:
+        index = json.loads(read_small(index_path, INDEX_BYTES))
+        sizes: dict[str, int] = dict(index["files"])
+        names = sorted(sizes)
+        if not names or any(os.path.basename(name) != name for name in names):
+            raise ValueError("names that are none of files here")
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO,
+            operation="open",
+            path=index_path,
+            detail=detail_of(failed),
+        ) from failed
+    except (ValueError, KeyError, TypeError) as wrong:
+        raise IntegrityError(
+            f"{index_path}: damaged: {wrong}", expected="an index of files", found=str(wrong)
+        ) from wrong
+    for name, nbytes in sizes.items():
+        file_path = os.path.join(path, name)
+        there = os.path.getsize(file_path) if os.path.exists(file_path) else None
+        if there != nbytes:
+            raise IntegrityError(
+                f"{file_path}: expected {nbytes} bytes, found {there}",
+                expected=nbytes,
+                found=there,
+            )
+    return names

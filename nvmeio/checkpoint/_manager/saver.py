@@ -1,0 +1,449 @@
+"""The saves of one Checkpointer, one after another, and what they share.
+
+Apart from `Checkpointer` itself, so that one that is dropped can warn while this goes on: the
+thread that writes holds this, not that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+
+from nvmeio._formats.torch_skeleton import KeptSkeleton
+from nvmeio._io import long_call
+from nvmeio._io.handles import new_handle
+from nvmeio._io.inflight import Cancelled
+from nvmeio._ranks.rank_store import RankStore
+from nvmeio._storage.directories import make_directory
+from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
+from nvmeio._storage.replace import check_writable
+from nvmeio._threads import endings, jobs
+from nvmeio._threads.caller import InCaller, at_once
+from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._manager.job import SaveJob, Setup
+from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
+from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
+from nvmeio.checkpoint._manager.report import SaveReport
+from nvmeio.checkpoint._manager.under_way import UnderWay
+from nvmeio.checkpoint._ranks.drives import OwnDrives
+from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
+from nvmeio.checkpoint._ranks.part_ranks import PartRanks
+from nvmeio.checkpoint._ranks.ranks import Messages
+from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
+from nvmeio.errors import ClosedError, TransferError
+from nvmeio.handle import AioHandle
+from nvmeio.progress import Progress
+
+logger = logging.getLogger("nvmeio")
+
+# How often a wait looks whether it was cancelled.
+_LOOK_S = 0.05
+
+_READ_ONLY = "a Checkpointer that only restores is made with read_only=True"
+_ONE_DIRECTORY = (
+    "; where it is another rank of this group, they save into the same directory, with "
+    "shared=False: give each rank one of its own, or leave shared=False out where all ranks see one"
+)
+
+JOBS: dict[str, type[SaveJob]] = {OneFile.LAYOUT: OneFile, FileOfEachRank.LAYOUT: FileOfEachRank}
+JOBS_ON_OWN_DRIVES: dict[str, type[SaveJob]] = {
+    PartOfEachRank.LAYOUT: PartOfEachRank,
+    OwnFileOfEachRank.LAYOUT: OwnFileOfEachRank,
+}
+
+
+class Saver:
+    """What saves. Parameters as for `Checkpointer`, checked already."""
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        keep: int,
+        handle: AioHandle | None,
+        store: RankStore,
+        timeout_s: float,
+        memory_bytes: int | None,
+        snapshot: str,
+        checksum: bool,
+        layout: str,
+        recycle: bool,
+        writers: str | int,
+        drives: OwnDrives | None,
+        overwrite: bool,
+    ) -> None:
+        self.directory = directory
+        self.lineage = retention.Lineage(overwrite)
+        self.setup = Setup(
+            directory=directory,
+            keep=keep,
+            recycle=recycle,
+            checksum=checksum,
+            snapshots=Snapshots(memory_bytes, snapshot, directory),
+            store=store,
+            timeout_s=timeout_s,
+            get_handle=self.get_handle,
+            claim=self._claim,
+            writers=writers,
+            drives=drives,
+            kept=KeptSkeleton(),
+            lineage=self.lineage,
+        )
+        self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
+        self._handle = handle
+        self._own = handle is None
+        self._opening = threading.Lock()
+        self._lock_fd = -1
+        self._turn = threading.Lock()  # one call of save or close at a time
+        self._job: SaveJob | None = None  # the last one whose snapshot was taken
+        self._saves = self._loads = 0
+        self._pid = os.getpid()
+        self._released = False
+        self.under_way: list[UnderWay[SaveReport]] = []  # and what nobody was told of
+        self.closed = False
+        self._stopped = False  # while it opens
+        _savers.add(self)
+
+    # Saving
+
+    def begin(self, state: object, call: SaveCall) -> UnderWay[SaveReport]:
+        """`save`, begun in a thread; those before it, which nobody may wait for, come first."""
+        self.check_open()
+        before = self.under_way
+        self.under_way = [each for each in before if not (each.done and each.seen)]
+
+        def work() -> SaveReport:
+            for each in before:
+                each.wait()
+            return self.save(call, state, at_once)
+
+        begun = UnderWay(work, call.cancel)
+        self.under_way = [*self.under_way, begun]
+        return begun
+
+    def save(self, call: SaveCall, state: object, in_caller: InCaller) -> SaveReport:
+        """Take a snapshot, once the save before is durable; see `Checkpointer.save_sync`."""
+        self.check_open()
+        while not self._turn.acquire(timeout=_LOOK_S):
+            if self.setup.store.size == 1:
+                call.check()
+        try:
+            self.check_open()
+            job = self._job
+            while job is not None and not call.cancelled and not job.wait(_LOOK_S):
+                pass
+            if not call.cancelled:
+                self.result(job)
+            self._saves += 1
+            if call.refused is not None:
+                self.setup.messages(self._saves).fail(call.refused)
+                raise call.refused
+            call.job = job = self._new_job(self.setup, call.step, self._saves, call.progress)
+            if call.cancelled:
+                job.give_up()  # in its turn, for the other ranks wait for it
+                raise Cancelled
+            try:
+                return job.take(state, call.began, in_caller)
+            finally:  # also when Ctrl-C comes between the two
+                if job.going_on:
+                    self._job = job
+        finally:
+            self._turn.release()
+
+    def result(self, job: SaveJob | None) -> SaveReport | None:
+        """The report of a save that is over; whoever waited for it has seen its failure.
+
+        Raises:
+            Exception: Why it failed.
+        """
+        if job is None:
+            return None
+        try:
+            return job.result()
+        except BaseException:
+            if self._job is job:
+                self._job = None
+            raise
+
+    def wait(self, timeout: float | None) -> SaveReport | None:
+        """See `Checkpointer.wait_sync`."""
+        self.check_process()
+        self.take_unseen()
+        job = self._job
+        if job is not None and not job.wait(timeout):
+            raise TimeoutError(
+                f"step {job.step} is not durable after {timeout} s; it is being written"
+            )
+        return self.result(job)
+
+    @property
+    def last(self) -> SaveJob | None:
+        """The save that was begun last, of this process."""
+        self.check_process()
+        return self._job
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where nothing can be saved."""
+        self.check_process()
+        if self.closed:
+            raise ClosedError(f"the Checkpointer of {self.directory} is closed; make a new one")
+
+    def check_process(self) -> None:
+        """Raise `ClosedError` in a forked child."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the Checkpointer of {self.directory} belongs to the parent of this forked "
+                "process; make one here, of another directory"
+            )
+
+    # What all saves share
+
+    def get_handle(self) -> AioHandle:
+        """The caller's handle, or one that lives as long as this; never one that is closed.
+
+        A save that is under way when the caller closes his handle is finished with another.
+        """
+        with self._opening:
+            if self._handle is None or (self._handle.closed and not self._own):
+                self._handle, self._own = new_handle(self.directory), True
+            return self._handle
+
+    @property
+    def open_handle(self) -> AioHandle | None:
+        """The handle, if there is one yet; a forked child needs one of its own."""
+        handle = self._handle
+        usable = handle is not None and not handle.closed and os.getpid() == self._pid
+        return handle if usable else None
+
+    def loading_ranks(self) -> LoadingRanks:
+        """The ranks, for one more load of all of them together."""
+        return LoadingRanks(*self._next_load())
+
+    def part_ranks(self) -> PartRanks:
+        """The same, where each has parts on its own drive; a process alone has all of them."""
+        return PartRanks(*self._next_load())
+
+    def _next_load(self) -> tuple[RankStore, int, float]:
+        self._loads += 1
+        store = self.setup.store.within("restore", self.directory, "restore")
+        return store, self._loads, self.setup.timeout_s
+
+    def open(self) -> None:
+        """Take the directory: what would refuse the first save is told now, to all ranks.
+
+        Raises:
+            TransferError: It cannot be made, or written in; another Checkpointer saves there.
+        """
+        setup = self.setup
+        try:
+            if setup.store.rank == 0 or setup.drives is not None:
+                make_directory(self.directory)
+                check_writable(self.directory, _READ_ONLY)
+                self._lock()
+            elif setup.writers == "all" and os.path.isdir(self.directory):
+                check_writable(self.directory, _READ_ONLY)  # rank 0 makes it
+        except BaseException as failed:
+            restores = setup.store.within("restore", self.directory, "restore")
+            for store in (setup.store, restores):
+                Messages(store, 1, setup.timeout_s, self.directory).fail(failed)
+            raise
+
+    def stop_opening(self) -> None:
+        """Have `open` wait for nobody any more."""
+        self._stopped = True
+
+    def _claim(self) -> None:
+        """Make the directory, and be the only one that saves there."""
+        if self._lock_fd >= 0 and not leads_to(self.directory, self._lock_fd):
+            self._unlock()  # removed, or replaced by another one
+        if self._lock_fd < 0:
+            make_directory(self.directory)
+            self._lock()
+        retention.remove_dead(self.directory)
+
+    def _lock(self) -> None:
+        """Take the directory's lock, after those of this process that nobody has any more.
+
+        One that was dropped has it until it is collected, and until what it saves is durable.
+        """
+        shared = self.setup.drives is None or self.setup.store.size == 1
+        looked = False
+        while self._lock_fd < 0:
+            try:
+                self._lock_fd = lock_directory(self.directory, "" if shared else _ONE_DIRECTORY)
+                return
+            except TransferError as busy:
+                if busy.errno != errno.EBUSY or self._stopped:
+                    raise
+                if looked and not any(saver.ends_in(self.directory) for saver in _known()):
+                    raise
+            if not looked:
+                gc.collect()
+                looked = True
+            time.sleep(_LOOK_S / 10)
+
+    def ends_in(self, directory: str) -> bool:
+        """Whether this has been closed or dropped, and gives that directory back soon."""
+        here = self.closed and os.getpid() == self._pid
+        return here and self._lock_fd >= 0 and leads_to(directory, self._lock_fd)
+
+    def _unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            unlock_directory(fd)
+
+    # The end
+
+    def close(self) -> None:
+        """See `Checkpointer.close`."""
+        if os.getpid() != self._pid:
+            self.closed = True
+            return
+        try:
+            self.take_unseen()
+        finally:
+            self._close()
+
+    def take_unseen(self) -> None:
+        """Wait for saves that nobody awaits.
+
+        Raises:
+            Exception: One has failed, and nobody has been told.
+        """
+        for each in self.under_way:
+            each.wait()
+        endings.do_all(each.result for each in self.under_way if not each.seen)
+
+    def _close(self) -> None:
+        with self._turn:
+            self.closed = True  # also if Ctrl-C ends the waiting; the next call waits again
+            job = self._job
+            if job is not None:
+                job.wait(None)
+                if job.number == self._saves and not self._released:
+                    job.part_from_others()
+            self._release()
+        self.result(job)
+
+    def abandon(self) -> None:
+        """Nobody has this any more: what is being written is finished, then all is given back."""
+        if os.getpid() != self._pid or self.closed:
+            return
+        self.closed = True
+        job = self._job
+        if any(not each.done for each in self.under_way):
+            jobs.start(self._end_under_way, "nvmeio-close", _no_thread)
+        elif job is None:
+            self._release()
+        else:
+            job.call_when_done(lambda: self._end_abandoned(job))
+
+    def _end_under_way(self) -> None:
+        try:
+            self.close()
+        except BaseException as failed:
+            endings.nobody_was_told(failed)
+
+    def _end_abandoned(self, job: SaveJob) -> None:
+        try:
+            job.result()
+        except Exception as failed:
+            logger.error("step %d was not saved, and nobody has asked for it", job.step)
+            endings.nobody_was_told(failed)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._released = True
+        self.setup.snapshots.release()
+        if self.setup.kept is not None:
+            self.setup.kept.forget()
+        handle, self._handle = self._handle, None
+        try:
+            if handle is not None and self._own:
+                handle.close()
+        finally:
+            self._unlock()
+
+    @property
+    def released(self) -> bool:
+        """Whether it has ended, with all that was begun."""
+        return self._released
+
+    @property
+    def unfinished(self) -> SaveJob | None:
+        """The save that is being written, or whose failure nobody has seen; not in a child."""
+        job = self._job
+        if job is None or os.getpid() != self._pid:
+            return None
+        return job if not job.done() or job.failed() else None
+
+
+class SaveCall:
+    """One call of `save`, which another thread may cancel.
+
+    Args:
+        step: Of the checkpoint.
+        progress: As for `Checkpointer.save`.
+        refused: Why there is none; told to the other ranks in its turn, and raised.
+    """
+
+    def __init__(
+        self, step: int, progress: Progress | None, refused: Exception | None = None
+    ) -> None:
+        self.refused = refused
+        self.step = step
+        self.progress = long_call.checked(progress)
+        self.began = time.perf_counter()
+        self.job: SaveJob | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Stop soon; from any thread."""
+        self.cancelled = True
+        job = self.job
+        if job is not None:
+            job.cancel()
+
+    def check(self) -> None:
+        """Raise Cancelled if it was cancelled."""
+        if self.cancelled:
+            raise Cancelled
+
+
+# A program may end without having closed its Checkpointers, or dropped them.
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _known() -> list[Saver]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread makes or drops one just now
+            return list(_savers)
+
+
+def _no_thread(failed: BaseException) -> None:
+    logger.error("the end of a Checkpointer was not waited for: %s", failed)
+
+
+def _at_exit() -> None:
+    """All that was begun is finished; what failed, and nobody was told of, is raised."""
+    failure: BaseException | None = None
+    for saver in _known():
+        if saver.released:
+            continue
+        try:
+            saver.close()
+        except BaseException as failed:
+            logger.error("a save failed, and nobody has asked for it: %s", failed)
+            failure = failure or failed
+    if failure is not None:
+        raise failure
+
+
+endings.at_exit(_at_exit)

@@ -1,0 +1,1 @@
+"""Several ranks that save or load one checkpoint."""

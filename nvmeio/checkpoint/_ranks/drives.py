@@ -1,0 +1,279 @@
+"""Drives that ranks do not share: whose part of which save lies where, and which saves are whole.
+
+    step-00000012.00000007-3fa9c1d25b60e714.part-00001-of-00004
+         │        │        │                └ of an archive of all ranks, or `rank-…`: of one
+         │        │        └ of this save, and of no other
+         │        └ how many saves were before it
+         └ its step
+
+A part gets that name when all parts of its save are durable. So a save is whole where all of them
+are named, and nothing else has to say so. What each rank has is told to all, and every rank draws
+the same conclusions from it: which is the newest, which is one too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from nvmeio._storage.directories import make_directory
+from nvmeio._storage.locks import become_writer
+from nvmeio._storage.private import create
+from nvmeio._storage.replace import temporary_name
+from nvmeio.checkpoint._manager import retention
+from nvmeio.errors import TransferError
+
+_PART = re.compile(
+    r"step-([0-9]{8,})\.([0-9]{8,})-([0-9a-f]{16})\.(part|rank)-([0-9]{5,})-of-([0-9]{5,})"
+)
+_MARK = "which-directory"
+
+# More is not told of in an error.
+_FEW = 8
+
+
+class Save(NamedTuple):
+    """One save. They sort in the order in which they were made.
+
+    Attributes:
+        order: How many were before it.
+        token: Its own.
+        step: Of the checkpoint.
+        kind: "part" or "rank"; see `PartHead`.
+        parts: How many parts it has.
+    """
+
+    order: int
+    token: str
+    step: int
+    kind: str
+    parts: int
+
+    @property
+    def name(self) -> str:
+        """What the names of its parts begin with."""
+        return f"step-{self.step:08d}.{self.order:08d}-{self.token}"
+
+    def part_name(self, number: int) -> str:
+        """The name of one of its parts."""
+        return f"{self.name}.{self.kind}-{number:05d}-of-{self.parts:05d}"
+
+
+def parsed(name: str) -> tuple[Save, int] | None:
+    """Which save and which of its parts a file is, by its name."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return None
+    step, order, token, kind, number, count = match.groups()
+    save = Save(int(order), token, int(step), kind, int(count))
+    return (save, int(number)) if int(number) < save.parts else None
+
+
+def parts_in(directories: Iterable[str]) -> list[str]:
+    """The paths of all parts; a directory that is missing has none.
+
+    Raises:
+        TransferError: A directory cannot be read.
+    """
+    found: list[str] = []
+    for directory in directories:
+        try:
+            with os.scandir(directory) as entries:
+                found += [each.path for each in entries if parsed(each.name) and each.is_file()]
+        except FileNotFoundError:
+            continue
+        except OSError as failed:
+            code = failed.errno or errno.EIO
+            raise TransferError(code, operation="open", path=directory) from failed
+    return sorted(found)
+
+
+class OwnDrives:
+    """The directories of one rank.
+
+    Attributes:
+        directories: Where it looks; it saves into the first.
+        apart: Whether they were found to be no other rank's.
+    """
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        self.directories = list(directories)
+        self.apart = False
+
+    def has(self) -> dict[str, Any]:
+        """What this rank tells the others: its directories, and the names of the parts there."""
+        names = [os.path.basename(path) for path in parts_in(self.directories)]
+        shared = any(retention.generations(directory) for directory in self.directories)
+        return {"where": ", ".join(self.directories), "names": names, "of_all": shared}
+
+    def paths(self, save: Save) -> dict[int, str]:
+        """Its parts that are here, by their number."""
+        found: dict[int, str] = {}
+        for path in parts_in(self.directories):
+            known = parsed(os.path.basename(path))
+            if known is not None and known[0] == save:
+                found.setdefault(known[1], path)
+        return found
+
+    def remove(self, save: Save, but: str | None = None) -> None:
+        """Delete its parts that are here, as far as that is possible."""
+        for path in self.paths(save).values():
+            if path != but:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
+class DriveMark:
+    """A file of no bytes by which other ranks see whether a directory is theirs, too.
+
+    Args:
+        directory: Made if it is missing.
+
+    Raises:
+        TransferError: It cannot be made there.
+    """
+
+    def __init__(self, directory: str) -> None:
+        make_directory(directory)
+        self._path = temporary_name(directory, _MARK)
+        try:
+            self._fd = create(self._path, 0o600)
+        except OSError as failed:
+            raise TransferError(
+                failed.errno or errno.EIO, operation="open", path=self._path
+            ) from failed
+        become_writer(self._fd)  # nobody who removes leftovers takes it for one
+
+    @property
+    def name(self) -> str:
+        """Its name, which no other file has."""
+        return os.path.basename(self._path)
+
+    def remove(self) -> None:
+        """Remove it. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(fd)
+
+
+class Survey:
+    """What all ranks have, from what each of them has told (`OwnDrives.has`); the same on all."""
+
+    def __init__(self, told: Sequence[dict[str, Any]]) -> None:
+        self._where = [str(each["where"]) for each in told]
+        self._of_all = any(each["of_all"] for each in told)
+        self.saves: dict[Save, dict[int, list[int]]] = {}  # → number of a part → ranks that have it
+        for rank, each in enumerate(told):
+            for name in each["names"]:
+                known = parsed(name)
+                if known is not None:
+                    save, number = known
+                    self.saves.setdefault(save, {}).setdefault(number, []).append(rank)
+
+    def whole(self) -> list[Save]:
+        """Those of which all parts are there, the oldest first."""
+        return sorted(save for save, parts in self.saves.items() if len(parts) == save.parts)
+
+    def next_order(self) -> int:
+        """Of a save that comes after all of them."""
+        return max((save.order for save in self.saves), default=0) + 1
+
+    def surplus(self, keep: int) -> tuple[list[Save], list[Save]]:
+        """What may go before a new save is whole: whole ones, the oldest first; and remains.
+
+        The newest `keep` whole ones stay, and so does what is newer than the oldest of these: a
+        drive that is missing may come back.
+        """
+        whole = self.whole()
+        stay = whole[max(len(whole) - keep, 0) :]
+        rest = sorted(set(self.saves) - set(whole))
+        remains = [save for save in rest if len(stay) == keep and save < stay[0]]
+        return whole[: len(whole) - len(stay)], remains
+
+    def chosen(self, step: int | None) -> tuple[Save, str]:
+        """The save to restore, and what there is to say of a newer one that is not whole.
+
+        Args:
+            step: Which; None for the newest.
+
+        Raises:
+            TransferError: There is none; says what is missing, and what can be restored.
+        """
+        whole = self.whole()
+        found = [save for save in whole if step in (None, save.step)]
+        newer = sorted(save for save in set(self.saves) - set(whole) if step in (None, save.step))
+        if found:
+            save = found[-1]
+            newer = [each for each in newer if each > save]
+            if not newer:
+                return save, ""
+            told = f"{self.missing(newer[-1])}; going on from step {save.step}, which is whole"
+            return save, told
+        steps = sorted({save.step for save in whole})
+        can = f"what can be restored: step {', '.join(map(str, steps))}" if steps else ""
+        if newer:
+            what = f"{self.missing(newer[-1])}; {can or 'no other step is whole, either'}"
+        elif step is None:
+            what = "there is no complete checkpoint yet, on no rank's drive"
+        else:
+            what = f"there is no step {step}; {can or 'there is none at all'}"
+        if self._of_all:
+            what += "; but checkpoints that ranks with one directory have saved: a Checkpointer "
+            what += "without shared=False restores these"
+        where = self._where[0] if len(self._where) == 1 else f"{self._where[0]} (of rank 0)"
+        raise TransferError(errno.ENOENT, operation="open", path=where, detail=what)
+
+    def missing(self, save: Save) -> str:
+        """Which of its parts are on no drive, and who has none of them."""
+        parts = self.saves[save]
+        lost = [number for number in range(save.parts) if number not in parts]
+        numbers = ", ".join(map(str, lost[:_FEW])) + (" and more" if len(lost) > _FEW else "")
+        last = save.parts - 1
+        told = f"step {save.step} is not whole: of its parts 0 to {last} nobody has {numbers}"
+        having = {rank for ranks in parts.values() for rank in ranks}
+        without = [rank for rank in range(len(self._where)) if rank not in having]
+        size = len(self._where)
+        for rank in without[:_FEW]:
+            told += f"; rank {rank} of {size} has none of it in {self._where[rank]}"
+        if without:
+            told += " (another drive, or one that is not mounted?)"
+        elif size < save.parts:
+            told += f"; {save.parts} ranks have written it, and these are {size}: give each of them"
+            told += " several directories, so that all are seen"
+        return told
+
+
+class Decision(NamedTuple):
+    """What becomes of the saves that are there; the same on all ranks.
+
+    Attributes:
+        save: The new one.
+        recycled: Whose blocks are overwritten, or None.
+        removed: What is deleted before.
+        replaced: What is deleted after: of the same step, and without recycling beyond `keep`.
+    """
+
+    save: Save
+    recycled: Save | None
+    removed: list[Save]
+    replaced: list[Save]
+
+
+def decide(survey: Survey, new: Save, keep: int, recycle: bool) -> Decision:
+    """What becomes of what is there, and of a new save once it is whole."""
+    new = new._replace(order=survey.next_order())
+    going, remains = survey.surplus(keep)
+    recycled = going[0] if going and recycle else None
+    whole = survey.whole()
+    replaced = [save for save in whole if save.step == new.step]
+    if not recycle:
+        others = [save for save in whole if save not in replaced]
+        replaced += others[: max(len(others) + 1 - keep, 0)]
+    removed = [save for save in (*going, *remains) if save != recycled]
+    return Decision(new, recycled, removed, replaced)

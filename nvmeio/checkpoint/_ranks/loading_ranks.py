@@ -1,0 +1,295 @@
+"""Ranks that load one checkpoint together: each reads a part, and has the rest from the others.
+
+    all: what file is it?            messages through the store: the one check that all came
+    rank 0: directory and pickle     to the others, who read neither
+    all: what goes where             each for its own devices
+    all: the storages                _io.shared_spans, each byte read once
+    each: unpickles
+
+After each step all ranks agree to go on. One that fails tells the others why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from hashlib import sha256
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from nvmeio._formats.torch_file import TorchFile, read_buffered
+from nvmeio._io.long_call import LongCall
+from nvmeio._io.shared_spans import RankSpan, read_together
+from nvmeio._io.spans import Span
+from nvmeio._ranks.exchange import Exchange
+from nvmeio._ranks.rank_store import Calls, RankStore
+from nvmeio._threads.caller import Cancellation
+from nvmeio.checkpoint._manager.retention import Generation
+from nvmeio.checkpoint._ranks.ranks import Messages
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.files import File
+from nvmeio.handle import AioHandle
+
+_MESSAGES = ("which", "there", "file", "beat")
+
+# The end of an archive is its directory, with the CRC-32 of every record.
+_TAIL_BYTES = 64 << 10
+
+_loads = Calls("load", "failed")
+
+
+class LoadingRanks:
+    """The ranks of one load, or a process alone, for which all of this does nothing.
+
+    Args:
+        store: What they share.
+        number: Of the load: the same on all ranks, one more each time.
+        timeout_s: How long one may make no progress, in seconds.
+    """
+
+    _sources: Sequence[RankSpan] = ()  # who has what, where not all ranks have all of it
+
+    def __init__(self, store: RankStore, number: int, timeout_s: float) -> None:
+        self._store = store
+        self._number = number
+        self._timeout_s = timeout_s
+        self._stop = Cancellation()
+        self._messages = Messages(store, number, timeout_s, store.path)
+        self._exchange: Exchange | None = None
+        self._is_over = store.alone
+        if not store.alone:
+            self._stop.then(self._messages.stop)
+
+    @classmethod
+    def of_group(cls, group: Any, timeout_s: float, path: Any) -> LoadingRanks:
+        """Those of a process group; `ALONE` for a process alone.
+
+        Raises:
+            TypeError: `group` is no process group.
+            ValueError: This process is no member of it.
+        """
+        found = _loads.begin(group, "call load without it", str(path))
+        return ALONE if found is None else cls(*found, timeout_s)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._store.alone
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank waits for another one any more."""
+        return self._is_over
+
+    def choose(self, find: Callable[[], Generation], directory: str) -> Generation:
+        """The checkpoint that rank 0 finds, as this rank sees it.
+
+        Args:
+            find: Looks for it.
+            directory: Where this rank has it.
+        """
+        if self.is_alone:
+            return find()
+        if self._messages.rank == 0:
+            first = find()
+            told = {"path": os.path.basename(first.path), "of_ranks": first.of_ranks}
+            self._messages.put("which", json.dumps(told | {"step": first.step}).encode())
+        told = json.loads(self._messages.get("which", 0))
+        path = os.path.join(directory, os.path.basename(told["path"]))
+        self._messages.put("there", b"1" if os.path.exists(path) else b"")
+        there = self._messages.gather("there")
+        self._messages.check()
+        if not all(there):
+            self._is_over = True  # all ranks find that
+            raise TransferError(
+                errno.ESTALE,
+                operation="open",
+                path=path,
+                detail=f"rank 0 has found this checkpoint, and rank {there.index(b'')} does not "
+                "find it: it was replaced meanwhile, or that rank does not see the same directory",
+            )
+        return Generation(0, told["step"], path, told["of_ranks"])
+
+    @property
+    def together(self) -> bool:
+        """Whether bytes are shared."""
+        return self._exchange is not None
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What the body raises is told to the others, for as long as they wait for this rank."""
+        try:
+            yield
+        except BaseException as failed:
+            if not self._is_over:
+                self._messages.fail(failed)
+            raise
+
+    def listen(self, call: Cancellation) -> None:
+        """Stop when this is cancelled."""
+        if not self.is_alone:
+            call.then(self._stop.cancel)
+
+    @contextlib.contextmanager
+    def loading(self, call: Cancellation) -> Iterator[None]:
+        """The load itself, in the thread that does it."""
+        self.listen(call)
+        try:
+            with self.telling():
+                yield
+        finally:
+            self._end(False)
+
+    def meet(self, file: File, together: bool) -> None:
+        """See that all have come, and have the same file.
+
+        Args:
+            file: As this rank sees it.
+            together: Whether it can be read together; else each rank reads for itself.
+
+        Raises:
+            IntegrityError: They have not the same.
+            ValueError: Some can read it together, others cannot.
+            TransferError: A rank has failed, or did not come.
+        """
+        if self._is_over:
+            return
+        nbytes = file.size()
+        tail = min(nbytes, _TAIL_BYTES)
+        digest = sha256(read_buffered(file, nbytes - tail, tail)).hexdigest()
+        mine = {"nbytes": nbytes, "tail": digest, "together": together}
+        self._messages.put("file", json.dumps(mine).encode())
+        told = [json.loads(each) for each in self._messages.gather("file")]
+        self._messages.check()  # one may have told what it sees, and then given up
+        self._forget_last()
+        self._compare(file.path, told)
+        if not together:
+            self._is_over = True
+            return
+        self._exchange = self._connected(file.path)
+
+    def _forget_last(self) -> None:
+        """All ranks have come to this load, so they have left the one before."""
+        Messages(self._store, self._number - 1, self._timeout_s, "").forget(_MESSAGES)
+
+    def _connected(self, path: str) -> Exchange:
+        return Exchange(
+            self._store.within(f"exchange/{self._number}", path, self._store.operation),
+            self._timeout_s,
+            self._messages.check,
+            self._messages.fail,
+            self._stop,
+        )
+
+    def _compare(self, path: str, told: Sequence[dict[str, Any]]) -> None:
+        """All ranks find the same, so nobody has to tell."""
+        for rank, each in enumerate(told):
+            if each["nbytes"] == told[0]["nbytes"] and each["tail"] == told[0]["tail"]:
+                continue
+            self._is_over = True
+            what = f"{each['nbytes']} bytes, where rank 0 has {told[0]['nbytes']}"
+            if each["nbytes"] == told[0]["nbytes"]:
+                what = "as many bytes, and other records"
+            raise IntegrityError(
+                f"{path}: rank {rank} has another file than rank 0: {what}; give all ranks the "
+                "same one, or load without process_group",
+                expected=told[0]["tail"],
+                found=each["tail"],
+            )
+        if any(each["together"] != told[0]["together"] for each in told):
+            self._is_over = True
+            raise ValueError(
+                f"{path}: some ranks want all of it on the meta device, or mapped (mmap=True), and "
+                "others do not: ranks that load together all read it, or none"
+            )
+
+    def open(self, new: Callable[..., TorchFile]) -> TorchFile:
+        """The checkpoint, whose directory and pickle rank 0 reads for all.
+
+        Args:
+            new: Makes it, of what rank 0 has told (``told=``).
+        """
+        exchange = self._exchange
+        if exchange is None:
+            return new()
+        found: list[TorchFile] = []
+        with exchange.agreeing():
+            if exchange.rank == 0:
+                found.append(new())
+        if exchange.rank == 0:
+            exchange.share(found[0].told(), 0)
+        else:
+            found.append(new(told=exchange.share(None, 0)))
+        return found[0]
+
+    def agreeing(self) -> AbstractContextManager[None]:
+        """See `Exchange.agreeing`."""
+        return contextlib.nullcontext() if self._exchange is None else self._exchange.agreeing()
+
+    def read(
+        self,
+        get_handle: Callable[[], AioHandle],
+        file: File,
+        spans: Sequence[Span],
+        device: torch.device,
+        call: LongCall,
+    ) -> list[torch.Tensor]:
+        """Read spans, a part of them by each rank, or each byte by one that has it."""
+        exchange = self._exchange
+        assert exchange is not None
+        with exchange.agreeing():
+            get_handle()
+        return read_together(
+            spans,
+            device,
+            exchange,
+            handle=get_handle(),
+            file=file,
+            call=call,
+            sources=self._sources,
+        )
+
+    def part(self) -> None:
+        """All ranks have all bytes: from here on nobody needs another one."""
+        self._is_over = True
+        self._end(True)
+
+    def _end(self, well: bool) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.end(well)
+
+
+Ranks = TypeVar("Ranks", bound=LoadingRanks)
+
+
+class Attempts(Generic[Ranks]):
+    """One load after the other by the ranks, of which the first is begun at once.
+
+    So what its caller is refused can be told to those that wait for this rank.
+
+    Args:
+        new: Begins the next one.
+    """
+
+    def __init__(self, new: Callable[[], Ranks]) -> None:
+        self._new = new
+        self._first = new()
+        self._begun = False
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around the call; see `LoadingRanks.telling`."""
+        return self._first.telling()
+
+    def next(self) -> Ranks:
+        """The first of them, and later another one."""
+        begun, self._begun = self._begun, True
+        return self._new() if begun else self._first
+
+
+ALONE = LoadingRanks(RankStore(None, 0, 1, "", "load"), 0, 1.0)

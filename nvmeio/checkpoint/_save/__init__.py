@@ -1,0 +1,1 @@
+"""Saving at once: torch archives and safetensors files."""

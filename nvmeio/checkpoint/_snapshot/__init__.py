@@ -1,0 +1,1 @@
+"""A state as it was at one moment: protected, copied, or on a device."""

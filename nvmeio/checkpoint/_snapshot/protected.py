@@ -1,0 +1,208 @@
+"""Host memory of a state that is not copied: it is written from where it lies.
+
+The kernel's write protection (`_memory.copy_on_write`) stops whoever writes to it, until the bytes
+of the moment of the save are copied aside. So they are the file's, whoever writes afterwards, and
+however.
+
+Protected is what torch or nvmeio allocated: private memory of this process, which stays for as long
+as a save holds its storage. Everything else is copied: memory that others share or write to behind
+the processor's back (shared memory, mapped files, what is page-locked for a device), whose writers
+the kernel does not stop.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Sequence
+
+from nvmeio import buffers
+from nvmeio._memory import holds, system
+from nvmeio._memory.copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtection, whole_pages
+from nvmeio._memory.mappings import Mapping
+from nvmeio._storage import crc32
+from nvmeio.checkpoint._snapshot.copies import Aside, tensor_of
+from nvmeio.checkpoint._snapshot.spans import RecordSpan
+from nvmeio.errors import TransferError
+
+
+class AsideMemory:
+    """Where a Checkpointer's protected bytes are copied to when somebody writes; kept for the next.
+
+    Its pages come when they are used: where nobody writes before the drive has the bytes, none do.
+    """
+
+    def __init__(self) -> None:
+        self._mapping: Mapping | None = None
+
+    def take(self, nbytes: int, most_bytes: int | None) -> Mapping | None:
+        """Memory for so much, or as much as there may be; None for none.
+
+        Args:
+            nbytes: What might have to be copied aside.
+            most_bytes: The most that may be used; None for half of what the machine has available.
+        """
+        mapping, held = self._mapping, 0 if self._mapping is None else self._mapping.nbytes
+        if most_bytes is None:
+            available = system.available_bytes()
+            most_bytes = nbytes if available is None else max((available + held) // 2, held)
+        wanted = min(nbytes, most_bytes)
+        if mapping is not None and (held > most_bytes or held < wanted):
+            self._mapping = mapping = None
+        if mapping is None and wanted > 0:
+            try:
+                self._mapping = mapping = Mapping(wanted)
+            except MemoryError:
+                return None  # a file takes what is copied aside
+        return mapping
+
+    def release(self) -> None:
+        """Give the memory back, once its last user is gone."""
+        self._mapping = None
+
+
+class Protected:
+    """Records that are left where they lie.
+
+    Args:
+        spans: Those that might be. Which are, `taken` says; the others have to be copied.
+        directory: Where what finds no memory aside goes, in a file without a name.
+
+    Attributes:
+        taken: The indices of `spans` that are protected from `begin` on.
+        nbytes: Of these.
+    """
+
+    def __init__(self, spans: Sequence[RecordSpan], directory: str) -> None:
+        self._directory = directory
+        large = [index for index, span in enumerate(spans) if _may_be_protected(span)]
+        large.sort(key=lambda index: spans[index][1] - spans[index][2])  # the largest first
+        large = sorted(large[:MOST_RANGES])
+        # `resize_` and `share_memory_` free the memory: refused to everybody until the end.
+        storages = [tensor_of(spans[index][0]).untyped_storage() for index in large]
+        self._storages = {storage._cdata: storage for storage in storages}
+        _in_use[id(self)] = self
+        self._held, unheld = holds.hold_all(storages)
+        kept = [
+            index
+            for place, index in enumerate(large)
+            if place not in unheld or buffers.owns(*_memory_of(spans[index]))
+        ]
+        self._protection = WriteProtection([_memory_of(spans[index]) for index in kept], directory)
+        self.taken = [
+            index for index, taken in zip(kept, self._protection.taken, strict=True) if taken
+        ]
+        self.nbytes = sum(spans[index][2] - spans[index][1] for index in self.taken)
+
+    def begin(self, memory: AsideMemory, most_bytes: int | None) -> bool:
+        """From now on the bytes are those of this moment; False where the kernel refuses.
+
+        Args:
+            memory: Where they are copied when somebody writes.
+            most_bytes: The most that may be used of it; None for what the machine allows.
+        """
+        if self._protection.protect(memory.take(self.nbytes, most_bytes)):
+            return True
+        self.end()
+        return False
+
+    def data(self, record: RecordSpan, aside: Aside) -> ProtectedBytes:
+        """A taken record's bytes, for whoever writes them.
+
+        Args:
+            record: The record.
+            aside: Bytes of it that are wanted a second time.
+        """
+        return ProtectedBytes(self, tensor_of(record[0]).data_ptr(), aside)
+
+    def read(self, address: int, nbytes: int, to: int, crc: int | None) -> int:
+        """See `WriteProtection.read`.
+
+        Raises:
+            TransferError: There was no room for what had to be copied aside.
+        """
+        try:
+            return self._protection.read(address, nbytes, to, crc)
+        except OSError as failed:
+            raise TransferError(
+                failed.errno or errno.EIO,
+                operation="write",
+                path=self._directory,
+                detail="training changed what was not saved yet; the memory for what is copied "
+                "out of its way was used up, and so it had to go into a file here. Give "
+                "the Checkpointer more memory_bytes, or wait() before the state changes",
+            ) from failed
+
+    def end(self) -> None:
+        """Nobody reads it any more: its owner may do with it what he likes. Idempotent."""
+        self._protection.end()
+        self._storages = {}
+        held, self._held = self._held, None
+        holds.end(held)
+
+    @property
+    def aside_bytes(self) -> int:
+        """What was copied aside, because somebody wrote there."""
+        return self._protection.aside_bytes
+
+    @property
+    def held_s(self) -> float:
+        """How long those who wrote were stopped, together, in seconds."""
+        return self._protection.held_s
+
+    def uses(self, cdata: int) -> bool:
+        """Whether the memory of a storage, by its ``_cdata``, is to stay where it is."""
+        return cdata in self._storages
+
+    def __repr__(self) -> str:
+        return f"<a save into {self._directory}>"
+
+
+class ProtectedBytes:
+    """The bytes of one record; see `torch_layout.ReadOnce`."""
+
+    def __init__(self, protected: Protected, address: int, aside: Aside) -> None:
+        self._protected = protected
+        self._address = address
+        self._aside = aside
+
+    def read(self, offset: int, nbytes: int, to: int, crc: int | None) -> int:
+        """Copy bytes to an address, and give their CRC-32."""
+        for low, data in self._aside:
+            if low <= offset and offset + nbytes <= low + data.nbytes:
+                return crc32.copy(to, data.data_ptr() + offset - low, nbytes, crc or 0)
+        summing = crc is not None and crc32.CAN_COPY
+        total = self._protected.read(self._address + offset, nbytes, to, crc if summing else None)
+        return total if summing or crc is None else crc32.of_memory(to, nbytes, crc)
+
+
+def _may_be_protected(span: RecordSpan) -> bool:
+    """Whether it is large enough, and only threads of this process write there."""
+    data = tensor_of(span[0])
+    return (
+        data.is_cpu
+        and whole_pages(*_memory_of(span)) >= LEAST_BYTES
+        and not data.untyped_storage().is_shared()
+        and not data.is_pinned()
+        and not buffers.is_pinned(data)
+    )
+
+
+def _memory_of(span: RecordSpan) -> tuple[int, int]:
+    """The address and the size of a span's bytes."""
+    record, low, high = span
+    return tensor_of(record).data_ptr() + low - record.offset, high - low
+
+
+# By their own numbers: several may be in one storage. Whoever is dropped has ended.
+_in_use: weakref.WeakValueDictionary[int, Protected] = weakref.WeakValueDictionary()
+
+
+def _user_of(cdata: int) -> Protected | None:
+    users = (refer() for refer in _in_use.valuerefs())
+    return next((user for user in users if user is not None and user.uses(cdata)), None)
+
+
+holds.refuse_sharing(_user_of)
+os.register_at_fork(after_in_child=_in_use.clear)  # its parent's

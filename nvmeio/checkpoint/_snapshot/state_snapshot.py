@@ -1,0 +1,299 @@
+"""What one save keeps of a state: every byte as it was when `save` was called.
+
+Most of it is not copied. What a record becomes depends on where its bytes are:
+
+- host memory that the kernel can write-protect stays where it is (`_protected`);
+- other host memory, and what is small, is copied at once (`_snapshot`);
+- a device's memory is copied by a stream beside (`_device_copies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from nvmeio._formats.torch_layout import Data, FileLayout, StorageRecord
+from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
+from nvmeio._threads.jobs import Job
+from nvmeio.checkpoint._snapshot.copies import (
+    LEAST_BYTES,
+    ReadBytes,
+    Snapshot,
+    SnapshotMemory,
+    SnapshotPart,
+    device_of,
+    overlap,
+    tensor_of,
+    with_aside,
+)
+from nvmeio.checkpoint._snapshot.device_copies import DeviceCopies
+from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
+from nvmeio.checkpoint._snapshot.spans import RecordSpan, Spans
+from nvmeio.errors import BackendUnavailableError
+
+WAYS = ("auto", "protect", "copy")
+
+
+def checked_way(way: object) -> str:
+    """How snapshots are to be taken, where that is possible here.
+
+    Raises:
+        ValueError: It is none of `WAYS`.
+        BackendUnavailableError: "protect", where the kernel protects no memory for this process.
+    """
+    if not isinstance(way, str) or way not in WAYS:
+        raise ValueError(f"snapshot must be 'auto', 'protect' or 'copy', not {way!r:.80}")
+    if way == "protect" and support().kind == "none":
+        raise BackendUnavailableError(
+            "snapshot='protect' needs userfaultfd with write protection, which this process lacks",
+            attempts=support().attempts,
+            remedy=f"{HOW_TO_ALLOW}; or take snapshot='auto', which copies where it has to",
+        )
+    return way
+
+
+class Snapshots:
+    """How one Checkpointer takes its snapshots, and the memory that is kept between them.
+
+    Args:
+        memory_bytes: As for `Checkpointer`.
+        way: One of `WAYS`; "auto" protects memory where all writes are seen.
+        directory: Where it saves.
+    """
+
+    def __init__(self, memory_bytes: int | None, way: str, directory: str) -> None:
+        self.copies = SnapshotMemory(memory_bytes)
+        self.staging = SnapshotMemory(memory_bytes)
+        self.aside = AsideMemory()
+        self.way = way
+        self.directory = directory
+
+    def new(self, part: SnapshotPart) -> StateSnapshot:
+        """The snapshot of a state as it is now; see `StateSnapshot.take`."""
+        return StateSnapshot(part, self, self.why_copied is None)
+
+    @property
+    def why_copied(self) -> str | None:
+        """Why host memory is copied; None where it is protected."""
+        kind = support().kind
+        if self.way == "copy":
+            return "snapshot='copy'"
+        if kind == "any" or (kind == "user" and self.way == "protect"):
+            return None
+        return f"no write protection: {support().reason}; {HOW_TO_ALLOW}"
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.copies.release()
+        self.staging.release()
+        self.aside.release()
+
+
+class StateSnapshot:
+    """The bytes of a layout's storages within a part of the file.
+
+    One thread makes it and calls `take`; the state must not change before that returns. Another
+    writes `layout`, and tells by `written` how far it is.
+
+    Args:
+        part: What of the file.
+        memories: Where copies go.
+        protects: Whether memory is protected where that is possible.
+
+    Attributes:
+        layout: The same layout on the snapshot's memory.
+
+    Raises:
+        MemoryError: There is no room for what has to be copied.
+    """
+
+    def __init__(self, part: SnapshotPart, memories: Snapshots, protects: bool) -> None:
+        self._memories = memories
+        spans = {
+            index: (record, max(record.offset, part.start), min(record.end, part.end))
+            for index, record in enumerate(part.source.records)
+            if overlap(record, part.start, part.end)
+        }
+        on_host = [index for index, span in spans.items() if device_of(span[0]).type == "cpu"]
+        self._protected: Protected | None = None
+        if protects:
+            self._protected = Protected([spans[index] for index in on_host], memories.directory)
+        try:
+            self._arrange(part, spans, on_host)
+            if self._protected is not None and not self._protected.begin(
+                memories.aside, self._most_aside()
+            ):
+                self._protected = None
+                self._arrange(part, spans, on_host)  # all of it is copied, then
+        except BaseException:
+            self._end_protection()
+            raise
+        if self._protected is None:
+            memories.aside.release()
+
+    def _arrange(
+        self, part: SnapshotPart, spans: Mapping[int, RecordSpan], on_host: Sequence[int]
+    ) -> None:
+        """Decide what becomes of each record, and find memory for what is copied.
+
+        Nothing of the state is kept here: what was copied is its owner's alone again.
+        """
+        memories, protected = self._memories, self._protected
+        left = [] if protected is None else [on_host[index] for index in protected.taken]
+        stays = set(left)
+        here = set(on_host)
+        copied = {i: span for i, span in spans.items() if i in here and i not in stays}
+        on_device = {i: span for i, span in spans.items() if i not in here}
+        self._spans = Spans([(low, high) for _, low, high in copied.values()])
+        packed = SnapshotPart(_packed(copied.values(), self._spans), 0, self._spans.end)
+        self._copied = Snapshot(memories.copies, packed)
+        self._device: DeviceCopies | None = None
+        budget = memories.copies.budget_bytes
+        if on_device:
+            most = None if budget is None else max(budget - memories.copies.nbytes, LEAST_BYTES)
+            self._device = DeviceCopies(list(on_device.values()), memories.staging, most)
+        else:
+            memories.staging.release()
+
+        aside = part.aside()
+        reads: dict[int, Data] = {}
+        for index in left:
+            assert protected is not None
+            reads[index] = protected.data(spans[index], aside.get(index, ()))
+        for number, index in enumerate(on_device):
+            assert self._device is not None
+            reads[index] = with_aside(partial(self._device.read, number), aside.get(index, ()))
+        copies = self._copied.layout.records
+        for (index, (record, low, _)), copy in zip(copied.items(), copies, strict=True):
+            reads[index] = with_aside(_shifted(copy, low - record.offset), aside.get(index, ()))
+
+        def record_of(index: int, record: StorageRecord) -> StorageRecord:
+            data = reads.get(index)
+            if data is None:
+                data = with_aside(_outside(record.name), aside.get(index, ()))
+            return record._replace(data=data)
+
+        records = [record_of(*each) for each in enumerate(part.source.records)]
+        self.layout = part.source._replace(records=records)
+
+    def _most_aside(self) -> int | None:
+        budget = self._memories.copies.budget_bytes
+        if budget is None:
+            return None
+        return max(budget - self._memories.copies.nbytes - self._memories.staging.nbytes, 0)
+
+    # What it is
+
+    @property
+    def left_bytes(self) -> int:
+        """What was not copied before `take` returns."""
+        on_device = 0 if self._device is None else self._device.nbytes
+        return on_device + self.protected_bytes
+
+    @property
+    def protected_bytes(self) -> int:
+        """Of these, in protected host memory."""
+        return 0 if self._protected is None else self._protected.nbytes
+
+    @property
+    def aside_bytes(self) -> int:
+        """Of these, what was copied aside because somebody wrote there."""
+        return 0 if self._protected is None else self._protected.aside_bytes
+
+    @property
+    def writers_held_s(self) -> float:
+        """How long those who wrote were stopped for that, in seconds."""
+        return 0.0 if self._protected is None else self._protected.held_s
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that `take` has copied."""
+        return self._copied.copied_bytes
+
+    @property
+    def stalled_s(self) -> float:
+        """How long `take` waited for memory, in seconds."""
+        return self._copied.stalled_s + (0.0 if self._device is None else self._device.stalled_s)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that is copied is held at once; else the writer has to run beside `take`."""
+        return self._copied.fits and (self._device is None or self._device.fits)
+
+    @property
+    def most_in_flight_bytes(self) -> int:
+        """What may be in flight at once."""
+        most = self._copied.most_in_flight_bytes
+        return most if self._device is None else min(most, self._device.most_in_flight_bytes)
+
+    # Its life
+
+    def take(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Copy what is neither protected nor on a device; see `Snapshot.take`."""
+        if self._device is None:
+            self._copied.take(progress)
+        elif self.fits:
+            self._device.take()
+            self._copied.take(progress)
+        else:  # the writer, who makes room, may ask for either first
+            beside = Job(lambda: self._copied.take(progress), "nvmeio-snapshot", lambda: None)
+            beside.start()
+            try:
+                self._device.take()
+            except BaseException:
+                self.stop()
+                raise
+            finally:
+                beside.wait()
+            beside.result()
+
+    def written(self, end: int) -> None:
+        """All of the file's bytes before `end` are in the file."""
+        self._copied.written(self._spans.reached(end))
+        if self._device is not None:
+            self._device.written(end)
+
+    def stop(self) -> None:
+        """Wake whoever waits, with `Cancelled`; from any thread."""
+        self._copied.stop()
+        if self._device is not None:
+            self._device.stop()
+
+    def _end_protection(self) -> None:
+        if self._protected is not None:
+            self._protected.end()
+
+    def over(self) -> None:
+        """Nobody reads it any more: the caller's memory is the caller's again."""
+        self._end_protection()
+        if self._device is not None:
+            self._device.over()
+
+
+def _shifted(copy: StorageRecord, by: int) -> ReadBytes:
+    """Reads a copy of a record without its first bytes, by places in all of it."""
+    data = copy.data
+    assert callable(data)  # of a snapshot
+    return lambda at, nbytes: data(at - by, nbytes)
+
+
+def _outside(name: str) -> ReadBytes:
+    """Refuses to read a record of which nothing is in the part."""
+
+    def refuse(at: int, nbytes: int) -> torch.Tensor:
+        raise ValueError(f"{name} is not of this part of the file")
+
+    return refuse
+
+
+def _packed(records: Iterable[RecordSpan], spans: Spans) -> FileLayout:
+    """Spans of records as a file of their own."""
+    packed: list[StorageRecord] = []
+    for (record, low, high), place in zip(records, spans.places, strict=True):
+        data = tensor_of(record)
+        if high - low < record.nbytes:
+            data = data[low - record.offset : high - record.offset]
+        packed.append(StorageRecord(record.name, place, high - low, data, record.crc_at))
+    return FileLayout(spans.end, [], packed)

@@ -1,0 +1,1 @@
+"""Past keys and values: where they go, and what tells them apart."""

@@ -1,0 +1,218 @@
+"""The seam between a model and its stream: wrapped calls, which leave its code as it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nvmeio._residency import calls
+from nvmeio.inference._modules import copies, tiling, training
+from nvmeio.inference._modules.alone import WeightSource
+from nvmeio.inference._modules.binding import check_absent, check_frozen, count_changes
+from nvmeio.inference._modules.outputs import own, tensors_in
+from nvmeio.inference._modules.stand_ins import Elsewhere
+from nvmeio.inference._modules.state_dicts import NOT_HERE, WeightOnDisk, mark_absent
+from nvmeio.inference._plan.units import Unit
+from nvmeio.inference.stream import WeightStream
+
+
+def attach(model: nn.Module, stream: WeightStream) -> None:
+    """Have a model's forward use the stream.
+
+    The model is then the stream's owner: wrappers refer to it, and when the model goes, it is
+    closed.
+    """
+    for unit in stream.units:
+        for module in unit.modules:
+            if stream.trainable:
+                training.attach(stream, unit, module)
+            else:
+                calls.wrap(module, functools.partial(_with_weights, stream, unit))
+        for linear in unit.tiled:
+            _attach_tiles(linear, unit, stream)
+        for embedding in unit.row_modules:
+            _attach_rows(embedding, unit, stream)
+        if unit.experts is not None:
+            _attach_experts(unit.experts.module, unit, stream)
+    for module in {target.module: None for target in stream.fixed.targets}:
+        if module is not model and not stream.trainable:
+            calls.wrap(module, _quietly)
+    model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
+    whole = training.whole_pass if stream.trainable else _whole_pass
+    calls.wrap(model, functools.partial(whole, stream))
+    dtypes = {p.dtype for p in model.parameters()}
+    for module in model.modules():
+        module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
+        if hasattr(module, "save_pretrained"):
+            stock: Any = module.save_pretrained
+            saving: Any = functools.partial(_save, module, stock)
+            module.save_pretrained = saving
+    owned: dict[nn.Module, set[str]] = {}
+    buffers: dict[nn.Module, dict[str, WeightSource]] = {}
+    for unit in (stream.fixed, *stream.units):
+        for target in unit.targets:
+            source = WeightSource(stream, unit, target.weight)
+            if target.is_buffer:
+                buffers.setdefault(target.module, {})[target.attribute] = source
+            elif isinstance(target.empty, Elsewhere):
+                target.empty.source = source
+        count_changes(unit.targets)
+        for target in unit.targets:
+            if target.attribute != "num_batches_tracked":  # batch norm brings its own
+                owned.setdefault(target.module, set()).add(target.attribute)
+    for module in model.modules():
+        copies.allow(module, buffers.get(module, {}))
+    for module, names in owned.items():
+        hook = functools.partial(_refuse_state, names)
+        module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        if stream.trainable:
+            training.leave_out(module, names)
+        else:
+            marking = functools.partial(mark_absent, names)
+            module._register_state_dict_hook(marking)  # type: ignore[no-untyped-call]
+
+
+def _with_weights(
+    stream: WeightStream, unit: Unit, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    _check_grad(repr(unit.name), args, kwargs)
+    use = stream.use(unit)
+    try:
+        without = calls.without_grad()
+        try:
+            return own(call(*args, **kwargs), unit)
+        finally:
+            del without
+    finally:
+        del use
+
+
+def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _check_grad("a part of the model", args, kwargs)
+    without = calls.without_grad()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        del without
+
+
+def _begin(
+    stream: WeightStream, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """A hook, and no wrapper: a hook before it may have given the model its cache."""
+    stream.begin_pass(named.get("past_key_values"))
+
+
+def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _check_grad("the model", args, kwargs)
+    without = calls.without_grad()
+    mark = stream.pass_mark()  # ends with this frame
+    try:
+        found = call(*args, **kwargs)
+    except Exception:
+        stream.end_pass()
+        raise
+    finally:
+        del without, mark
+    stream.end_pass()
+    return found
+
+
+def _check_grad(name: str, args: Any, kwargs: Any) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
+        raise RuntimeError(
+            f"{name} is streamed for inference and has no gradients: its weights are gone when a "
+            "backward pass would need them. Call the model under torch.no_grad()"
+        )
+
+
+def _refuse(
+    module: nn.Module,
+    device: torch.device,
+    dtypes: set[torch.dtype],
+    fn: Any,
+    recurse: bool = True,
+) -> nn.Module:
+    """`to`, `half`, `cuda` and the like: taken where they change nothing."""
+    for dtype in dtypes:
+        probe = torch.empty(0, dtype=dtype, device=device)
+        cause: Exception | None = None
+        try:
+            found = fn(probe)
+            if found.dtype == dtype and found.device == probe.device:
+                continue
+            to = f" to {found.dtype} on {found.device}"
+        except (RuntimeError, AssertionError) as error:  # no such device, as a rule
+            to, cause = f": {error}", error
+        raise RuntimeError(
+            f"a streamed model cannot be moved or converted ({type(module).__name__}{to}): its "
+            "weights are on disk. Give device= and dtype= to stream_model"
+        ) from cause
+    return module
+
+
+def _save(module: nn.Module, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Transformers' `save_pretrained`, of adapters and other weights that are here."""
+    if not getattr(module, "_hf_peft_config_loaded", False) and "state_dict" not in options:
+        found = module.state_dict()
+        if not found or any(isinstance(each, WeightOnDisk) for each in found.values()):
+            raise TypeError(f"save_pretrained: {NOT_HERE}")
+    return call(*args, **options)
+
+
+def _refuse_state(
+    names: set[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """`load_state_dict` would reach what is in memory, and be lost for what is on disk."""
+    if any(prefix + name in state_dict for name in names):
+        raise RuntimeError(
+            f"a streamed model takes no other weights ({prefix or type(module).__name__!r}): they "
+            "are read from its checkpoint. Write them there, and stream the model anew"
+        )
+
+
+def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None:
+    """An embedding that is not in memory looks its tokens up on the drive."""
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        if unit.resident:
+            call = functools.partial(nn.Embedding.forward, module)
+            around = training.with_weights if stream.trainable else _with_weights
+            found: torch.Tensor = around(stream, unit, call, input)
+            return found
+        _check(unit, stream)
+        rows, places = stream.rows(unit, input)
+        return functional.embedding(places, rows)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
+    """A linear layer that is not in memory computes some of its outputs at a time."""
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        _check(unit, stream)
+        return tiling.linear(unit, input, module.bias)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _check(unit: Unit, stream: WeightStream) -> None:
+    """What `WeightStream.use` looks at, of weights that are never there as a whole."""
+    check_absent(unit.targets)
+    if stream.trainable:
+        check_frozen(unit.targets)
+
+
+def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        routed = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        stream.need_experts(unit, routed)
+        return call(*args, **kwargs)
+
+    calls.wrap(module, around)

@@ -1,0 +1,1 @@
+"""Packed models: format, checksums, drives, quantisation."""

@@ -1,0 +1,158 @@
+"""The checksums of a packed model, compared as its bytes arrive.
+
+`pack` writes a CRC-32 of each tensor into the index of its file, of the experts of a layer one for
+each. The chunks of a unit arrive in any order (what the page cache holds comes past the queue), so
+each chunk is summed by itself, and a tensor's sums are joined when the last one is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._residency.reader import WantedBytes
+from nvmeio._storage import crc32
+from nvmeio.errors import IntegrityError
+from nvmeio.files import File
+from nvmeio.inference._plan.cut_sums import CutSums
+from nvmeio.inference._plan.recipes import Weight
+
+
+class ExpectedBytes(NamedTuple):
+    """What bytes of a slot should be after a read.
+
+    Attributes:
+        name: The tensor's, in the file.
+        files: Indexes of the files that they lie in.
+        offset: Where they lie there.
+        at: Where they lie in the slot.
+        nbytes: How many.
+        sum: Their CRC-32.
+        experts: Which experts have to be there for it; none for what is always read.
+        cut: Of a tile, whose `sum` is that of the whole: what is known of the tiles, and which.
+    """
+
+    name: str
+    files: tuple[int, ...]
+    offset: int
+    at: int
+    nbytes: int
+    sum: int
+    experts: range
+    cut: tuple[CutSums, int] | None = None
+
+
+def expected_of(
+    weights: Sequence[Weight],
+    starts: Sequence[int],
+    marks: Sequence[bool],
+    experts: int,
+    spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]],
+) -> tuple[ExpectedBytes, ...]:
+    """The checksums of a unit, in the order of its slot.
+
+    Args:
+        weights: Of the unit.
+        starts: For each part, the slot's byte at which it begins.
+        marks: For each part, whether its first dimension counts experts.
+        experts: How many there are.
+        spans: As `SafetensorsSet.spans`.
+    """
+
+    def files(file: int, offset: int, nbytes: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(each for each, _, _ in spans(file, offset, offset + nbytes)))
+
+    found: list[ExpectedBytes] = []
+    named = [(weight.sources, n, part) for weight in weights for n, part in enumerate(weight.parts)]
+    for (sources, number, part), start, mark in zip(named, starts, marks, strict=True):
+        if not part.extents:
+            continue
+        extent, count = part.extents[0], len(part.sums)
+        if part.cut is not None:
+            among_files = files(extent.file, extent.offset, part.nbytes)
+            place = (among_files, extent.offset, start, part.nbytes)
+            whole = part.cut[0].whole
+            found.append(ExpectedBytes(sources[number], *place, whole, range(0), part.cut))
+        for share, value in enumerate(part.sums):
+            nbytes = part.nbytes // count
+            at = share * nbytes
+            # Its experts, where there are as many checksums as these or not.
+            among = range(share * experts // count, -(-(share + 1) * experts // count))
+            found.append(
+                ExpectedBytes(
+                    sources[number],
+                    files(extent.file, extent.offset + at, nbytes),
+                    extent.offset + at,
+                    start + at,
+                    nbytes,
+                    value,
+                    among if mark else range(0),
+                )
+            )
+    return tuple(sorted(found, key=lambda each: each.at))
+
+
+class Arriving:
+    """The checksums of a slot that is being filled; used by the reader's thread.
+
+    Args:
+        expected: What is read in this fill, in the order of the slot.
+        files: Of the checkpoint.
+    """
+
+    def __init__(self, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
+        self._expected = expected
+        self._files = files
+        self._found: list[list[tuple[int, int, int]]] = [[] for _ in expected]
+
+    def arrived(self, chunk: WantedBytes) -> None:
+        """Sum what has arrived, still warm from its way in."""
+        first, last = chunk.at, chunk.at + chunk.memory.nbytes
+        address = chunk.memory.data_ptr()
+        for each, found in zip(self._expected, self._found, strict=True):
+            start, end = max(each.at, first), min(each.at + each.nbytes, last)
+            if start < end:
+                found.append(
+                    (start, end - start, crc32.of_memory(address + start - first, end - start))
+                )
+
+    def finished(self) -> None:
+        """Compare.
+
+        Raises:
+            IntegrityError: Something is not what was packed.
+        """
+        for each, found in zip(self._expected, self._found, strict=True):
+            total = 0
+            for _, nbytes, value in sorted(found):
+                total = crc32.combine(total, value, nbytes)
+            _compare(each, total, self._files)
+
+
+def verify(host: torch.Tensor, expected: Sequence[ExpectedBytes], files: Sequence[File]) -> None:
+    """Compare what lies in a slot.
+
+    Raises:
+        IntegrityError: Something is not what was packed.
+    """
+    for each in expected:
+        _compare(each, crc32.of_memory(host.data_ptr() + each.at, each.nbytes), files)
+
+
+def _compare(each: ExpectedBytes, found: int, files: Sequence[File]) -> None:
+    right = found == each.sum if each.cut is None else each.cut[0].agrees(each.cut[1], found)
+    if not right:
+        where = " or ".join(files[file].path for file in each.files)
+        raise IntegrityError(
+            f"{where}: bytes [{each.offset}, {each.offset + each.nbytes}) of "
+            f"{each.name!r} are not what was packed there{_or_others(each)}: look at `dmesg` and "
+            "`smartctl -a`, and pack the model again (checksum=False takes them as they are)",
+            expected=f"CRC-32 {each.sum:08x}" + ("" if each.cut is None else " of the whole"),
+            found=f"{found:08x}",
+        )
+
+
+def _or_others(each: ExpectedBytes) -> str:
+    return "" if each.cut is None else ", or other rows of it"

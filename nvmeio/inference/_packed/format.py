@@ -1,0 +1,223 @@
+"""What makes a safetensors file a packed one: names and metadata. No I/O here.
+
+A packed file is a valid safetensors file, one for the whole model. Its tensors have the model's own
+names and lie in the order in which they are streamed, a layer's one behind the other, each on a
+64-byte boundary and each layer on a page (padding is tensors of bytes). A quantised weight is three
+tensors; its entry in the metadata says how to read them. The metadata has a CRC-32 of each tensor,
+too (of fused experts, one of each); files of before have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._formats import packed_index
+from nvmeio._formats import safetensors_header as headers
+from nvmeio._formats.packed_drives import DrivePart
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio.errors import IntegrityError
+from nvmeio.inference._packed.quant import Quantised, can_quantise, check_setting
+from nvmeio.inference._plan.recipes import WeightPart, part_of
+
+SUFFIXES = (".nvmeio_steps", ".nvmeio_scales", ".nvmeio_minima")
+
+
+class PackedWeight(NamedTuple):
+    """How a quantised weight is described: its setting, and what it is when it is whole."""
+
+    setting: Quantised
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Packed(NamedTuple):
+    """What the index of a packed file says.
+
+    Attributes:
+        quantised: The weights that are.
+        sums: Of each tensor's bytes, in shares of equal length; None where there are none.
+    """
+
+    quantised: dict[str, PackedWeight]
+    sums: dict[str, tuple[int, ...]] | None
+
+
+class FoundWeight(NamedTuple):
+    """What a packed file holds for one weight."""
+
+    parts: tuple[WeightPart, ...]
+    sources: tuple[str, ...]
+    quantised: PackedWeight | None
+
+
+def describe(quantised: Mapping[str, PackedWeight], sums: Mapping[str, Sequence[int]]) -> str:
+    """The metadata of a packed file; as long whatever the checksums are."""
+    return json.dumps(
+        {
+            "version": packed_index.VERSION,
+            "sealed": True,
+            "quantised": {
+                name: {
+                    "bits": weight.setting.bits,
+                    "group_size": weight.setting.group_size,
+                    "dtype": headers.NAMES[weight.dtype],
+                    "shape": list(weight.shape),
+                }
+                for name, weight in quantised.items()
+            },
+            "crc32": {name: [f"{value:08x}" for value in of] for name, of in sums.items()},
+        }
+    )
+
+
+def parse(checkpoint: SafetensorsSet, checksum: bool = True) -> Packed | None:
+    """What a packed checkpoint says of itself; None if it is not packed.
+
+    Args:
+        checkpoint: The files.
+        checksum: Want its checksums, if it has any.
+
+    Raises:
+        IntegrityError: Its metadata is damaged, or of a later version.
+    """
+    text = checkpoint.metadata.get(packed_index.KEY)
+    if text is None:
+        return None
+    try:
+        described = packed_index.read(text)
+        found = {
+            name: PackedWeight(
+                check_setting(value["bits"], value["group_size"]),
+                headers.DTYPES[value["dtype"]],
+                tuple(int(size) for size in value["shape"]),
+            )
+            for name, value in described["quantised"].items()
+        }
+        for name, weight in found.items():
+            if not can_quantise(weight.shape, weight.dtype, weight.setting):
+                raise ValueError(f"{name!r} of shape {weight.shape} is not of whole groups")
+        entries = {name: stored.entry for name, stored in checkpoint.tensors.items()}
+        return Packed(found, packed_index.sums_in(described, entries) if checksum else None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
+        raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
+
+
+class RankPart(NamedTuple):
+    """What the file of one rank holds: which rank's of how many, and [start, end) in the file."""
+
+    rank: int
+    ranks: int
+    spans: tuple[tuple[int, int], ...]
+
+    def holds(self, start: int, end: int) -> bool:
+        """Whether all of these bytes are there."""
+        return any(low <= start and end <= high for low, high in self.spans)
+
+
+def part_of_rank(checkpoint: SafetensorsSet) -> RankPart | None:
+    """Which rank's part of a packed model this is; None of any other.
+
+    Raises:
+        IntegrityError: It is damaged.
+    """
+    text = checkpoint.metadata.get(packed_index.PART)
+    if text is None:
+        return None
+    try:
+        part = packed_index.read_part(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
+        raise _bad(checkpoint, f"{type(failed).__name__}: {failed}") from None
+    if isinstance(part, DrivePart):
+        return None
+    base = base_of(checkpoint)
+    return RankPart(
+        part.rank, part.ranks, tuple((base + low, base + high) for low, high in part.spans)
+    )
+
+
+def base_of(checkpoint: SafetensorsSet) -> int:
+    """Where the first byte behind the header of a packed file lies."""
+    return min((stored.entry.start for stored in checkpoint.tensors.values()), default=0)
+
+
+def rank_directory(rank: int) -> str:
+    """Where `pack` writes the part of a rank."""
+    return f"rank-{rank}"
+
+
+def of_rank(path: str | os.PathLike[str], rank: int | None) -> str | os.PathLike[str]:
+    """Of a directory of several ranks' parts the one of a rank; anything else as it is.
+
+    Raises:
+        ValueError: It is one of several ranks, and there is no rank.
+        FileNotFoundError: It has no such part.
+    """
+    if not os.path.isdir(os.path.join(path, rank_directory(0))):
+        return path
+    if rank is None:
+        raise ValueError(
+            f"{os.fspath(path)} holds a model in the parts of several ranks: stream it with "
+            "process_group= in as many processes, or pack it without --ranks"
+        )
+    own = os.path.join(path, rank_directory(rank))
+    if not os.path.isdir(own):
+        raise FileNotFoundError(
+            f"{os.fspath(path)} was packed for fewer ranks: it has no {rank_directory(rank)}"
+        )
+    return own
+
+
+def part_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file with a rank's part, where a directory holds one; anything else as it is."""
+    part = os.path.join(path, packed_index.PART_NAME)
+    return part if os.path.isfile(part) else path
+
+
+def parts_of(checkpoint: SafetensorsSet, packed: Packed) -> dict[str, FoundWeight]:
+    """For each weight of a packed checkpoint, what it is read from.
+
+    Raises:
+        IntegrityError: A part of a quantised weight is missing, or not what the setting says.
+    """
+    found: dict[str, FoundWeight] = {}
+    taken: set[str] = set()
+
+    def part(stored: StoredTensor) -> WeightPart:
+        sums = () if packed.sums is None else packed.sums[stored.name]
+        return part_of(stored)._replace(sums=sums)
+
+    for name, weight in packed.quantised.items():
+        setting, shape = weight.setting, weight.shape
+        wanted = (
+            (torch.uint8, setting.packed_shape(shape)),
+            (torch.float32, setting.groups_shape(shape)),
+            (torch.float32, setting.groups_shape(shape)),
+        )
+        parts = []
+        for suffix, (dtype, sizes) in zip(SUFFIXES, wanted, strict=True):
+            stored = checkpoint.tensors.get(name + suffix)
+            if stored is None:
+                raise _bad(checkpoint, f"it lacks {name + suffix!r}")
+            made = part(stored)
+            if (made.dtype, made.shape) != (dtype, sizes):
+                raise _bad(checkpoint, f"{stored.name!r} is {made.dtype} {made.shape}, not {sizes}")
+            parts.append(made)
+            taken.add(stored.name)
+        found[name] = FoundWeight(tuple(parts), tuple(name + suffix for suffix in SUFFIXES), weight)
+    for name, stored in checkpoint.tensors.items():
+        if name not in taken and not name.startswith(packed_index.PADDING):
+            found[name] = FoundWeight((part(stored),), (name,), None)
+    return found
+
+
+def _bad(checkpoint: SafetensorsSet, what: str) -> IntegrityError:
+    return IntegrityError(
+        f"{checkpoint.path} is no valid packed model: {what}; pack it again",
+        expected="what nvmeio pack writes",
+        found=what,
+    )

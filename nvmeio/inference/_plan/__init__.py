@@ -1,0 +1,1 @@
+"""What is streamed: the units of a model, where their bytes are, what memory is spent on."""

@@ -1,0 +1,172 @@
+"""How much memory holds which weights: what stays, and how wide the window is. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvmeio import _checks
+from nvmeio._files.plan import round_up
+from nvmeio._memory.system import huge_page_bytes
+from nvmeio.inference._plan.units import Unit
+
+# Layers in the window unless a number is asked for: one in use, one arriving, one in the queue.
+WINDOW = 3
+
+
+class TooSmall(ValueError):
+    """A budget does not hold what is needed at once.
+
+    Args:
+        budget: Bytes.
+        layers: In the window.
+        least: Bytes that would do.
+        in_tiles: Those that would do where matrices are cut, if these are fewer.
+
+    Attributes:
+        layers: As given.
+        least: The fewest bytes that would do.
+    """
+
+    def __init__(
+        self, budget: int | None, layers: int, least: int, in_tiles: int | None = None
+    ) -> None:
+        cut = ""
+        if in_tiles is not None:
+            cut = f"with matrices in tiles, {in_tiles} bytes would do; with whole layers, "
+        super().__init__(
+            f"resident_bytes={budget} is too small: {cut}the parts outside of the layers, a window "
+            f"of {layers} layer{'s' if layers > 1 else ''} and the room for conversions need "
+            f"{least} bytes"
+        )
+        self.layers = layers
+        self.least = least if in_tiles is None else in_tiles
+
+
+class Shares(NamedTuple):
+    """What the budget is spent on, in bytes.
+
+    Attributes:
+        window: The slots of what is streamed; 0 where everything stays.
+        resident: What stays, the fixed parts included.
+        work: Room for converted weights of one unit.
+        layers: How many of the largest streamed unit the window holds.
+        others: Room for what only other ranks want.
+    """
+
+    window: int
+    resident: int
+    work: int
+    layers: int
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        """All memory that holds weights."""
+        return self.window + self.resident + self.work + self.others
+
+
+def check_numbers(window: int | None, resident_bytes: int | None) -> None:
+    """Raise if what a user gave is no number of layers, or of bytes.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is below 1.
+    """
+    for name, value in (("window", window), ("resident_bytes", resident_bytes)):
+        if value is not None:
+            _checks.integer(name, value, 1)
+
+
+def share_out(
+    fixed: Unit,
+    units: Sequence[Unit],
+    budget: int | None,
+    window: int | None,
+    others: int = 0,
+) -> Shares:
+    """Decide what stays, and mark it (`Unit.resident`).
+
+    As many layers as fit stay, evenly spaced: while they compute, the drive brings those in
+    between. An output head is kept before any layer, for it would widen the window; an embedding
+    last, for reading its rows costs next to nothing.
+
+    Args:
+        fixed: Stays in any case.
+        units: In order.
+        budget: Bytes for all weights; None keeps nothing but the fixed parts.
+        window: Layers in the window, at least 1; None takes 3, or fewer where the budget wants it.
+        others: Room for what only other ranks want.
+
+    Raises:
+        TooSmall: The budget is too small for the fixed parts and a window of one layer; says
+            what would do.
+    """
+    wider = [window] if window is not None else [WINDOW, 2, 1]
+    least = 0
+    for layers in wider:
+        shares = _shares(fixed, units, frozenset(), layers, others)
+        least = shares.total
+        everything = _shares(fixed, units, _that_may_stay(units), layers, others)
+        fits = budget is None or shares.total <= budget
+        if fits or (budget is not None and everything.total <= budget):
+            break
+    else:
+        raise TooSmall(budget, wider[-1], least)
+    kept = frozenset() if budget is None else _choose(fixed, units, budget, layers, others)
+    for number, unit in enumerate(units):
+        unit.resident = number in kept
+    return _shares(fixed, units, kept, layers, others)
+
+
+def _choose(
+    fixed: Unit, units: Sequence[Unit], budget: int, window: int, others: int
+) -> frozenset[int]:
+    def fits(kept: frozenset[int]) -> bool:
+        return _shares(fixed, units, kept, window, others).total <= budget
+
+    everything = _that_may_stay(units)
+    if fits(everything):
+        return everything
+    heads = [n for n, unit in enumerate(units) if not unit.is_layer and unit.modules]
+    layers = [n for n, unit in enumerate(units) if unit.is_layer]
+    rows = [n for n, unit in enumerate(units) if not unit.modules and not unit.tiles]
+    kept: frozenset[int] = frozenset()
+    for number in heads:
+        if fits(kept | {number}):
+            kept |= {number}
+    for count in range(len(layers), 0, -1):
+        spread = frozenset(layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count))
+        if fits(kept | spread):
+            kept |= spread
+            break
+    for number in rows:
+        if fits(kept | {number}):
+            kept |= {number}
+    return kept
+
+
+def _that_may_stay(units: Sequence[Unit]) -> frozenset[int]:
+    """All but what tiles are read in the place of."""
+    return frozenset(number for number, unit in enumerate(units) if not unit.tiles)
+
+
+def _shares(
+    fixed: Unit, units: Sequence[Unit], kept: frozenset[int], window: int, others: int
+) -> Shares:
+    streamed = [unit.streamed_bytes for n, unit in enumerate(units) if n not in kept]
+    slots = [nbytes for nbytes in streamed if nbytes]
+    layers = min(window, len(slots))
+    resident = fixed.layout.nbytes if fixed.weights else 0
+    # What is converted anyhow for the fixed parts is kept as it comes out of it.
+    resident += fixed.converted_bytes
+    resident += sum(units[n].layout.nbytes for n in kept)
+    work = max((unit.converted_bytes for unit in units if unit.modules), default=0)
+    work = max(work, max((units[n].converted_bytes for n in kept), default=0))
+    return Shares(_arena(layers * max(slots, default=0)), _arena(resident), work, layers, others)
+
+
+def _arena(nbytes: int) -> int:
+    """What a mapping of so many bytes takes; see `Mapping`."""
+    huge = huge_page_bytes()
+    return nbytes if nbytes < 8 * huge else round_up(nbytes, huge)

@@ -1,0 +1,148 @@
+"""A model's tensors beside a checkpoint's: which is which, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio.errors import IntegrityError
+from nvmeio.inference._packed import format
+from nvmeio.inference._packed.format import FoundWeight, Packed
+from nvmeio.inference._plan import transformers
+from nvmeio.inference._plan.recipes import Weight, part_of
+
+
+class Matched(NamedTuple):
+    """Weights by the id of the meta tensor that each is shown as, and in the model's order."""
+
+    by_tensor: dict[int, Weight]
+    weights: list[Weight]
+
+
+def match(
+    model: nn.Module, checkpoint: SafetensorsSet, strict: bool, packed: Packed | None = None
+) -> Matched:
+    """Find what each tensor of a model is read from.
+
+    Args:
+        model: Its parameters on the meta device. Buffers there must be in the checkpoint too.
+        checkpoint: Under the model's names, or (for transformers' models) those that
+            `from_pretrained` takes.
+        strict: Refuse tensors that the model has no place for.
+        packed: What its index says, of a packed one.
+
+    Raises:
+        IntegrityError: A tensor is missing, has no place in the model, or has another shape; names
+            tensor and file.
+        ValueError: A parameter is not on the meta device.
+    """
+    found, unexpected = _found(model, checkpoint, packed)
+    by_tensor: dict[int, Weight] = {}
+    weights: list[Weight] = []
+    tied: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _tensors_of(model):
+        tensors[id(tensor)] = tensor
+        tied.setdefault(id(tensor), []).append(name)
+    missing: list[str] = []
+    used: set[str] = set()
+    for key, names in tied.items():
+        used.update(names)
+        there = next((name for name in names if name in found), None)
+        if there is None:
+            missing.append(names[0])
+            continue
+        weight = _weight(there, tensors[key], found[there], checkpoint)
+        by_tensor[key] = weight
+        weights.append(weight)
+    if missing:
+        raise IntegrityError(
+            f"{checkpoint.path} lacks {_some(missing)}, which the model has: it belongs to another "
+            "model, or is not complete",
+            expected=missing,
+            found=sorted(checkpoint.tensors)[:20],
+        )
+    unexpected += [name for name in found if name not in used]
+    if unexpected and strict:
+        stored = checkpoint.tensors.get(unexpected[0])
+        where = checkpoint.path if stored is None else checkpoint.files[stored.file].path
+        raise IntegrityError(
+            f"{where} holds {_some(unexpected)}, for which the model has no place: it belongs to "
+            "another model (strict=False leaves them out)",
+            expected=sorted(used)[:20],
+            found=unexpected,
+        )
+    return Matched(by_tensor, weights)
+
+
+def _found(
+    model: nn.Module, checkpoint: SafetensorsSet, packed: Packed | None
+) -> tuple[dict[str, FoundWeight], list[str]]:
+    if packed is not None:
+        return format.parts_of(checkpoint, packed), []
+    if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
+        parts, unexpected = transformers.parts_of(model, checkpoint)
+        return {
+            name: FoundWeight((part,), names, None) for name, (part, names) in parts.items()
+        }, unexpected
+    plain = {
+        name: FoundWeight((part_of(stored),), (name,), None)
+        for name, stored in checkpoint.tensors.items()
+    }
+    return plain, []
+
+
+def _tensors_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Every parameter, and every buffer on the meta device, under all of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, where it takes memory already: "
+                "build "
+                'the model within `with torch.device("meta"):`'
+            )
+        yield name, parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if attribute in module._non_persistent_buffers_set:
+                raise ValueError(
+                    f"buffer {name!r} is on the meta device, and no checkpoint holds it: give "
+                    "it its "
+                    "value before, on a real device"
+                )
+            yield name, buffer
+
+
+def _weight(
+    name: str, tensor: torch.Tensor, found: FoundWeight, checkpoint: SafetensorsSet
+) -> Weight:
+    shape = tuple(tensor.shape)
+    stored = found.parts[0].shape if found.quantised is None else found.quantised.shape
+    if stored != shape:
+        extent = found.parts[0].extents[0] if found.parts[0].extents else None
+        where = checkpoint.path if extent is None else checkpoint.files[extent.file].path
+        raise IntegrityError(
+            f"tensor {found.sources[0]!r} in {where} has shape {stored}, the model wants "
+            f"{shape} for "
+            f"{name!r}: it belongs to another configuration",
+            expected=shape,
+            found=stored,
+        )
+    quantised = None if found.quantised is None else found.quantised.setting
+    return Weight(name, tensor.dtype, shape, found.parts, quantised, found.sources)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return (
+        f"tensor {shown}"
+        if len(names) == 1
+        else (f"{len(names)} tensors, {shown}" + (", …" if len(names) > 5 else ""))
+    )

@@ -1,0 +1,185 @@
+"""Where the parts of a unit lie in its slot, and the reads that bring them there. No I/O here.
+
+A file's pages are read into the slot's pages: a tensor lies at the same offset within its memory
+page as within its file page, so that direct I/O needs no bounce, and at the alignment at which a
+memory-mapped file would have it. (Matrix kernels give other last bits at other alignments of 16
+bytes: the same alignment is part of "the same logits, bit for bit".) Neighbours in a file are one
+read. What is put together from several extents has an address of its own, aligned as torch's
+allocator aligns, and its extents are bounced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
+from nvmeio._io.span_plan import HOLE_BYTES, read_to
+from nvmeio.inference._plan.recipes import FileExtent, WeightPart
+
+
+class Read(NamedTuple):
+    """One read: [start, end) of a file, to byte `at` of the slot."""
+
+    file: int
+    start: int
+    end: int
+    at: int
+
+
+class SlotLayout(NamedTuple):
+    """The slot of one unit.
+
+    Attributes:
+        nbytes: Whole pages.
+        starts: For each part, the slot's byte at which it begins.
+        reads: What fills every part but those of experts.
+        experts: For each expert, the reads that fill its share of those parts.
+        all_experts: The same for all of them, as few reads.
+    """
+
+    nbytes: int
+    starts: tuple[int, ...]
+    reads: tuple[Read, ...]
+    experts: tuple[tuple[Read, ...], ...] = ()
+    all_experts: tuple[Read, ...] = ()
+
+
+def lay_out(
+    parts: Sequence[WeightPart],
+    sizes: Sequence[int],
+    experts: Sequence[bool] = (),
+    count: int = 0,
+    own_alignment: bool = False,
+) -> SlotLayout:
+    """Plan a slot.
+
+    Args:
+        parts: What the unit consists of.
+        sizes: For each file, its size in bytes.
+        experts: For each part, whether its first dimension counts experts, that are read when they
+            are needed; all of them none by default.
+        count: How many experts there are.
+        own_alignment: A tensor that lies on an odd address for 16 bytes in its file is moved to one
+            that torch's allocator would give it, which costs a bounce.
+
+    Returns:
+        The plan. Reads begin on a page boundary in file and memory wherever file and memory agree.
+    """
+    marks = list(experts) or [False] * len(parts)
+    starts = [0] * len(parts)
+    reads: list[Read] = []
+    end = 0
+    plain = [
+        index
+        for index, part in enumerate(parts)
+        if len(part.extents) == 1 and not marks[index] and _may_stay(part, own_alignment)
+    ]
+    plain.sort(key=lambda index: parts[index].extents[0][:2])
+    for index in plain:
+        extent = parts[index].extents[0]
+        first = round_down(extent.offset, PAGE_BYTES)
+        last = read_to(extent.offset + extent.nbytes, sizes[extent.file])
+        run = reads[-1] if reads else None
+        if run is not None and run.file == extent.file and first - run.end <= HOLE_BYTES:
+            reads[-1] = run = run._replace(end=max(run.end, last))
+        else:
+            run = Read(extent.file, first, last, end)
+            reads.append(run)
+        starts[index] = run.at + extent.offset - run.start
+        end = round_up(run.at + run.end - run.start, PAGE_BYTES)
+    by_expert: list[list[Read]] = [[] for _ in range(count)]
+    together: list[Read] = []
+    for index, part in enumerate(parts):
+        if index in plain or not part.extents:
+            continue
+        whole = len(part.extents) == 1 and _may_stay(part, own_alignment)
+        shift = part.extents[0].offset % PAGE_BYTES if whole else 0
+        starts[index] = end + shift
+        moved = [_read(extent, starts[index], sizes, whole) for extent in _joined(part.extents)]
+        if marks[index]:
+            together += moved
+            share = part.nbytes // count
+            for number in range(count):
+                extents = _joined(_cut(part.extents, number * share, (number + 1) * share))
+                by_expert[number] += [
+                    _read(extent, starts[index], sizes, whole) for extent in extents
+                ]
+        else:
+            reads += moved
+        end = round_up(starts[index] + part.nbytes, PAGE_BYTES)
+    return SlotLayout(
+        max(end, PAGE_BYTES),
+        tuple(starts),
+        tuple(reads),
+        tuple(map(tuple, by_expert)),
+        tuple(together),
+    )
+
+
+def dealt(
+    layout: SlotLayout, spans: Callable[[int, int, int], Sequence[tuple[int, int, int]]]
+) -> SlotLayout:
+    """The same with reads of the files in which the bytes really lie.
+
+    Args:
+        layout: Planned.
+        spans: As `SafetensorsSet.spans`.
+    """
+
+    def cut(reads: Sequence[Read]) -> tuple[Read, ...]:
+        return tuple(
+            Read(file, start, end, read.at + start - read.start)
+            for read in reads
+            for file, start, end in spans(read.file, read.start, read.end)
+        )
+
+    return layout._replace(
+        reads=cut(layout.reads),
+        experts=tuple(map(cut, layout.experts)),
+        all_experts=cut(layout.all_experts),
+    )
+
+
+def _may_stay(part: WeightPart, own_alignment: bool) -> bool:
+    least = 16 if own_alignment else part.dtype.itemsize
+    return part.extents[0].offset % least == 0
+
+
+def _read(extent: FileExtent, start: int, sizes: Sequence[int], agrees: bool) -> Read:
+    at = start + extent.at
+    if not agrees:
+        return Read(extent.file, extent.offset, extent.offset + extent.nbytes, at)
+    # In whole pages, which is no more work for the drive. What lies beside in memory is then what
+    # lies beside in the file: the same bytes again, or room that nobody uses.
+    first = round_down(extent.offset, PAGE_BYTES)
+    last = read_to(extent.offset + extent.nbytes, sizes[extent.file])
+    return Read(extent.file, first, last, at - (extent.offset - first))
+
+
+def _joined(extents: Sequence[FileExtent]) -> list[FileExtent]:
+    """Pieces that follow each other in file and memory as one."""
+    found: list[FileExtent] = []
+    for extent in extents:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.file == extent.file
+            and last.offset + last.nbytes == extent.offset
+            and last.at + last.nbytes == extent.at
+        ):
+            found[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+        else:
+            found.append(extent)
+    return found
+
+
+def _cut(extents: Sequence[FileExtent], first: int, last: int) -> list[FileExtent]:
+    """What of the extents lies in [first, last) of their part."""
+    found = []
+    for extent in extents:
+        start, end = max(extent.at, first), min(extent.at + extent.nbytes, last)
+        if start < end:
+            offset = extent.offset + start - extent.at
+            found.append(FileExtent(extent.file, offset, end - start, start))
+    return found

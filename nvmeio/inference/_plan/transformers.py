@@ -1,0 +1,319 @@
+"""transformers' models without their weights, and how their names map to a checkpoint's.
+
+transformers is imported by the functions here, never by this module. They follow what
+`from_pretrained` of transformers 5 does: the class that the configuration names, the dtype, the
+tied weights, the buffers that no checkpoint holds, and the renaming and fusing of tensors
+(`transformers.conversion_mapping`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio.errors import BackendUnavailableError, IntegrityError
+from nvmeio.inference._plan.recipes import WeightPart, concatenated, part_of, stacked
+
+_UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
+
+
+def require() -> Any:
+    """The transformers package.
+
+    Raises:
+        BackendUnavailableError: It is not installed, or too old; says what to install.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        importlib.import_module("transformers.core_model_loading")
+        importlib.import_module("transformers.conversion_mapping")
+    except ImportError as failed:
+        raise BackendUnavailableError(
+            "a model directory or a configuration needs transformers 5 to become a model",
+            attempts=[("transformers", str(failed))],
+            remedy='pip install "nvmeio[transformers]", or pass a module on the meta device',
+        ) from failed
+    return transformers
+
+
+def cache_utilities() -> Any:
+    """The module of caches, of transformers.
+
+    Raises:
+        BackendUnavailableError: As `require`.
+    """
+    require()
+    return importlib.import_module("transformers.cache_utils")
+
+
+def config_of(directory: str | os.PathLike[str]) -> Any:
+    """The configuration in a model's directory."""
+    if not os.path.isfile(os.path.join(directory, "config.json")):
+        raise FileNotFoundError(
+            f"{os.fspath(directory)} holds no config.json: name a directory that save_pretrained "
+            "wrote, or pass a model on the meta device and checkpoint="
+        )
+    return require().AutoConfig.from_pretrained(directory)
+
+
+def empty_model(config: Any, dtype: torch.dtype | None, checkpoint: SafetensorsSet) -> nn.Module:
+    """The model of a configuration, its parameters and buffers on the meta device.
+
+    Args:
+        config: A `transformers.PreTrainedConfig`.
+        dtype: Of the weights; None takes the configuration's, or that of the checkpoint.
+        checkpoint: Asked for a dtype where the configuration has none.
+
+    Raises:
+        ValueError: The configuration names no architecture.
+    """
+    transformers = require()
+    wanted = dtype or config.dtype or _dtype_of(checkpoint)
+    with torch.device("meta"):
+        model: Any = _class_of(transformers, config)._from_config(config, dtype=wanted)
+    model.tie_weights()
+    _to_meta(model)
+    _keep_in_float32(model, wanted)
+    _not_saved_as_buffers(model, checkpoint)
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Constructors that name a device or a type (DiffLlama's, XLNet's) make tensors on the CPU."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        kept = module._non_persistent_buffers_set
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.is_meta or (held is module._buffers and name in kept):
+                    continue
+                if id(tensor) not in moved:
+                    empty: torch.Tensor = torch.empty_like(tensor, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    moved[id(tensor)] = empty
+                held[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _not_saved_as_buffers(model: Any, checkpoint: SafetensorsSet) -> None:
+    """Parameters that `save_pretrained` leaves out, for the class computes them (Marian).
+
+    As buffers that no checkpoint holds they are computed with the others; see `compute_buffers`.
+    """
+    patterns = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    prefix = f"{model.base_model_prefix}."
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        tails = tuple(name.removeprefix(prefix) for name in shared)
+        computed = all(any(p.search(name) for p in patterns) for name in shared)
+        if computed and not any(stored.endswith(tails) for stored in checkpoint.tensors):
+            for name in shared:
+                owner, _, attribute = name.rpartition(".")
+                module = model.get_submodule(owner)
+                empty = module._parameters.pop(attribute)
+                module.register_buffer(attribute, empty.detach(), persistent=False)
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise ValueError(
+        f"a {type(config).__name__} without architectures names no model class: set "
+        'config.architectures = ["…"], or pass a model on the meta device'
+    )
+
+
+def _dtype_of(checkpoint: SafetensorsSet) -> torch.dtype:
+    for stored in checkpoint.tensors.values():
+        dtype = part_of(stored).dtype
+        if dtype.is_floating_point:
+            return dtype
+    return torch.get_default_dtype()
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """What a model's class keeps in float32 whatever the rest is in (T5's output projections)."""
+    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    if not plan:
+        return
+    patterns = {
+        re.compile(re.escape(name).replace(r"\*", ".*")): kept for name, kept in plan.items()
+    }
+    for module_name, module in model.named_modules():
+        for attribute, parameter in list(module._parameters.items()):
+            name = f"{module_name}.{attribute}"
+            for pattern, kept in patterns.items():
+                if parameter is not None and pattern.search(name) and parameter.dtype != kept:
+                    empty = torch.empty_like(parameter, dtype=kept)
+                    module._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+
+
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Give real values to the buffers that no checkpoint holds, as `from_pretrained` does.
+
+    Args:
+        model: A `PreTrainedModel`; what is not a buffer of that kind is left as it is.
+        device: Where they go.
+    """
+    missing = [
+        (module, name)
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None and module._buffers[name].is_meta
+    ]
+    if not missing:
+        return
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = True
+    for module, name in missing:
+        module._buffers[name] = _unset(module._buffers[name])
+    owners = {module for module, _ in missing}
+    for module in model.modules():
+        # What lies around an owner may be what computes its buffer (FalconH1Model).
+        module._is_hf_initialized = owners.isdisjoint(module.modules())
+    model.initialize_weights()
+    for module, name in missing:
+        if _is_unset(module._buffers[name]):
+            raise ValueError(
+                f"transformers computes no value for buffer {name!r} of {type(module).__name__}, "
+                "and no checkpoint holds it: pass a model on the meta device that has its value"
+            )
+        module._buffers[name] = module._buffers[name].to(device)
+
+
+def _unset(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory for a buffer, with a content that shows whether anybody set it."""
+    made = torch.zeros_like(buffer, device="cpu", memory_format=torch.contiguous_format)
+    if made.dtype is not torch.bool:
+        made.view(-1).view(torch.uint8).fill_(_UNSET)
+    return made
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    if buffer.dtype is torch.bool or not buffer.numel():
+        return False
+    return bool((buffer.contiguous().view(-1).view(torch.uint8) == _UNSET).all())
+
+
+def parallel_plan(model: Any, wanted: str | Mapping[str, str], size: int) -> dict[str, str]:
+    """How transformers cuts a model for so many ranks: words by names of modules and parameters.
+
+    Args:
+        model: A `PreTrainedModel`.
+        wanted: "auto", or words that take the place of those of the model's own plan.
+        size: How many ranks.
+
+    Raises:
+        BackendUnavailableError: transformers has no tensor parallelism that is known here.
+        ValueError: There is no plan, or one with a word that transformers does not know.
+    """
+    try:
+        distributed: Any = importlib.import_module("transformers.distributed.configuration_utils")
+        importlib.import_module("transformers.distributed.tensor_parallel")
+        resolve = model._resolve_parallel_plans
+    except (ImportError, AttributeError) as failed:
+        raise BackendUnavailableError(
+            "tp_plan needs transformers' tensor parallelism on device meshes",
+            attempts=[("transformers.distributed", str(failed))],
+            remedy='pip install "transformers>=5.23", or leave tp_plan= out',
+        ) from failed
+    given = wanted if isinstance(wanted, str) else dict(wanted)
+    plan, _, _ = resolve(distributed.DistributedConfig(tp_size=size, tp_plan=given))
+    return dict(plan)
+
+
+def distribute(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
+    """Let a model on the meta device compute as one of several ranks; see `parallel_plan`."""
+    parallel: Any = importlib.import_module("transformers.distributed.tensor_parallel")
+    parallel.apply_tensor_parallelism(model, mesh, dict(plan))
+    model._tp_size = mesh.size()
+
+
+def parts_of(
+    model: Any, checkpoint: SafetensorsSet
+) -> tuple[dict[str, tuple[WeightPart, tuple[str, ...]]], list[str]]:
+    """For each tensor of a transformers model, what it is read from.
+
+    Returns:
+        Parts, with the names of their sources, by the model's name; and the checkpoint's names that
+        have no place in the model, those that its class says to ignore left out.
+
+    Raises:
+        IntegrityError: Tensors that are to be fused do not fit each other.
+        TypeError: The model's class converts weights in a way that cannot be streamed.
+    """
+    require()
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    transforms = mapping.get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    wanted = model.state_dict()
+    prefix = model.base_model_prefix
+    plain: dict[str, StoredTensor] = {}
+    fused: dict[str, dict[str, list[StoredTensor]]] = {}
+    unexpected: list[str] = []
+    ordered = sorted(checkpoint.tensors, key=loading.dot_natural_key)
+    for name in ordered:
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+        if renamed not in wanted and name in wanted:
+            renamed, pattern = name, None
+        if renamed not in wanted:
+            unexpected.append(name)
+        elif pattern is None:
+            plain[renamed] = checkpoint.tensors[name]
+        else:
+            fused.setdefault(renamed, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
+    found: dict[str, tuple[WeightPart, tuple[str, ...]]] = {
+        name: (part_of(stored), (stored.name,)) for name, stored in plain.items()
+    }
+    for name, lists in fused.items():
+        converter = by_pattern[next(iter(lists))]
+        ordered_lists = [lists[p] for p in converter.source_patterns if p in lists]
+        if len(ordered_lists) != len(converter.source_patterns):
+            raise IntegrityError(
+                f"{checkpoint.path} lacks tensors of which {name!r} is put together: there are "
+                f"{sorted(lists)}, wanted are {converter.source_patterns}",
+                expected=converter.source_patterns,
+                found=sorted(lists),
+            )
+        sources = tuple(stored.name for tensors in ordered_lists for stored in tensors)
+        found[name] = (_fuse(converter, ordered_lists, name, checkpoint), sources)
+    ignored = [
+        re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
+    ignored.append(re.compile(r"rotary_emb\.inv_freq$"))  # of old checkpoints; computed nowadays
+    return found, [n for n in unexpected if not any(p.search(n) for p in ignored)]
+
+
+def _fuse(
+    converter: Any, lists: Sequence[Sequence[StoredTensor]], name: str, checkpoint: SafetensorsSet
+) -> WeightPart:
+    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    if steps == [("MergeModulelist", 0)] and len(lists) == 1:
+        return stacked(lists, name, checkpoint)
+    if steps == [("MergeModulelist", 0), ("Concatenate", 1)]:
+        return stacked(lists, name, checkpoint)
+    if steps == [("Concatenate", 0)]:
+        return concatenated([stored for tensors in lists for stored in tensors], name, checkpoint)
+    raise TypeError(
+        f"{name!r} is made of the checkpoint's tensors by {', '.join(step for step, _ in steps)}, "
+        "which is more than reading them to a place: load the model once and save it with "
+        "save_pretrained(directory, save_original_format=False), which stores what it uses"
+    )

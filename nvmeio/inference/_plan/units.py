@@ -1,0 +1,409 @@
+"""What is streamed as one: the units of a model, found in its module tree. No I/O here.
+
+A unit is a layer with everything in it, or a larger leaf outside of the layers (an output head), or
+leaves that share their weights. Whatever is small and outside of the layers is `fixed`: always
+there. Where that is too large for the memory there is, layers are cut into their leaves, and the
+matrices of linear layers into tiles.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
+from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._residency.tiled_linear import can_be_tiled
+from nvmeio.inference._packed.checksums import ExpectedBytes, expected_of
+from nvmeio.inference._plan.recipes import Weight
+from nvmeio.inference._plan.slot_layout import SlotLayout, dealt, lay_out
+from nvmeio.inference._plan.tiles import Tile, rows_of
+
+# Leaves outside of layers up to this size are never streamed: a read of so little costs as much as
+# its round trip.
+SMALL_BYTES = 1 << 20
+# Where layers are cut, they stay up to this share of a unit: there may be hundreds of them.
+_FIXED_SHARE = 16
+# Compute with the weights of their children, some only where nothing is trained.
+_AS_ONE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class Target(NamedTuple):
+    """Where a weight goes.
+
+    Attributes:
+        module: Shows it.
+        attribute: As which parameter or buffer.
+        is_buffer: Which of the two.
+        weight: Its number in the unit.
+        empty: What stands there while it is gone, on the meta device.
+        version: How often that had been changed in place when the model was streamed; None before,
+            for a buffer, and where torch does not count it.
+    """
+
+    module: nn.Module
+    attribute: str
+    is_buffer: bool
+    weight: int
+    empty: torch.Tensor
+    version: int | None = None
+
+
+class Experts(NamedTuple):
+    """The fused experts of a unit.
+
+    Attributes:
+        module: Called with the experts that each token is routed to.
+        number: How many there are.
+        weights: Numbers of the weights whose first dimension counts them.
+    """
+
+    module: nn.Module
+    number: int
+    weights: frozenset[int]
+
+
+class Unit:
+    """What is read as one.
+
+    Attributes:
+        name: Dotted name of its (first) module.
+        modules: Whose forward needs the weights.
+        row_modules: Embeddings that can do with the rows of their tokens.
+        targets: Where the weights go.
+        weights: What there is, each once.
+        experts: The experts among them, or None.
+        layout: Its slot; set by `plan`.
+        sums: Checksums of what lies there, where the file has them; set by `plan`.
+        resident: Whether it stays once it is there; set by the budget.
+        tiles: What is read in its place, the rows of its only weight in order.
+        tiled: The linear layers that compute with these.
+        own_alignment: How `plan` was asked to lay it out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.modules: list[nn.Module] = []
+        self.row_modules: list[nn.Embedding] = []
+        self.targets: list[Target] = []
+        self.weights: list[Weight] = []
+        self.experts: Experts | None = None
+        self.layout = SlotLayout(0, (), ())
+        self.sums: tuple[ExpectedBytes, ...] = ()
+        self.resident = False
+        self.is_layer = False
+        self.tiles: list[Unit] = []
+        self.tiled: list[nn.Linear] = []
+        self.own_alignment = False
+
+    def plan(self, checkpoint: SafetensorsSet, own_alignment: bool) -> None:
+        """Lay out the slot."""
+        self.own_alignment = own_alignment
+        sizes = [file.size() for file in checkpoint.files]
+        parts = [part for weight in self.weights for part in weight.parts]
+        marks = [
+            self.experts is not None and number in self.experts.weights
+            for number, weight in enumerate(self.weights)
+            for _ in weight.parts
+        ]
+        count = 0 if self.experts is None else self.experts.number
+        layout = lay_out(parts, sizes, marks, count, own_alignment)
+        self.layout = dealt(layout, checkpoint.spans)
+        self.sums = expected_of(self.weights, layout.starts, marks, count, checkpoint.spans)
+
+    @property
+    def converted_bytes(self) -> int:
+        """Room that conversions need while it is used."""
+        return sum(round_up(weight.converted_bytes, TENSOR_ALIGNMENT) for weight in self.weights)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What it takes to use it, about: its bytes, and those that they are converted to."""
+        return sum(weight.nbytes + weight.converted_bytes for weight in self.weights)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What is read when it is used and not there; for mixtures, with all experts."""
+        return self.layout.nbytes if self.modules else 0
+
+    def __repr__(self) -> str:
+        kept = "resident" if self.resident else "streamed"
+        return f"<Unit {self.name} of {self.layout.nbytes} bytes, {kept}>"
+
+
+class Partition(NamedTuple):
+    """A model in parts: `fixed` is always there, `units` in the order of the module tree."""
+
+    fixed: Unit
+    units: list[Unit]
+
+
+def partition(
+    model: nn.Module,
+    weights: dict[int, Weight],
+    layers: Sequence[nn.Module | str] | None,
+    most: int | None = None,
+) -> Partition:
+    """Cut a model into units.
+
+    Args:
+        model: Its weights on the meta device.
+        weights: By the id of the meta tensor that each is shown as.
+        layers: Modules or their names; None finds them.
+        most: Bytes of a unit, where that can be had by cutting: of larger layers the leaves are
+            units, and of larger linear layers tiles.
+
+    Raises:
+        ValueError: `layers` names what is not there, what lies within another of them, or two that
+            share a module with weights.
+
+    Layers may share modules that have none (one activation for all, a cached rotary embedding):
+    nothing of these comes or goes. Weights in a shared module would be taken away by one layer
+    while the other, which may be kept, has use of them.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    given = find_layers(model) if layers is None else _given(model, names, layers)
+    chosen = list(dict.fromkeys(given))
+    small = SMALL_BYTES
+    if most is not None:
+        small = min(small, most // _FIXED_SHARE)
+        chosen = [part for layer in chosen for part in _cut(layer, weights, most, small)]
+    covered: set[nn.Module] = set()
+    for layer in chosen:
+        inside = set(layer.modules())
+        for module in layer.modules():
+            if module not in covered:
+                continue
+            if module in chosen:
+                raise ValueError(f"layer {names[layer]!r} lies within another layer, or around one")
+            if _weights_of(module, weights):
+                raise ValueError(
+                    f"layer {names[layer]!r} shares {names[module]!r} and its weights with another "
+                    "layer: name what holds both in layers="
+                )
+        covered |= inside
+    fixed = Unit("the parts outside of the layers")
+    units: list[Unit] = []
+    groups: dict[tuple[str, ...], Unit] = {}
+    done: set[nn.Module] = set()
+    for module in model.modules():  # in the order of the tree, each once
+        if module in covered:
+            if module in chosen and module not in done:
+                done.add(module)
+                unit = Unit(names[module])
+                unit.is_layer = True
+                unit.modules = [module]
+                _take(unit, module.modules(), weights)
+                unit.experts = _experts(unit, module)
+                if unit.weights:
+                    units.append(unit)
+            continue
+        found = _weights_of(module, weights)
+        if not found:
+            continue
+        if any(True for _ in module.children()) or sum(w.nbytes for w in found) <= small:
+            _take(fixed, [module], weights)
+            continue
+        key = tuple(weight.name for weight in found)
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = Unit(names[module])
+            units.append(group)
+        elif not _takes_rows(module) and not group.modules:
+            # Tied, an embedding and a head: as a read, it takes place where the head is.
+            units.remove(group)
+            units.append(group)
+        if _takes_rows(module):
+            group.row_modules.append(module)  # type: ignore[arg-type]
+        else:
+            group.modules.append(module)
+        _take(group, [module], weights)
+    if most is not None:
+        units = [part for unit in units for part in _in_tiles(unit, fixed, weights, most)]
+    return Partition(fixed, units)
+
+
+def _cut(layer: nn.Module, weights: dict[int, Weight], most: int, small: int) -> list[nn.Module]:
+    """What of a layer is still streamed as one; the leaves beside it are by themselves.
+
+    A module that has weights of its own and children, as torch's attention has, may compute with
+    those of its children itself. Weights that two parts need stay with both in one.
+    """
+    unit = Unit("")
+    _take(unit, layer.modules(), weights)
+    children = list(layer.children())
+    own = sum(weight.nbytes for weight in _weights_of(layer, weights))
+    as_one = isinstance(layer, _AS_ONE) or (children and own > small)
+    if not unit.weights:
+        return []
+    if unit.needed_bytes <= most or as_one:
+        return [layer]
+    found = [
+        part
+        for child in children
+        if any(True for _ in child.children())
+        for part in _cut(child, weights, most, small)
+    ]
+    parts = list(dict.fromkeys(found))  # one that is called twice is one
+    return [layer] if _share(layer, parts, weights) else parts
+
+
+def _share(layer: nn.Module, parts: Sequence[nn.Module], weights: dict[int, Weight]) -> bool:
+    """Whether a module with weights is in two parts of a layer, or in one and beside them."""
+    seen: set[nn.Module] = set()
+    for each in [*(part.modules() for part in parts), _beside(layer, set(parts))]:
+        needed = {module for module in each if _weights_of(module, weights)}
+        if needed & seen:
+            return True
+        seen |= needed
+    return False
+
+
+def _beside(module: nn.Module, parts: Set[nn.Module]) -> Iterable[nn.Module]:
+    """A module, and what is in it otherwise than in some parts."""
+    if module not in parts:
+        yield module
+        for child in module.children():
+            yield from _beside(child, parts)
+
+
+def _in_tiles(unit: Unit, fixed: Unit, weights: dict[int, Weight], most: int) -> Iterable[Unit]:
+    """A unit, and behind it its tiles if it is too large, and of linear layers alone."""
+    tiled = [module for module in unit.modules if can_be_tiled(module)]
+    if unit.is_layer or not tiled or tiled != unit.modules or unit.needed_bytes <= most:
+        return [unit]
+    matrix = tiled[0].weight
+    cut = rows_of(weights[id(matrix)], most) if id(matrix) in weights else []
+    if not cut:
+        return [unit]
+    whole = Unit(unit.name)
+    whole.row_modules, whole.tiled = unit.row_modules, tiled  # type: ignore[assignment]
+    _take(whole, [*unit.row_modules, *tiled], weights, "weight")
+    _take(fixed, tiled, weights, "bias")
+    for first, last, weight in cut:
+        tile = Unit(f"{unit.name}, rows {first} to {last}")
+        module = Tile(matrix, first, last)  # type: ignore[arg-type]
+        tile.modules, tile.weights = [module], [weight]
+        tile.targets = [Target(module, "weight", False, 0, module.weight)]
+        whole.tiles.append(tile)
+    return [whole, *whole.tiles]
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, in the order of its tree.
+
+    Of transformers' models those classes that they themselves say must not be split; of others the
+    members of the outermost `ModuleList` and `Sequential` containers that hold weights.
+    """
+    classes = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    found = list(_outermost(model, lambda module: type(module).__name__ in classes))
+    if found:
+        return found
+    members = {
+        child
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for child in module.children()
+        if any(True for _ in child.parameters())
+    }
+    return list(_outermost(model, lambda module: module in members))
+
+
+def _outermost(module: nn.Module, wanted: Any) -> Iterable[nn.Module]:
+    for child in module.children():
+        if wanted(child):
+            yield child
+        else:
+            yield from _outermost(child, wanted)
+
+
+def _given(
+    model: nn.Module, names: dict[nn.Module, str], layers: Sequence[nn.Module | str]
+) -> list[nn.Module]:
+    chosen = []
+    for layer in layers:
+        if isinstance(layer, str):
+            try:
+                chosen.append(model.get_submodule(layer))
+            except AttributeError:
+                raise ValueError(f"layers names {layer!r}, which the model does not have") from None
+        elif layer in names:
+            chosen.append(layer)
+        else:
+            kind = type(layer).__name__
+            raise ValueError(f"layers holds a {kind} that is no part of the model")
+    return chosen
+
+
+def _tensors_of(module: nn.Module) -> Iterable[tuple[str, bool, torch.Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, False, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, True, buffer
+
+
+def _weights_of(module: nn.Module, weights: dict[int, Weight]) -> list[Weight]:
+    return [weights[id(t)] for _, _, t in _tensors_of(module) if id(t) in weights]
+
+
+def _take(
+    unit: Unit,
+    modules: Iterable[nn.Module],
+    weights: dict[int, Weight],
+    only: str | None = None,
+) -> None:
+    numbers = {weight.name: number for number, weight in enumerate(unit.weights)}
+    for module in modules:
+        for attribute, is_buffer, tensor in _tensors_of(module):
+            weight = weights.get(id(tensor))
+            if weight is None or (only is not None and attribute != only):
+                continue
+            if weight.name not in numbers:
+                numbers[weight.name] = len(unit.weights)
+                unit.weights.append(weight)
+            number = numbers[weight.name]
+            unit.targets.append(Target(module, attribute, is_buffer, number, tensor))
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """Whether a module needs the rows of its tokens only: the forward is an embedding's own."""
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+    )
+
+
+def _experts(unit: Unit, layer: nn.Module) -> Experts | None:
+    """The fused experts of a layer, where there is one set of them, called with the routing."""
+    found = []
+    for module in layer.modules():
+        count = getattr(module, "num_experts", None)
+        shapes = [p.shape for p in module.parameters(recurse=False)]
+        if (
+            isinstance(count, int)
+            and shapes
+            and all(len(shape) >= 2 and shape[0] == count for shape in shapes)
+            and "top_k_index" in inspect.signature(module.forward).parameters
+        ):
+            found.append(module)
+    if len(found) != 1:
+        return None
+    module = found[0]
+    numbers = [t.weight for t in unit.targets if t.module is module and not t.is_buffer]
+    others = [t.weight for t in unit.targets if t.module is not module]
+    if not numbers or set(numbers) & set(others):
+        return None
+    if any(unit.weights[number].order is not None for number in numbers):
+        return None  # an expert is no run of bytes there
+    return Experts(module, int(module.num_experts), frozenset(numbers))  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Several ranks that stream one model."""

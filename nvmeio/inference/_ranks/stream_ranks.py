@@ -1,0 +1,252 @@
+"""Ranks that stream one model together: that they have the same one, and how they are connected.
+
+    all: what is streamed, and how     the same on all of them, or nobody goes on
+    all: the smallest budget           so that the same layers stay everywhere
+
+What a rank finds wrong before that (a file that is missing) it tells the others, who wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+from nvmeio._formats import packed_index
+from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.torch_file import read_buffered
+from nvmeio._io.drives import DriveHandles
+from nvmeio._ranks.exchange import Exchange
+from nvmeio._ranks.rank_store import Calls, RankStore
+from nvmeio._residency.reader import Reader
+from nvmeio._threads.caller import Cancellation
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.inference._packed import format
+from nvmeio.inference._plan.slot_layout import Read
+from nvmeio.inference._plan.units import Unit
+from nvmeio.inference._ranks.rank_parts import shares
+from nvmeio.inference._ranks.rank_reader import Passes, RankReader, room_bytes
+
+DEFAULT_TIMEOUT_S = 120.0
+
+# Of a file that no checksums tell apart from another of the same shape.
+_TAIL_BYTES = 64 << 10
+
+_streams = Calls("stream", "failed/0")
+
+
+class Ranks:
+    """The ranks of one stream; more than one.
+
+    Args:
+        store: What they share.
+        timeout_s: How long one may make no progress, in seconds.
+    """
+
+    def __init__(self, store: RankStore, timeout_s: float) -> None:
+        self.rank, self.size = store.rank, store.size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._times = 0  # that they met
+        self._told: dict[str, Any] = {}
+        self._exchange: Exchange | None = None
+
+    @classmethod
+    def of_group(cls, group: Any, timeout_s: float, path: str) -> Ranks | None:
+        """Those of a process group; None for a process alone.
+
+        Raises:
+            TypeError: `group` is no process group.
+            ValueError: This process is no member of it.
+        """
+        found = _streams.begin(group, "call stream_model without it", path)
+        if found is None:
+            return None
+        store, number = found
+        return cls(store.within(str(number), path, "stream"), timeout_s)
+
+    # --- meeting --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What the body raises is told to the others, who wait for this rank."""
+        try:
+            yield
+        except BaseException as failed:
+            with contextlib.suppress(Exception):
+                if not self._store.check([self._key]):
+                    self._store.set(self._key, self._described(failed))
+            self.drop()
+            raise
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """The stream is opened here, for the first time or once more; all ranks do as often."""
+        if self._exchange is None:
+            self._times += 1
+        with self.telling():
+            yield
+
+    @property
+    def _key(self) -> str:
+        return f"failed/{self._times}"
+
+    def _described(self, failed: BaseException) -> bytes:
+        code = failed.errno if isinstance(failed, OSError) else None
+        text = f"{type(failed).__name__}: {failed}"[:4096]
+        return json.dumps({"rank": self.rank, "errno": code, "text": text}).encode()
+
+    def _check(self) -> None:
+        if not self._store.check([self._key]):
+            return
+        told = json.loads(self._store.get(self._key))
+        raise TransferError(
+            told["errno"] or errno.ECANCELED,
+            operation="stream",
+            path=self._store.path,
+            detail=f"rank {told['rank']} of {self.size} could not open it: {told['text']}",
+        )
+
+    def meet(self, digest: str, budget: int) -> int:
+        """Connect, and see that all ranks stream the same.
+
+        Args:
+            digest: Of what is streamed, and how.
+            budget: Bytes of memory that this rank has.
+
+        Returns:
+            The smallest budget.
+
+        Raises:
+            IntegrityError: A rank streams something else.
+            TransferError: One failed, or did not come.
+        """
+        self._told = {"digest": digest, "budget": budget}
+        self._exchange = Exchange(
+            self._store.within(f"exchange/{self._times}", self._store.path, "stream"),
+            self.timeout_s,
+            self._check,
+            lambda failed: None,
+            Cancellation(),
+        )
+        heard = self._exchange.tell(self._told)
+        for rank, each in enumerate(heard):
+            if each["digest"] != heard[0]["digest"]:
+                raise IntegrityError(
+                    f"{self._store.path}: rank {rank} streams another model than rank 0, or the "
+                    "same one with other settings (dtype, window, layers, checksum): parts of "
+                    "different models cannot be put together. Give all ranks the same model",
+                    expected=heard[0]["digest"],
+                    found=each["digest"],
+                )
+        return min(int(each["budget"]) for each in heard)
+
+    def connected(self) -> Exchange:
+        """What they send bytes through, for whoever ends it; anew where that was taken before.
+
+        Raises: As `meet`.
+        """
+        if self._exchange is None:
+            self.meet(**self._told)
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        return exchange
+
+    def drop(self) -> None:
+        """Nobody has taken the connection, and nobody will; see `Exchange.end`."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.end(False)
+
+
+def room_for_others(units: Sequence[Unit], ranks: int) -> int:
+    """Memory for a rank's part of any unit."""
+    return room_bytes([shares(unit.layout.reads, ranks) for unit in units])
+
+
+def digest_of(opened: SafetensorsSet, units: Sequence[Unit], *settings: Any) -> str:
+    """What must be the same on all ranks: bytes, where they lie, and what is made of them.
+
+    A packed model's index has its checksums. Of other files their ends tell different ones apart.
+    """
+    found = sha256(repr(settings).encode())
+    metadata = dict(opened.metadata)
+    part = format.part_of_rank(opened)
+    for name in (packed_index.PART, packed_index.SEAL):
+        metadata.pop(name, None)
+    found.update(json.dumps(metadata, sort_keys=True).encode())
+    for file in opened.files:
+        nbytes = file.size()
+        found.update(str(nbytes).encode())
+        if part is None:
+            tail = min(nbytes, _TAIL_BYTES)
+            found.update(read_buffered(file, nbytes - tail, tail))
+    for unit in units:
+        described = [(w.name, str(w.dtype), w.shape) for w in unit.weights]
+        found.update(repr((unit.name, unit.layout, described)).encode())
+    return found.hexdigest()
+
+
+def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | None) -> None:
+    """Raise where a directory does not hold what this rank is to read.
+
+    Args:
+        opened: The files.
+        units: Planned, the fixed parts first.
+        ranks: Who streams; None for a process alone.
+
+    Raises:
+        ValueError: It holds the part of another rank, of another number of ranks, or for other
+            layers.
+    """
+    part = format.part_of_rank(opened)
+    if part is None:
+        return
+    what = f"{opened.path} holds the part of rank {part.rank} of {part.ranks} of a model"
+    if ranks is None:
+        raise ValueError(
+            f"{what}: stream it with process_group= in {part.ranks} processes, or pack the model "
+            "without --ranks"
+        )
+    if part.ranks != ranks.size:
+        raise ValueError(
+            f"{what}, and there are {ranks.size} ranks: pack it for as many (nvmeio pack --ranks "
+            f"{ranks.size})"
+        )
+    if part.rank != ranks.rank:
+        raise ValueError(f"{what}, and this is rank {ranks.rank}: give each rank its own")
+    for number, unit in enumerate(units):
+        reads: Sequence[Read] = unit.layout.reads
+        # Rows of an embedding are looked up one by one, and small parts are read by everybody.
+        if number and not unit.row_modules:
+            reads = shares(reads, ranks.size)[ranks.rank]
+        for read in reads:
+            if not part.holds(read.start, read.end):
+                raise ValueError(
+                    f"{what}, and not what that rank needs of {unit.name!r}: that is another layer "
+                    "than it was packed for (stream it without layers=), or shares weights with "
+                    "another one (pack it without --ranks, and give each rank a copy)"
+                )
+
+
+def new_reader(
+    ranks: Ranks | None,
+    handles: DriveHandles,
+    checkpoint: SafetensorsSet,
+    units: Sequence[Unit],
+    passes: Passes,
+) -> Reader:
+    """What brings a stream's units: a part of each from each rank, where there are several."""
+    if ranks is None:
+        return Reader(handles)
+    exchange = ranks.connected()
+    try:
+        parts = [shares(unit.layout.reads, ranks.size) for unit in units]
+        names = [unit.name for unit in units]
+        return RankReader(handles, checkpoint, exchange, parts, names, passes, ranks.timeout_s)
+    except BaseException:
+        exchange.end(False)
+        raise

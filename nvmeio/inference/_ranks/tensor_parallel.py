@@ -1,0 +1,275 @@
+"""Tensor parallelism: each rank streams the parts of matrices that it computes with.
+
+transformers plans which matrix is cut how, and its hooks put together what the ranks compute; the
+parts are read from the files, rows as one run of bytes, columns as one run for each row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._residency import calls
+from nvmeio.errors import TransferError
+from nvmeio.inference._packed.format import Packed
+from nvmeio.inference._plan import transformers
+from nvmeio.inference._plan.matching import Matched
+from nvmeio.inference._plan.recipes import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.tiles import cut_rows
+from nvmeio.inference._ranks.stream_ranks import Ranks, digest_of
+
+# Those of transformers' words whose hooks compute with the plain part of a matrix.
+_CUT = frozenset({
+    "colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "rowwise",
+    "rowwise_rep",
+    "rowwise_split_input",
+})  # fmt: skip
+_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
+
+
+class TensorParallel:
+    """The ranks that compute one model together.
+
+    Args:
+        group: As the caller gave it.
+        ranks: Of that group.
+        path: What errors name.
+
+    Raises:
+        ValueError: The group is not of all processes.
+    """
+
+    def __init__(self, group: Any, ranks: Ranks, path: str) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self._path = path
+        self._timeout_s = ranks.timeout_s
+        self._in_pass = threading.Lock()  # stays taken when a pass fails
+        # One of its own: it ends with a pass that fails, and has the timeout that was asked for.
+        self._group: list[Any] = []
+        self._meshes: list[Any] = []
+        self._ending = weakref.finalize(self, _leave, self._group, self._meshes)
+        self._ending.atexit = False
+        # Groups of some ranks torch names by how many there are now: ranks may differ in that.
+        if dist.get_world_size(group) != dist.get_world_size():
+            raise ValueError(
+                "tp_plan takes a process_group of all processes, not of "
+                f"{dist.get_world_size(group)} of {dist.get_world_size()}"
+            )
+        made = dist.new_group(timeout=timedelta(seconds=ranks.timeout_s), backend="gloo")
+        self._group.append(made)
+
+    def cut(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, str],
+        matched: Matched,
+    ) -> Matched:
+        """Have a model compute with parts, and find where these are read.
+
+        Args:
+            model: Its parameters on the meta device; its modules get transformers' hooks.
+            plan: From `check`.
+            matched: The whole weights.
+
+        Returns:
+            What is read here.
+        """
+        meshes: Any = importlib.import_module("torch.distributed.device_mesh")
+        mesh = meshes.DeviceMesh.from_group(self._group[0], "cpu")
+        self._meshes.append(mesh)
+        before = {
+            (module, name): parameter
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        transformers.distribute(model, mesh, plan)
+        by_tensor = dict(matched.by_tensor)
+        for (module, name), whole in before.items():
+            sharded: Any = module._parameters[name]
+            if sharded is whole:
+                continue
+            (placement,) = sharded.placements
+            module._parameters[name] = whole
+            if not placement.is_shard():
+                continue
+            dim = placement.dim % whole.dim()
+            here = self._range(whole.shape[dim])
+            weight = by_tensor.pop(id(whole))
+            shape = list(whole.shape)
+            shape[dim] = here[1] - here[0]
+            empty = nn.Parameter(
+                torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad
+            )
+            module._parameters[name] = empty
+            by_tensor[id(empty)] = _part_of(weight, dim, *here)
+        return Matched(by_tensor, list(by_tensor.values()))
+
+    def _range(self, count: int) -> tuple[int, int]:
+        """What this rank has of so many rows or columns, as torch's `Shard` cuts them."""
+        each = -(-count // self.size)
+        return min(self.rank * each, count), min((self.rank + 1) * each, count)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let a pass that fails end the group; behind what streams the model."""
+        calls.wrap(model, self._pass)
+
+    def _pass(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Taken until a pass ends well, whatever interrupts it: collectives of the next one would
+        # meet those that other ranks still wait in.
+        if not self._in_pass.acquire(blocking=False):
+            self.end()
+            raise TransferError(
+                errno.ECONNRESET,
+                operation="stream",
+                path=self._path,
+                detail=f"rank {self.rank} of {self.size} computes in another thread, or a pass of "
+                "the tensor-parallel group failed: its ranks are no longer at the same place. Call "
+                "stream_model again on all of them",
+            )
+        try:
+            found = call(*args, **kwargs)
+        except BaseException as failed:
+            self.end()
+            # What torch's gloo raises where a rank is gone or does not come.
+            if isinstance(failed, RuntimeError) and _is_of_gloo(failed):
+                raise TransferError(
+                    errno.ECONNRESET,
+                    operation="stream",
+                    path=self._path,
+                    detail=f"another rank of {self.size} failed, died, or made no progress for "
+                    f"{self._timeout_s:g} s: {failed}",
+                ) from failed
+            raise
+        self._in_pass.release()
+        return found
+
+    def end(self) -> None:
+        """Leave the group: whoever waits for this rank, raises. What torch raises is dropped."""
+        self._ending()
+
+
+def _leave(groups: list[Any], meshes: list[Any]) -> None:
+    """Give up a group; its connections close with the last reference, and others have an error."""
+    while meshes:
+        # transformers' hooks have the mesh, and that the group. Where torch keeps it elsewhere,
+        # those that wait for this rank do so until their timeout.
+        kept = getattr(meshes.pop(), "_pg_registry", None)
+        if isinstance(kept, dict):
+            for name in [name for name, group in kept.items() if group in groups]:
+                del kept[name]
+    while groups:
+        with contextlib.suppress(Exception):
+            if dist.is_initialized():
+                dist.destroy_process_group(groups[-1])
+        groups.pop()
+
+
+def _is_of_gloo(failed: RuntimeError) -> bool:
+    text = str(failed)
+    return any(word in text for word in ("gloo", "Connection closed", "Timed out", "process group"))
+
+
+def check(
+    model: nn.Module,
+    wanted: str | Mapping[str, str],
+    ranks: Ranks,
+    matched: Matched,
+    packed: Packed | None,
+    opened: SafetensorsSet,
+) -> dict[str, str]:
+    """What of a model is cut how, by the names of its modules and parameters; all ranks agree.
+
+    Raises:
+        IntegrityError: Another rank streams another model, or with another plan.
+        TransferError: One failed, or did not come.
+        ValueError: It has no plan, or one that cannot be streamed.
+    """
+    if packed is not None or getattr(getattr(model, "config", None), "quantization_config", None):
+        raise ValueError(
+            f"{opened.path} is packed or quantised, and tp_plan cuts matrices as they are in plain "
+            "safetensors files: give those, or leave tp_plan= out (process_group= alone shares "
+            "the reading)"
+        )
+    if not hasattr(model, "tp_plan"):
+        raise ValueError(
+            f"tp_plan is for transformers' models, not for a {type(model).__name__}: leave it out"
+        )
+    modules = dict(model.named_modules())
+    found = transformers.parallel_plan(model, wanted, ranks.size)
+    plan = {name: word for name, word in found.items() if not _looked_up(modules, name, word)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    for name, word in plan.items():
+        if word not in _CUT | _WHOLE:
+            known = ", ".join(sorted(_CUT | _WHOLE))
+            raise ValueError(
+                f"tp_plan says {word!r} of {name!r}, which cannot be streamed: known are {known}"
+            )
+        if word in _WHOLE:
+            continue
+        owner = name.rpartition(".")[0] if name in parameters else name
+        if not isinstance(modules[owner], nn.Linear) or plan.get(owner) != word:
+            raise ValueError(
+                f"tp_plan says {word!r} of {name!r}, which belongs to a "
+                f"{type(modules[owner]).__name__}: only linear layers are cut while they stream"
+            )
+        if name in parameters and len(names[id(parameters[name])]) > 1:
+            tied = " and ".join(map(repr, names[id(parameters[name])]))
+            raise ValueError(
+                f"tp_plan cuts {name!r}, and {tied} are one weight: a tied weight is not cut while "
+                "it streams. Leave tp_plan= out (process_group= alone shares the reading)"
+            )
+    wholes = [(w.name, str(w.dtype), w.shape, w.parts) for w in matched.weights]
+    ranks.meet(digest_of(opened, (), sorted(plan.items()), wholes), 0)
+    return plan
+
+
+def _looked_up(modules: dict[str, nn.Module], name: str, word: str) -> bool:
+    """Whether it is an embedding cut by tokens, whose rows every rank looks up for itself.
+
+    transformers adds the ranks' rows, all but one of them zeros: the same values.
+    """
+    owner = modules.get(name, modules.get(name.rpartition(".")[0]))
+    return word == "embedding_rowwise" and isinstance(owner, nn.Embedding)
+
+
+def _part_of(weight: Weight, dim: int, first: int, last: int) -> Weight:
+    (part,) = weight.parts
+    cut = cut_rows(part, first, last) if dim == 0 else _columns(part, first, last)
+    kind = "rows" if dim == 0 else "columns"
+    name = f"{weight.name}, {kind} {first} to {last}"
+    return weight._replace(name=name, shape=cut.shape, parts=(cut,))
+
+
+def _columns(part: WeightPart, first: int, last: int) -> WeightPart:
+    rows, width = part.shape
+    size = part.dtype.itemsize
+    whole, run = width * size, (last - first) * size
+    extents = []
+    for extent in part.extents:
+        behind = extent.at + extent.nbytes
+        for row in range(extent.at // whole, -(-behind // whole)):
+            begin = row * whole + first * size
+            start, end = max(begin, extent.at), min(begin + run, behind)
+            if start < end:
+                offset = extent.offset + start - extent.at
+                at = row * run + start - begin
+                extents.append(FileExtent(extent.file, offset, end - start, at))
+    return WeightPart(part.dtype, (rows, last - first), tuple(extents))

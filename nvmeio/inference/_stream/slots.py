@@ -1,0 +1,465 @@
+"""The memory that weights are in: slots leased from page-locked pools, and what lies in them.
+
+A slot is a lease of a `PinnedPool`, as long as its unit is needed. For another device than the CPU
+it has a twin of the same size there, filled chunk by chunk on a stream of its own as the chunks
+arrive, and the lease is only the way in. Where backward comes, memory that is computed with is
+lent: it is used again once the last tensor over it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nvmeio import buffers
+from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
+from nvmeio._memory import devices
+from nvmeio._memory.devices import Mark
+from nvmeio._residency import window
+from nvmeio._residency.lent import LentPool, laid_over, lease_now
+from nvmeio._residency.on_device import DevicePool
+from nvmeio._residency.reader import Fill, WantedBytes
+from nvmeio.files import File
+from nvmeio.inference._packed.checksums import Arriving, ExpectedBytes, verify
+from nvmeio.inference._packed.quant import dequantise
+from nvmeio.inference._plan.budget import Shares
+from nvmeio.inference._plan.recipes import Weight
+from nvmeio.inference._plan.slot_layout import Read
+from nvmeio.inference._plan.units import Unit
+from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
+from nvmeio.pool import Lease, PinnedPool
+
+
+class Slot(window.Slot[Unit]):
+    """The memory of a unit of weights.
+
+    Attributes:
+        host: Bytes of page-locked memory, as long as `Unit.layout` says.
+        memory: The bytes on the device that computes; `host` itself on a CPU.
+        files: Indices of the files that its reads are of.
+        experts: For each expert, 1 where its bytes are there.
+        tensors: The weights, while they are bound.
+        shown: What the modules show, for each target, while they are bound.
+        work: Where converted weights are, if that is memory of its own.
+        streams: On a GPU: which were let at the weights since they were bound.
+        used: When those that were let at them before are done with them.
+    """
+
+    def __init__(
+        self, unit: Unit, lease: Lease | None, host: torch.Tensor, memory: torch.Tensor
+    ) -> None:
+        super().__init__(unit, host)
+        self.lease = lease
+        self.memory = memory
+        self.files: set[int] = set()
+        self.experts = bytearray(unit.experts.number if unit.experts else 0)
+        self.event: Mark | None = None  # on a GPU, once all copies were begun: when they are made
+        self.converted: Mark | None = None  # and when what is bound is converted
+        self.streams: list[Any] = []
+        self.used: list[Mark] = []
+        self.tensors: list[torch.Tensor] = []
+        self.shown: list[torch.Tensor] = []
+        self.work: torch.Tensor | None = None
+
+    def has(self, sum_: ExpectedBytes) -> bool:
+        """Whether all bytes of a checksum are there, or asked for."""
+        return all(self.experts[expert] for expert in sum_.experts)
+
+
+class SlotPools:
+    """The pools of one stream.
+
+    Args:
+        shares: How large they are.
+        device: Where weights are used.
+        lent: What is streamed or converted keeps its memory until the last tensor over it is gone:
+            backward may have one.
+
+    Raises:
+        MemoryError: There is not that much; says how much there is.
+    """
+
+    def __init__(self, shares: Shares, device: torch.device, lent: bool = False) -> None:
+        self.device = device
+        self._resident: PinnedPool | None = None
+        self._window: PinnedPool | None = None
+        self._lent: LentPool | None = None  # in place of the window
+        self._lent_work: LentPool | None = None
+        self._largest = shares.window // max(shares.layers, 1)  # unit of the window
+        self._work: torch.Tensor | None = None
+        self._work_used: list[Mark] = []  # by whom before, until when
+        # Of what stays and was given up by a failure: its place is kept for it. The pool has just
+        # enough for all, and another order might cut it into pieces that are too small. By name:
+        # see `Opening`.
+        self._places: dict[str, tuple[Lease, torch.Tensor]] = {}
+        # Of a GPU: twins, and until when streams that were let at them are at work there.
+        self._free: list[tuple[torch.Tensor, list[Mark]]] = []
+        self._there: DevicePool | None = None  # of a GPU: what is lent
+        self._there_work: DevicePool | None = None
+        # As `_places`, where backward may look at them.
+        self._twins: dict[str, tuple[torch.Tensor, list[Mark]]] = {}
+        self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
+        on_gpu = device.type == "cuda"
+        self._copies = devices.beside(device) if on_gpu else None
+        if lent and on_gpu:
+            self._there = DevicePool(device, shares.window, self._copies)
+            self._there_work = DevicePool(device, shares.work, self._copies)
+        lent = lent and not on_gpu
+        try:
+            if shares.resident:
+                self._resident = PinnedPool(shares.resident)
+            if shares.window and lent:
+                self._lent = LentPool(shares.window)
+            elif shares.window:
+                self._window = PinnedPool(shares.window)
+            if shares.work and lent:
+                self._lent_work = LentPool(shares.work)
+            elif shares.work and self._there_work is None:
+                self._work = self._room(shares.work)
+                self._work_used = [devices.now(device)]  # by whoever had this memory before
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def locked(self) -> bool:
+        """Whether all of it is page-locked."""
+        pools = (self._resident, self._window, self._lent)
+        return all(pool.locked for pool in pools if pool is not None)
+
+    # Slots
+
+    def take(self, unit: Unit, stays: bool) -> Slot | None:
+        """A slot for a unit, or None where none is free now."""
+        if self._lent is not None and not stays:
+            nbytes = unit.layout.nbytes
+            # In like parts of the largest: layers whose sizes differ by pages leave no odd pieces.
+            lent = self._lent.take(unit, self._largest // (self._largest // nbytes))
+            if lent is None or lent.memory is None:
+                return None
+            return Slot(unit, None, lent.host[:nbytes], lent.memory[:nbytes])
+        pool = self._resident if stays else self._window
+        if pool is None:
+            raise RuntimeError(f"no memory was set aside for {unit!r}")
+        if unit.name in self._places:
+            lease, host = self._places.pop(unit.name)
+        else:
+            memory: torch.Tensor | None = None
+            if self._there is not None and not stays:
+                memory = self._there.take(unit.layout.nbytes)
+                if memory is None:
+                    return None
+            leased = lease_now(pool, unit.layout.nbytes)
+            if leased is None:
+                return None
+            lease, host = leased
+            self._out[id(lease)] = lease
+            if memory is not None:
+                return Slot(unit, lease, host, memory)
+        return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
+
+    def give_back(self, slot: Slot) -> None:
+        """Take back a slot that nobody uses any more."""
+        if self._copies is not None:
+            # Of the copies out of the lease, not of the computation; or it was given up halfway.
+            (self._copies.mark() if slot.event is None else slot.event).wait()
+            if self._there is None:
+                # What was queued on the device still reads it; whoever gets it next waits for that.
+                self._free.append((slot.memory, slot.used))
+            elif slot.unit.resident:
+                self._twins[slot.unit.name] = (slot.memory, slot.used)
+        if slot.lease is None or (self._there is not None and not slot.unit.resident):
+            slot.memory = slot.host.new_empty(0)
+        if slot.lease is None:
+            pass
+        elif slot.unit.resident:
+            self._places[slot.unit.name] = (slot.lease, slot.host)
+        else:
+            del self._out[id(slot.lease)]
+            slot.lease.__exit__(None, None, None)
+
+    def apart(self, unit: Unit) -> Slot:
+        """A slot in memory of its own, which goes with the last tensor over it."""
+        host = buffers.empty_aligned(unit.layout.nbytes, dtype=torch.uint8)
+        if self._copies is None:
+            return Slot(unit, None, host, host)
+        memory = devices.empty(unit.layout.nbytes, self.device)
+        self._copies.follow()  # as for a twin
+        return Slot(unit, None, host, memory)
+
+    def _twin(self, unit: Unit) -> torch.Tensor:
+        assert self._copies is not None
+        nbytes = unit.layout.nbytes
+        fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
+        if unit.name in self._twins:
+            found = self._twins.pop(unit.name)
+        elif fitting:
+            found = min(fitting, key=lambda pair: pair[0].nbytes)
+            self._free = [pair for pair in self._free if pair is not found]
+        else:
+            twin = devices.empty(nbytes, self.device)
+            # Its memory may still be read by work that was queued before it was freed.
+            self._copies.follow()
+            return twin
+        for mark in found[1]:
+            self._copies.after(mark)
+        return found[0]
+
+    # Filling
+
+    def fill(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
+        """The reads that fill a slot, with the copies to the device behind them."""
+        wanted = [
+            WantedBytes(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
+            for r in reads
+        ]
+        slot.files = {read.file for read in reads}
+        sums = [each for each in slot.unit.sums if slot.has(each)]
+        arriving = Arriving(sums, files) if sums else None
+        copies = self._copies
+        if copies is None:
+            return (
+                Fill(wanted)
+                if arriving is None
+                else Fill(wanted, arriving.arrived, arriving.finished)
+            )
+
+        def arrived(chunk: WantedBytes) -> None:
+            target = slot.memory[chunk.at : chunk.at + chunk.memory.nbytes]
+            copies.copy(target, chunk.memory)
+            if arriving is not None:
+                arriving.arrived(chunk)
+
+        def finished() -> None:
+            slot.event = copies.mark()
+            if arriving is not None:
+                arriving.finished()
+
+        return Fill(wanted, arrived, finished)
+
+    def fill_together(self, slot: Slot, number: int, ranks: RankReader) -> SharedFill:
+        """The same where other ranks read parts of it; checked and copied when all are there.
+
+        Args:
+            slot: To fill, but for experts.
+            number: Of its unit.
+            ranks: Brings it.
+        """
+        host, memory, copies = slot.host, slot.memory, self._copies  # not the slot: see `Resources`
+        sums = [each for each in slot.unit.sums if slot.has(each)]
+
+        def arrived() -> None:
+            verify(host, sums, ranks.files)
+            if copies is not None:
+                copies.copy(memory, host)
+                fill.event = copies.mark()
+
+        fill = ranks.shared(number, host, arrived)
+        slot.files = {read.file for read in ranks.own_reads(number)}
+        return fill
+
+    # Streams of a GPU. Nobody waits but they, for each other, and nothing of that depends on which
+    # one is current when a unit goes: those that were let at it are remembered before they are
+    # asked anything, so that a failure in between forgets none.
+
+    def ready(self, slot: Slot) -> None:
+        """Let what this thread computes begin after copies and conversions; does not block."""
+        if self._copies is None:
+            return
+        stream = devices.stream_here(self.device)
+        if stream not in slot.streams:
+            slot.streams.append(stream)
+        for pool in (self._there, self._there_work):
+            if pool is not None:
+                pool.used_by(stream)
+        for mark in (slot.event, slot.converted):
+            if mark is not None:
+                devices.come_after(stream, mark)
+
+    def converted(self, slot: Slot) -> None:
+        """Let whoever uses it begin after its conversions too, which this thread has asked for."""
+        if self._copies is not None and slot.unit.converted_bytes:
+            slot.converted = devices.now(self.device)
+
+    def arrived(self, slot: Slot) -> bool:
+        """Whether its copies are made, so that no stream has to wait for them."""
+        return slot.event is None or slot.event.done()
+
+    def let_go(self, slot: Slot) -> None:
+        """Its weights are shown to nobody any more; what streams were asked may still read them."""
+        streams, slot.streams, slot.converted = slot.streams, [], None
+        marks = [devices.asked_of(stream) for stream in streams]
+        slot.used = _not_done(slot.used) + marks
+        if self._work is not None and slot.unit.converted_bytes:
+            self._work_used = _not_done(self._work_used) + marks
+
+    def settle(self) -> None:
+        """Wait until nothing on the device is at work with weights.
+
+        Streams that use what stays tell nobody. A device that failed is not told of here.
+        """
+        if self._copies is not None:
+            with contextlib.suppress(RuntimeError):  # a device that failed computes no more
+                devices.synchronize(self.device)
+
+    def check(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> None:
+        """Compare what was read outside of a fill with its checksums.
+
+        A read is of whole pages and brings the edges of the neighbours again: these are compared
+        too.
+
+        Raises:
+            IntegrityError: Something is not what was packed.
+        """
+        touched = [
+            each
+            for each in slot.unit.sums
+            if slot.has(each)
+            and any(
+                each.at < read.at + read.end - read.start and read.at < each.at + each.nbytes
+                for read in reads
+            )
+        ]
+        verify(slot.host, touched, files)
+
+    def copied(self, slot: Slot, read: Read) -> None:
+        """Bring what was read outside of a fill to the device."""
+        if self._copies is not None:
+            end = read.at + read.end - read.start
+            slot.memory[read.at : end].copy_(slot.host[read.at : end])
+
+    # Tensors
+
+    def tensors(self, slot: Slot, keep: bool = False) -> list[torch.Tensor]:
+        """The weights of a unit whose reads are done, those of experts included.
+
+        Args:
+            slot: Where they are.
+            keep: Converted ones get memory of their own, instead of the room that all units share.
+
+        Returns:
+            Tensors of the model's dtypes and shapes, in the order of `Unit.weights`. Those of
+            experts have their places, but `convert_expert` has to convert what is read later.
+        """
+        unit = slot.unit
+        found: list[torch.Tensor] = []
+        at = 0
+        room = self._work
+        if unit.converted_bytes and not keep:
+            if self._lent_work is not None:
+                room = slot.work = self._work_of(unit, self._lent_work)
+            elif self._there_work is not None:
+                room = slot.work = self._work_there(unit, self._there_work)
+            else:
+                for mark in self._work_used:
+                    devices.come_after(devices.stream_here(self.device), mark)
+        for index, (weight, parts) in enumerate(_weights_in(slot)):
+            if not weight.converted_bytes:
+                found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
+                continue
+            if keep:
+                if self._copies is None:
+                    out = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+                else:
+                    own = devices.empty(weight.converted_bytes, self.device)
+                    (out,) = laid_over(own, [(0, weight.dtype, weight.shape, ())])
+            else:
+                if room is None:
+                    raise RuntimeError(f"no room was set aside to convert {weight.name!r}")
+                (out,) = laid_over(room, [(at, weight.dtype, weight.shape, ())])
+                at += round_up(weight.converted_bytes, TENSOR_ALIGNMENT)
+            if unit.experts is None or index not in unit.experts.weights:
+                _convert(weight, parts, out)
+            else:
+                for expert, there in enumerate(slot.experts):
+                    if there:
+                        _convert(weight, [p[expert : expert + 1] for p in parts], out[expert])
+            found.append(out)
+        return found
+
+    def convert_expert(self, slot: Slot, tensors: list[torch.Tensor], expert: int) -> None:
+        """Convert one expert that was read after `tensors`."""
+        experts = slot.unit.experts
+        for index, (weight, parts) in enumerate(_weights_in(slot)):
+            if experts is not None and index in experts.weights and weight.converted_bytes:
+                out = tensors[index][expert]
+                _convert(weight, [p[expert : expert + 1] for p in parts], out)
+
+    def _work_of(self, unit: Unit, pool: LentPool) -> torch.Tensor:
+        lent = pool.take(unit, unit.converted_bytes)
+        if lent is None:
+            gc.collect()  # what is held by a tensor in a cycle
+            lent = pool.take(unit, unit.converted_bytes)
+        if lent is None or lent.memory is None:
+            raise _no_room(unit)
+        return lent.memory
+
+    def _work_there(self, unit: Unit, pool: DevicePool) -> torch.Tensor:
+        assert self._copies is not None
+        pool.refused = None
+        memory = pool.take(unit.converted_bytes)
+        if memory is None:
+            gc.collect()
+            memory = pool.take(unit.converted_bytes)
+        if memory is None:
+            raise _no_room(unit) from pool.refused
+        self._copies.precede()  # which follows whoever had it before
+        return memory
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return buffers.empty_aligned(nbytes, dtype=torch.uint8)
+        return devices.empty(nbytes, self.device)
+
+    @property
+    def refused(self) -> BaseException | None:
+        """What the device said when it had no memory for what is streamed, if it did."""
+        return None if self._there is None else self._there.refused
+
+    def close(self) -> None:
+        """Let go of everything; a lease that is out keeps its own."""
+        self.settle()
+        for lease, _ in self._places.values():
+            lease.__exit__(None, None, None)
+        self._places.clear()
+        for pool in (self._resident, self._window, self._lent, self._lent_work):
+            if pool is not None:
+                pool.close()
+        self._out.clear()
+        self._work = None
+        self._free.clear()
+        self._twins.clear()
+
+
+def _no_room(unit: Unit) -> MemoryError:
+    return MemoryError(
+        f"there is no room to convert the weights of {unit.name}: tensors over those of "
+        "another layer, which somebody keeps, have it. Let go of them, or pack the model "
+        "in the dtype in which it computes"
+    )
+
+
+def _not_done(marks: list[Mark]) -> list[Mark]:
+    return [mark for mark in marks if not mark.done()]
+
+
+def _weights_in(slot: Slot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
+    """Each weight of a unit, with its parts as they lie in the slot."""
+    unit = slot.unit
+    parts = [part for weight in unit.weights for part in weight.parts]
+    places = zip(unit.layout.starts, parts, strict=True)
+    laid = iter(laid_over(slot.memory, ((start, p.dtype, p.shape, ()) for start, p in places)))
+    for weight in unit.weights:
+        yield weight, list(itertools.islice(laid, len(weight.parts)))
+
+
+def _convert(weight: Weight, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if weight.quantised is None:
+        out.copy_(parts[0].view(out.shape))
+    else:
+        dequantise(parts[0], parts[1], parts[2], weight.quantised, out)

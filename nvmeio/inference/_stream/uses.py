@@ -1,0 +1,567 @@
+"""Who uses the weights, and what is in memory for it: the state of a stream while it is open.
+
+All of it belongs to one thread (`OwnerThread`). One caller at a time has the turn: a thread, for as
+long as it uses one unit, or a lockstep of micro-batches until all have ended. The others wait in
+the order in which they came, each on a lock of its own. What callers get are claims, so that the
+turn of one that is interrupted goes on, and its unit goes.
+
+Units that stay in place are used without a turn, and without asking (`settled_use`): a thread that
+has asked once has a claim, shared by its uses, that only a close takes back.
+
+After a failure nothing is in flight and nothing is kept that was on its way.
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._memory import devices
+from nvmeio._residency.order import Cyclic, Remembered
+from nvmeio._residency.window import Window
+from nvmeio._threads.jobs import SLICE_S
+from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
+from nvmeio.handle import AioHandle
+from nvmeio.inference._modules.alone import read_weight
+from nvmeio.inference._modules.binding import (
+    check,
+    check_frozen,
+    install,
+    names_in,
+    shows,
+    uninstall,
+)
+from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._stream.in_lockstep import Lockstep
+from nvmeio.inference._stream.keeper import Weights
+from nvmeio.inference._stream.resources import Resources
+from nvmeio.inference._stream.slots import Slot
+from nvmeio.operation import Operation
+
+# Where a token's routing named this share of the experts or more, the next layer's are read whole
+# and ahead; below it, those that are named are read when they are.
+_DENSE_SHARE = 0.75
+
+
+class Use(NamedTuple):
+    """A unit in place.
+
+    Attributes:
+        claim: Ends the use.
+    """
+
+    claim: Claim
+
+
+class Doing(NamedTuple):
+    """What the autograd of a caller does.
+
+    Attributes:
+        recording: Backward will come.
+        backward: It is there.
+    """
+
+    recording: bool
+    backward: bool
+
+
+class Waiting(NamedTuple):
+    """A place in the queue for the turn."""
+
+    gate: Any
+    claim: Claim
+
+    def wait(self) -> None:
+        """Block until it is worthwhile to ask again; an interrupt ends it at once."""
+        while not self.gate.acquire(timeout=SLICE_S):
+            pass
+
+
+class Stay:
+    """A thread's uses of what stays in place.
+
+    Attributes:
+        claim: Held by each of these, and for the next one.
+        number: How many there were; counted by that thread alone.
+    """
+
+    def __init__(self, claim: Claim, number: list[int]) -> None:
+        self.claim = claim
+        self.number = number
+
+
+class Stays:
+    """Which threads have one; must refer neither to claims nor to the owner."""
+
+    def __init__(self) -> None:
+        self.barred = 0  # by how many that close
+        self.used = 0  # of stays that are over
+        self.live: dict[int, tuple[Hashable, list[int]]] = {}
+        self.gates: list[Any] = []
+
+    def begin(self, caller: Hashable) -> list[int]:
+        number = [0]
+        self.live[id(number)] = (caller, number)
+        return number
+
+    def end(self, number: list[int]) -> None:
+        del self.live[id(number)]
+        self.used += number[0]
+        self.wake()
+
+    def unbar(self) -> None:
+        self.barred -= 1
+
+    def wake(self) -> None:
+        gates, self.gates = self.gates, []
+        for gate in gates:
+            gate.release()
+
+    def withdraw(self, gate: Any) -> None:
+        if gate in self.gates:
+            self.gates.remove(gate)
+
+
+class Uses:
+    """What callers of a model ask of the thread that owns its weights.
+
+    Args:
+        owner: That thread.
+        resources: Open files, memory, reader.
+        partition: The units.
+        trainable: Backward comes, and needs them again.
+    """
+
+    COUNTS = (
+        "bytes_read",
+        "units_read",
+        "units_used",
+        "mispredicted",
+        "dropped",
+        "experts_read",
+        "waited_s",
+    )
+
+    def __init__(
+        self,
+        owner: OwnerThread,
+        resources: Resources,
+        partition: Partition,
+        trainable: bool = False,
+    ) -> None:
+        self._owner = owner
+        self.resources = resources
+        self._fixed, self._units = partition
+        self._keeper = Weights(resources, self._units, trainable)
+        streamed = [unit for unit in self._units if unit.modules or unit.resident]
+        self._order: Cyclic[Unit] | Remembered[Unit] = (
+            Remembered(streamed, lambda unit: not unit.resident) if trainable else Cyclic(streamed)
+        )
+        self._lent: Unit | None = None  # to backward, the last
+        self._window: Window[Unit, Slot] = Window(resources.reader, self._keeper, self._order)
+        self._turn: Hashable = None  # who has it: a thread's number, or a lockstep
+        self._queue: deque[Any] = deque()  # locks of those who wait for it
+        self._use: tuple[Slot, Any] | None = None  # the unit that is used, on which CUDA stream
+        self._kept: Slot | None = None  # used, and held for the other micro-batches
+        self._fixed_slot: Slot | None = None
+        self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
+        self._stays: dict[Hashable, Stay] = {}
+        self._out = Stays()
+        self.closed = False
+        self.units_used = self.experts_read = self.beside_bytes = 0
+
+    def open(self) -> None:
+        """Bring what is always there."""
+        if not self._fixed.weights:
+            return
+        memory, reader = self.resources.memory, self.resources.reader
+        slot = memory.take(self._fixed, True)
+        if slot is None:
+            raise RuntimeError(f"no slot for {self._fixed!r}")
+        slot.fill = self._keeper.fill(slot)
+        reader.submit(slot.fill)
+        slot.fill.done.wait()
+        if slot.fill.error is not None:
+            raise self._keeper.explain(slot, slot.fill.error) from slot.fill.error
+        slot.fill = None
+        self._keeper.check(slot)
+        stream = devices.stream_here(memory.device)
+        with devices.on_stream(stream):
+            memory.ready(slot)
+            slot.shown = install(self._fixed.targets, memory.tensors(slot, keep=True))
+            devices.now(memory.device).wait()  # for streams of any thread
+        self._fixed_slot = slot
+
+    def close(self) -> None:
+        """Take all weights away."""
+        self.closed = True
+        self._settled.clear()
+        self._stays.clear()
+        self._use = self._kept = None
+        self.resources.memory.settle()  # streams that had no need to ask may still compute
+        self._window.drop_all()
+        uninstall(self._fixed.targets)
+        if self._fixed_slot is not None:
+            self.resources.memory.give_back(self._fixed_slot)
+        for gate in self._queue:
+            gate.release()
+        self._queue.clear()
+
+    # --- what stays in place --------------------------------------------------------------------
+
+    def settled_use(self, unit: Unit, caller: int) -> Claim | None:
+        """Use a unit that stays in place; None if the owner must be asked. In the caller's thread.
+
+        Args:
+            unit: Which one.
+            caller: The thread's number.
+        """
+        stay = self._stays.get(caller)  # first: while this is had, nothing is taken away
+        try:
+            shown = self._settled.get(unit)
+            if stay is None or shown is None or not shows(unit.targets, shown):
+                return None
+            stay.number[0] += 1
+            return stay.claim
+        finally:
+            del stay  # the traceback of an interrupt must not keep a close waiting
+
+    def _settle(self, slot: Slot, caller: Hashable) -> None:
+        if self._out.barred or isinstance(caller, Lockstep) or not self._keeper.settled(slot):
+            return
+        if not self.resources.memory.arrived(slot):
+            return  # streams of others, which do not ask, would not wait for the copies
+        self._settled[slot.unit] = slot.shown
+        if caller not in self._stays:
+            number = self._out.begin(caller)
+            self._stays[caller] = Stay(self._owner.claim(self._out.end, number), number)
+
+    def bar(self) -> Claim:
+        """Have everybody ask who uses what stays, for as long as the claim lives."""
+        self._out.barred += 1
+        found = self._owner.claim(self._out.unbar)
+        self._settled.clear()
+        self._stays.clear()
+        return found
+
+    def await_stays(self, caller: int) -> Waiting | None:
+        """While others use what stays, something to wait on; after `bar`."""
+        if all(each == caller for each, _ in self._out.live.values()):
+            return None
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._out.gates.append(gate)
+        return Waiting(gate, self._owner.claim(self._out.withdraw, gate))
+
+    # --- turns ----------------------------------------------------------------------------------
+
+    def enter(
+        self,
+        unit: Unit,
+        caller: Hashable,
+        waited: Waiting | None,
+        cuda_stream: Any,
+        doing: Doing | None = None,
+    ) -> Use | Waiting:
+        """Have a unit's weights in place.
+
+        Args:
+            unit: Which one.
+            caller: Who asks: a thread's number, or its lockstep.
+            waited: What an earlier call returned.
+            cuda_stream: Current where the caller computes, if that is a GPU.
+            doing: What the caller's autograd does; None: it is off.
+        """
+        queued = self.await_turn(caller, waited)
+        if queued is not None:
+            return queued
+        try:
+            with devices.on_stream(cuda_stream):
+                slot = self._bring(unit, doing or Doing(False, False))
+                self.resources.memory.ready(slot)  # it may have been bound for another stream
+            self._settle(slot, caller)
+        except BaseException:
+            try:
+                self._give_up()
+            finally:
+                self._end_turn(caller)
+            raise
+        use = self._use = (slot, cuda_stream)
+        self.units_used += 1
+        return Use(self._owner.claim(self._leave, use, caller))
+
+    def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Claim | Waiting:
+        """Give the turn to micro-batches, until the claim ends."""
+        queued = self.await_turn(lockstep, waited)
+        if queued is not None:
+            return queued
+        return self._owner.claim(self._end_lockstep, lockstep)
+
+    def await_turn(self, caller: Hashable, waited: Waiting | None) -> Waiting | None:
+        """Give a caller the turn, or a place in the queue for it."""
+        if self.closed:
+            raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
+        if self._turn == caller:
+            return None
+        if waited is not None and waited.gate not in self._queue:
+            waited = None  # it was not for the turn
+        mine = waited is not None and bool(self._queue) and self._queue[0] is waited.gate
+        if self._turn is None and (mine or not self._queue):
+            if mine:
+                self._queue.popleft()
+            self._turn = caller
+            return None
+        if waited is not None:
+            return waited
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._queue.append(gate)
+        return Waiting(gate, self._owner.claim(self._withdraw, gate))
+
+    def _withdraw(self, gate: Any) -> None:
+        if gate in self._queue:
+            self._queue.remove(gate)
+            self._wake()
+
+    def _end_turn(self, caller: Hashable) -> None:
+        if self._turn == caller and not isinstance(caller, Lockstep):
+            self._turn = None
+            self._wake()
+
+    def _end_lockstep(self, lockstep: Lockstep[Any]) -> None:
+        if self._turn is not lockstep:
+            return
+        self._put_away(None)
+        self._turn = None
+        if not self.closed:
+            self._window.look_ahead()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._turn is None and self._queue and self._queue[0].locked():
+            self._queue[0].release()
+
+    # --- units ----------------------------------------------------------------------------------
+
+    def _bring(self, unit: Unit, doing: Doing) -> Slot:
+        self._put_away(unit)
+        found = self._window.slot(unit)
+        if found is not None and found.bound:  # settled, or kept for micro-batches
+            check(unit.targets, found.shown)
+        if found is not None and found.bound and not self._order.stays:
+            slot = found
+        else:
+            slot = self._need(unit, doing)
+        if slot is not self._kept:
+            slot.holds += 1
+        self._kept = None
+        return slot
+
+    def _need(self, unit: Unit, doing: Doing) -> Slot:
+        if isinstance(self._order, Remembered):
+            self._order.recording = doing.recording
+        self._lent = unit if doing.backward else None
+        return self._window.need(unit, backward=doing.backward)
+
+    # --- what backward needs again --------------------------------------------------------------
+
+    def place_at(self, address: int) -> tuple[Unit, bool] | None:
+        """The unit that has a storage of this address now, and whether it is of conversions."""
+        return self._keeper.places.get(address)
+
+    def lent(self, unit: Unit, converted: bool) -> torch.Tensor | None:
+        """`lend` where it is there; from any thread."""
+        slot = self._window.slot(unit)
+        if slot is None or not slot.shown:
+            return None
+        memory = slot.work if converted else slot.memory
+        if memory is None or not memory.nbytes:  # it may go at any moment
+            return None
+        self.resources.memory.ready(slot)
+        return memory
+
+    def note_lent(self, unit: Unit) -> None:
+        """That it was, without asking."""
+        if self._lent is not unit and not self.closed:
+            self._lent = unit
+            self._window.note(unit, True)
+
+    def lend(
+        self,
+        unit: Unit,
+        converted: bool,
+        caller: Hashable,
+        waited: Waiting | None,
+        cuda_stream: Any,
+        doing: Doing,
+    ) -> torch.Tensor | Waiting:
+        """The memory of a unit, which keeps its bytes for as long as its storage lives."""
+        had = self._turn == caller  # backward within a forward
+        queued = self.await_turn(caller, waited)
+        if queued is not None:
+            return queued
+        try:
+            with devices.on_stream(cuda_stream):
+                slot = self._need(unit, doing)
+                self.resources.memory.ready(slot)
+            memory = slot.work if converted else slot.memory
+            assert memory is not None
+            return memory
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            if not had:
+                self._end_turn(caller)
+
+    def _leave(self, use: tuple[Slot, Any], caller: Hashable) -> None:
+        if self._use is not use:
+            return  # the turn is somebody else's, or the same thread uses another unit by now
+        self._use = None
+        slot, cuda_stream = use
+        try:
+            with devices.on_stream(cuda_stream):
+                if isinstance(caller, Lockstep) and caller.shared:
+                    self._kept = slot
+                else:
+                    self._window.let_go([slot])
+                self._window.look_ahead()
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._end_turn(caller)
+
+    def _put_away(self, unit: Unit | None) -> None:
+        """Let go of another unit: kept for micro-batches, or of a pass whose end was not told."""
+        left, self._use = self._use, None
+        if left is not None:
+            self._window.let_go([left[0]])
+        if self._kept is not None and self._kept.unit is not unit:
+            kept, self._kept = self._kept, None
+            self._window.let_go([kept])
+
+    def _give_up(self) -> None:
+        self._use = self._kept = None
+        for unit in self._units:
+            slot = self._window.slot(unit)
+            if slot is None:
+                continue
+            slot.holds = 0
+            if not self._keeper.settled(slot):
+                self._window.drop(unit)
+        self._order.forget()
+
+    # --- experts --------------------------------------------------------------------------------
+
+    def weight(self, unit: Unit, number: int, cuda_stream: Any) -> torch.Tensor:
+        """A copy of one weight; see `_alone`. What stays is brought, and not read again."""
+        if self.closed:
+            raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
+        with devices.on_stream(cuda_stream):
+            shown = None
+            if unit.resident and unit.experts is None and not unit.converted_bytes:
+                slot = self._window.need(unit, computing=False)
+                self.resources.memory.ready(slot)
+                shown = slot.tensors[number]
+            weight, nbytes = read_weight(self.resources, unit, number, shown)
+            self.beside_bytes += nbytes
+            return weight
+
+    def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
+        """Have those experts of the unit in use in place."""
+        slot = self._window.slot(unit)
+        experts = unit.experts
+        if experts is None or slot is None:
+            return
+        self._keeper.dense = len(hit) >= _DENSE_SHARE * experts.number
+        missing = [expert for expert in hit if not slot.experts[expert]]
+        if not missing:
+            return
+        reads = [read for expert in missing for read in unit.layout.experts[expert]]
+        try:
+            with devices.on_stream(cuda_stream):
+                self._read_beside(slot, reads)
+                for expert in missing:
+                    slot.experts[expert] = 1
+                self.resources.memory.check(slot, reads, self.resources.checkpoint.files)
+                for expert in missing:
+                    self.resources.memory.convert_expert(slot, slot.tensors, expert)
+                self.resources.memory.converted(slot)
+        except BaseException:
+            self._give_up()
+            raise
+        self.experts_read += len(missing)
+
+    def _read_beside(self, slot: Slot, reads: Sequence[Any]) -> None:
+        """Read past the queue, for somebody who waits."""
+        files = self.resources.checkpoint.files
+        by_handle: dict[AioHandle, list[Any]] = {}
+        for read in reads:
+            by_handle.setdefault(self.resources.handles.of(files[read.file]), []).append(read)
+        begun: list[tuple[list[Any], Operation]] = []
+        try:
+            for handle, own in by_handle.items():
+                batch = handle.async_pread_batch(
+                    [slot.host[read.at : read.at + read.end - read.start] for read in own],
+                    [files[read.file] for read in own],
+                    [read.start for read in own],
+                )
+                begun.append((own, batch))
+        finally:
+            ended = [(own, batch.exception()) for own, batch in begun]
+        for own, failed in ended:
+            if isinstance(failed, BatchError):
+                item, failed = failed.failures[0]
+                if isinstance(failed, TransferError):
+                    names = names_in(slot.unit, own[item].at, own[item].end - own[item].start)
+                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
+            if failed is not None:
+                raise failed
+        for index in {read.file for read in reads}:
+            self.resources.checkpoint.check(index, f"layer {slot.unit.name!r}")
+        for read in reads:
+            self.resources.memory.copied(slot, read)
+        self.beside_bytes += sum(read.end - read.start for read in reads)
+
+    # --- what it has done -----------------------------------------------------------------------
+
+    def check_fixed(self) -> None:
+        """Raise if something was put in the place of a weight that is always there."""
+        if not self.shows_fixed():
+            assert self._fixed_slot is not None
+            check(self._fixed.targets, self._fixed_slot.shown)
+
+    def shows_fixed(self) -> bool:
+        """Whether the weights that are always there are in their places. From any thread."""
+        slot = self._fixed_slot
+        return slot is None or shows(self._fixed.targets, slot.shown)
+
+    def check_fixed_frozen(self) -> None:
+        """Raise where somebody wants gradients of a weight that is always there.
+
+        It would be trained in memory alone, and is in no state dict. From any thread.
+        """
+        slot = self._fixed_slot
+        if slot is not None:
+            check_frozen(self._fixed.targets, slot.shown)
+
+    def counts(self) -> dict[str, Any]:
+        """Since it was opened."""
+        window = self._window
+        stayed = self._out.used + sum(number[0] for _, number in self._out.live.values())
+        values = (
+            window.bytes_read + self.beside_bytes + self.resources.reader.served_bytes,
+            window.units_read,
+            self.units_used + stayed,
+            window.mispredicted,
+            window.dropped,
+            self.experts_read,
+            window.waited_s,
+        )
+        return dict(zip(self.COUNTS, values, strict=True))

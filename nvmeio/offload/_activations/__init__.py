@@ -1,0 +1,1 @@
+"""What autograd saved: in memory, being written, or on the drive alone."""

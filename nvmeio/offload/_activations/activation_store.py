@@ -1,0 +1,389 @@
+"""The storages that autograd has saved: in memory, being written, or on the drive alone.
+
+All that changes belongs to one thread (`OwnerThread`). What a caller holds is a claim, which dies
+with the graph that saved the tensor, however that ends.
+
+*What is written.* Only what nobody else has: once every tensor over a storage is gone but those
+that autograd has saved, its bytes cannot change any more. So they are written from where they are,
+and its memory is free when they are. What somebody still holds (a parameter, a buffer, the input)
+takes its memory all the same, and stays. The oldest go first: what was saved last is needed first.
+
+*What is read*: see `_activation_reads`.
+
+One half of the budget is for what forward has saved, the other for what is read.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nvmeio import _checks
+from nvmeio._checks import Paths
+from nvmeio._io.drives import DriveHandles
+from nvmeio._io.profiling import profiled
+from nvmeio._io.scratch_file import ScratchFile
+from nvmeio._storage import crc32, directories, private
+from nvmeio._threads.endings import Ending, open_owned
+from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio.errors import ClosedError, TransferError, with_context
+from nvmeio.handle import AioHandle
+from nvmeio.offload._activations.activation_reads import ActivationReads
+from nvmeio.offload._activations.saved_storage import SavedStorage, bytes_over
+from nvmeio.operation import Operation
+
+logger = logging.getLogger("nvmeio")
+
+
+_CLOSED = "the swapped activations are closed"
+
+# Writes under way at a time, or two of them: the queue of a lane, and what it is refilled with.
+_WRITING_BYTES = 160 << 20
+
+
+class ActivationStore:
+    """Keeps what autograd saved within a budget.
+
+    Args:
+        resident_bytes: The budget.
+        checksum: Compare what is read with what was written.
+
+    Attributes:
+        written_bytes: So far.
+    """
+
+    def __init__(self, resident_bytes: int, checksum: bool) -> None:
+        self.resident_bytes = resident_bytes
+        self._checksum = checksum
+        self._most = resident_bytes // 2  # in memory as forward has saved it
+        self._enough = self._most // 2  # from here on, the oldest are written
+        self.closed = False
+        self.written_bytes = 0
+        self._pid = os.getpid()
+        self._numbers = 0
+        self._in_memory: dict[int, SavedStorage] = {}  # by storage, the last saved last
+        self._memory_bytes = 0
+        self._writing: dict[SavedStorage, None] = {}
+        self._writing_bytes = 0
+        self._round = 0  # of `_make_room`
+        self._failed: BaseException | None = None  # a write of this round; its bytes are in memory
+        self._said = False  # that there is no room
+        self._resources = contextlib.ExitStack()
+        self._owner = OwnerThread("nvmeio-activations", _CLOSED)
+        self._above: list[Callable[[], None]] = []
+
+    def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
+        """Make the files; returns what closes them."""
+        return open_owned(self._owner, self._open, swap_dir, handle)
+
+    def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
+        ending = Ending(self._owner, self._close)
+        paths = _checks.directory_paths("swap_dir", swap_dir)
+        for path in paths:
+            directories.make_directory(path, mode=private.DIRECTORY_MODE, durable=False)
+        self._file = ScratchFile(paths)
+        self._resources.callback(self._file.close)
+        self._handles = DriveHandles(handle, paths)
+        self._resources.callback(self._handles.close)
+        self._reads = ActivationReads(self._file, self._handles, self.reading_bytes, _CLOSED)
+        self._resources.callback(self._reads.close)
+        return ending
+
+    # What callers ask for
+
+    def save(self, storage: torch.UntypedStorage) -> tuple[SavedStorage, Claim]:
+        """Keep a storage's bytes for as long as the claim lives.
+
+        Raises:
+            TransferError: They do not fit into memory, and could not be written (ENOSPC, EIO).
+        """
+        return self._owner.call(self.keep, storage)
+
+    def bytes_of(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """A storage with the same bytes, in memory.
+
+        Raises:
+            TransferError: They could not be read.
+            IntegrityError: They are not what was written.
+        """
+        with profiled("wait", "saved activations"):
+            return self._owner.call(self.bring, saved)
+
+    # What a level above asks for, in the owner's thread
+
+    @property
+    def owner(self) -> OwnerThread:
+        """Whose all of this is."""
+        return self._owner
+
+    @property
+    def saving_bytes(self) -> int:
+        """The half of the budget that is for what forward has saved."""
+        return self._most
+
+    @property
+    def reading_bytes(self) -> int:
+        """The half that is for what is read."""
+        return self.resident_bytes - self._most
+
+    def above(self, close: Callable[[], None]) -> None:
+        """There is a level above, which is closed before this."""
+        self._above.append(close)
+
+    def next_number(self) -> int:
+        """Of what is saved now: the last saved has the highest."""
+        self._numbers += 1
+        return self._numbers
+
+    def arrived(self, saved: SavedStorage) -> bool:
+        """Whether `bring` would find its bytes in memory."""
+        if saved.storage is not None or saved.fill is None:
+            return saved.storage is not None
+        return saved.fill.done.is_set()
+
+    def write_until(self, fits: Callable[[], bool]) -> None:
+        """Have the oldest written until something fits, or nothing is left that can be.
+
+        Raises:
+            TransferError: It could not be.
+        """
+        self._round += 1
+        self._failed = None
+        while not fits():
+            full = self._begin_writes(0)
+            if not self._writing:
+                failed, self._failed = self._failed or full, None
+                if failed is not None:
+                    raise failed
+                return
+            self._wait_for_oldest()
+
+    # Saving
+
+    def keep(
+        self, storage: torch.UntypedStorage, number: int | None = None
+    ) -> tuple[SavedStorage, Claim]:
+        """`save`, of what was saved when a number was the next one; None: now."""
+        key = storage._cdata
+        saved = self._in_memory.pop(key, None)
+        number = self.next_number() if number is None else number
+        if saved is None:
+            saved = SavedStorage(number, storage)
+            self._memory_bytes += saved.nbytes
+        elif saved.writing is not None:
+            saved.wanted = True
+        else:
+            saved.number = number
+        self._in_memory[key] = saved
+        saved.holds += 1
+        claim = self._owner.claim(self._let_go, saved)
+        del storage
+        self._make_room()
+        return saved, claim
+
+    def _make_room(self) -> None:
+        """Begin to write what is too much, and wait while it is far too much.
+
+        What cannot be written stays, and is tried again by the next call: that is an error only
+        where it does not fit.
+        """
+        self._round += 1
+        self._failed = None
+        while True:
+            full = self._begin_writes(self._enough)
+            if self._memory_bytes <= self._most:
+                return
+            if not self._writing:
+                failed, self._failed = self._failed or full, None
+                if failed is not None:
+                    raise failed
+                return
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        oldest = next(iter(self._writing))
+        for operation in oldest.writing or ():
+            _ended(operation)
+        self._written(oldest)
+
+    def _begin_writes(self, enough: int) -> TransferError | None:
+        """What there was no room for on the drive, as an error."""
+        for saved in self._in_memory.values():
+            if self._memory_bytes - self._writing_bytes <= enough:
+                return None
+            if self._writing_bytes >= _WRITING_BYTES and len(self._writing) > 1:
+                return None
+            if saved.writing is None and saved.failed_in != self._round and saved.is_alone():
+                try:
+                    self._begin_write(saved)
+                except TransferError as full:
+                    if not self._said:
+                        logger.warning("saved activations stay in memory while they fit: %s", full)
+                    self._said = True
+                    return full
+        return None
+
+    def _begin_write(self, saved: SavedStorage) -> None:
+        try:
+            place = self._file.take(saved.nbytes)
+        except TransferError as full:
+            raise with_context(
+                full,
+                f"room for {saved.nbytes} bytes more of saved activations beside "
+                f"{self._file.used_bytes} (or raise resident_bytes={self.resident_bytes})",
+            ) from full
+        memory = bytes_over(saved.storage)
+        begun: list[Operation] = []
+        try:
+            for span in self._file.spans(place, saved.nbytes):
+                part = memory[span.start : span.start + span.nbytes]
+                begun.append(self._handles.async_pwrite(part, span.file, span.file_offset))
+        except BaseException:
+            _stop(begun)
+            self._file.give_back(place, saved.nbytes)
+            raise
+        saved.place, saved.writing, saved.wanted = place, begun, False
+        saved.begun_in = self._round
+        self._writing[saved] = None
+        self._writing_bytes += saved.nbytes
+        if self._checksum:  # while it is written
+            saved.sum = crc32.of_tensor(memory)
+        for operation in begun:
+            operation.add_done_callback(partial(_tell, self._owner, self._end_write, saved))
+
+    def _end_write(self, saved: SavedStorage) -> None:
+        """A part of it is written: what waits is begun, if nothing is wrong."""
+        self._written(saved)
+        if self._failed is None and not self.closed:
+            with contextlib.suppress(Exception):  # the next forward meets it, if there is one
+                self._begin_writes(self._enough)
+
+    def _written(self, saved: SavedStorage) -> None:
+        operations = saved.writing
+        if operations is None or not all(operation.done() for operation in operations):
+            return
+        saved.writing = None
+        del self._writing[saved]
+        self._writing_bytes -= saved.nbytes
+        failures = [_ended(operation) for operation in operations]
+        failed = next((each for each in failures if each is not None), None)
+        cancelled = any(operation.cancelled() for operation in operations)
+        if failed is None and not cancelled:
+            self.written_bytes += saved.nbytes
+            if saved.holds and not saved.wanted:
+                self._forget(saved)
+                self._reads.add(saved)
+                return
+        self._file.give_back(saved.place, saved.nbytes)
+        if not saved.holds:
+            self._forget(saved)
+        elif failed is not None:  # its bytes are still there
+            logger.warning("saved activations could not be written: %s", failed)
+            if saved.begun_in == self._round:  # else of a pass before: tried again
+                saved.failed_in, self._failed = self._round, failed
+
+    def _forget(self, saved: SavedStorage) -> None:
+        """Its memory is not ours any more."""
+        storage, saved.storage = saved.storage, None
+        assert storage is not None
+        del self._in_memory[storage._cdata]
+        self._memory_bytes -= saved.nbytes
+
+    def _let_go(self, saved: SavedStorage) -> None:
+        """A saved tensor is gone."""
+        saved.holds -= 1
+        if saved.holds or self.closed:
+            return
+        if saved.writing is not None:
+            for operation in saved.writing:
+                operation.cancel()
+            self._written(saved)
+        elif saved.storage is not None:
+            self._forget(saved)
+        else:
+            self._reads.remove(saved)
+
+    # Reading
+
+    def bring(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """`bytes_of`, in the owner's thread."""
+        if saved.storage is not None:
+            saved.wanted = True  # whoever gets it may change it while it is being written
+            self.look_ahead(saved.number)
+            return saved.storage
+        return self._reads.bring(saved)
+
+    def look_ahead(self, number: int) -> None:
+        """Begin to read what was saved before this one, the last first."""
+        self._reads.look_ahead(number)
+
+    # The end
+
+    def check_open(self) -> None:
+        """Raise if it cannot be used here."""
+        if self.closed:
+            raise ClosedError(_CLOSED)
+        if os.getpid() != self._pid:
+            raise ClosedError("this process was forked from the activations' owner: make one here")
+
+    def _close(self) -> None:
+        self.closed = True
+        for close in self._above:
+            close()
+        self._above.clear()
+        for saved in list(self._writing):
+            _stop(saved.writing or [])
+            saved.writing = None
+        for saved in self._in_memory.values():
+            saved.storage = None
+        self._writing.clear()
+        self._in_memory.clear()
+        self._resources.close()
+
+    # How it is
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Of what was saved, as forward has left it."""
+        return self._owner.call(lambda: self._memory_bytes)
+
+    @property
+    def on_drive_bytes(self) -> int:
+        """Of what was saved, on the drive alone."""
+        return self._owner.call(lambda: self._reads.nbytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """So far."""
+        return self._reads.read_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files take on all drives."""
+        return self._owner.call(lambda: self._file.nbytes)
+
+
+def _tell(owner: OwnerThread, work: Callable[..., object], saved: Any, _: Operation) -> None:
+    owner.post(work, saved)
+
+
+def _ended(operation: Operation) -> BaseException | None:
+    """Wait for it; what went wrong. None if it was cancelled."""
+    try:
+        return operation.exception()
+    except concurrent.futures.CancelledError:
+        return None
+
+
+def _stop(operations: list[Operation]) -> None:
+    for operation in operations:
+        operation.cancel()
+    for operation in operations:
+        _ended(operation)

@@ -1,0 +1,1 @@
+"""Generations of state: which is complete, and what is current in it."""

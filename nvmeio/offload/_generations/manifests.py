@@ -1,0 +1,404 @@
+"""The manifest: which places are current. Two places of its own, so that one is always whole.
+
+A generation is written at once, which a killed process cannot undo, for the page cache outlives it.
+Once the data is on the drive, and the manifest is, one byte marks it as durable: nothing of it is
+written twice, so there is no moment at which a kill could tear what was whole. After a power cut
+only what is durable counts: the boot that a generation was written in tells which case it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._memory import devices
+from nvmeio._storage import private
+from nvmeio._storage.small_files import detail_of, read_small
+from nvmeio.errors import IntegrityError, TransferError
+
+_MAGIC = b"nvmeio-swap 2\n"
+_DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
+_DURABLE, _VOLATILE = b"D", b"-"
+_HEADER_BYTES = len(_MAGIC) + 2 + 16
+_NUMBER = re.compile(rb'"generation": (\d{1,15}),')  # near the beginning of the body
+_NUMBER_WITHIN = _HEADER_BYTES + 64
+NAMES = ("manifest.0", "manifest.1")
+_MOST_BYTES = 2 << 30  # most of one are sums and what pieces have outside of the files
+
+
+@dataclass
+class Manifest:
+    """One generation.
+
+    Attributes:
+        generation: Counts steps (and everything else that changes the state).
+        signature: What the files are laid out for; another layout cannot read them.
+        current: For each piece, which file holds it.
+        begun: For each piece, whether its state exists.
+        small: For each piece, the state that is not in the files.
+        groups: The options of the parameter groups.
+        sums: Of each span of each piece, its CRC-32; -1 where it has none. Empty where there are
+            none at all.
+        strides: Of spans that are not in row-major order, by number of the piece and name.
+        durable: The data has reached the drive.
+        boot: Which boot of the machine wrote it.
+        run: The start of the program that wrote it, the same on all ranks; "" where they have not
+            agreed on a name for it.
+    """
+
+    generation: int
+    signature: str
+    current: list[int]
+    begun: list[int]
+    small: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    sums: list[int] = field(default_factory=list)
+    strides: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    durable: bool = False
+    boot: str = ""
+    run: str = ""
+
+    def __str__(self) -> str:
+        """Which one it is, for people."""
+        counters = [float(row["step"]) for row in self.small if _counts(row.get("step"))]
+        steps = f" (step {max(counters):.0f})" if counters else ""
+        return f"generation {self.generation}{steps}"
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a step counter, of which most optimizers have one in their state."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not devices.is_device(value)
+    return isinstance(value, (int, float))
+
+
+def boot_id() -> str:
+    """Which boot of the machine this is; "" where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def store(directory: str, manifest: Manifest) -> None:
+    """Write a generation into the place that its predecessor is not in; not durable yet.
+
+    Raises:
+        TransferError: It could not be written. It is not there then, and the predecessor is whole.
+    """
+    manifest.durable, manifest.boot = False, boot_id()
+    body = _encode(manifest)
+    header = _MAGIC + _VOLATILE + f" {len(body):07x} {zlib.crc32(body):08x}".encode()
+    path = place(directory, manifest.generation)
+    try:
+        _write(path, header + body, 0)
+    except BaseException:
+        # Whole or not: who reads it later must not take it for a step that has happened, for
+        # the next attempt writes over its data.
+        with contextlib.suppress(OSError):
+            _empty(path)
+        raise
+
+
+def mark_durable(directory: str, manifest: Manifest) -> None:
+    """Mark a generation that `store` wrote, whose data is on the drive.
+
+    Raises:
+        TransferError: It could not be marked: it counts as long as the machine runs.
+    """
+    path = place(directory, manifest.generation)
+    _write(path, b"", 0, durable=True)  # its body first
+    _write(path, _DURABLE, _DURABLE_AT, durable=True)
+    manifest.durable = True
+
+
+def drop(directory: str, generation: int, durable: bool = False) -> None:
+    """Let a generation, and whatever is in its place, never have been.
+
+    Raises:
+        TransferError: It is there still.
+    """
+    path = place(directory, generation)
+    try:
+        _empty(path)
+    except FileNotFoundError:
+        return
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="write", path=path) from failed
+    if durable:
+        _write(path, b"", 0, durable=True)
+
+
+def _empty(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def place(directory: str, generation: int) -> str:
+    """The file that a generation is in, if it is there."""
+    return os.path.join(directory, NAMES[generation % 2])
+
+
+def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
+    try:
+        fd = private.open_own(path)
+        try:
+            view = memoryview(data)
+            at = 0
+            while at < len(view):
+                at += os.pwrite(fd, view[at:], offset + at)
+            if durable:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    except OSError as failed:
+        raise TransferError(failed.errno or errno.EIO, operation="write", path=path) from failed
+
+
+class Unusable(NamedTuple):
+    """A generation that is in its place and cannot be gone on from.
+
+    Attributes:
+        path: Of its file.
+        generation: Its number; 0 where that cannot be read.
+        why: In words.
+    """
+
+    path: str
+    generation: int
+    why: str
+
+
+class Generations(NamedTuple):
+    """What a directory holds.
+
+    Attributes:
+        complete: What can be gone on from: the last generation and, mostly, the one before it.
+        unusable: What else is there; places that are empty do not count.
+    """
+
+    complete: list[Manifest]
+    unusable: list[Unusable]
+
+
+def newest(directory: str) -> Manifest | None:
+    """The last complete generation; None where no step was ever completed.
+
+    Raises: As `read`.
+    """
+    return max(read(directory).complete, key=lambda each: each.generation, default=None)
+
+
+def read(directory: str) -> Generations:
+    """Every generation that is there.
+
+    Raises:
+        IntegrityError: There were steps, and no manifest that counts is left.
+        TransferError: It cannot be read.
+    """
+    complete: list[Manifest] = []
+    unusable: list[Unusable] = []
+    stepped = False
+    for name in NAMES:
+        path = os.path.join(directory, name)
+        try:
+            data = read_small(path, _MOST_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError as failed:
+            raise TransferError(
+                failed.errno or errno.EIO, operation="open", path=path, detail=detail_of(failed)
+            ) from failed
+        # The first generation goes to the other place: this one is only there after a step.
+        stepped = stepped or name == NAMES[0]
+        manifest = _decode(data, path)
+        if manifest is None:
+            if data:  # an empty place is what a step begins with
+                unusable.append(Unusable(path, _number_in(data, name), _why_not_whole(data)))
+        elif manifest.durable or manifest.boot == boot_id() != "":
+            complete.append(manifest)
+        else:
+            why = "had not reached the drive when the machine was started anew"
+            unusable.append(Unusable(path, manifest.generation, why))
+    if stepped and not complete:
+        lost = any("started anew" in each.why for each in unusable)
+        what = (
+            "is durable, and the machine was started anew since (durable=False)"
+            if lost
+            else "is whole"
+        )
+        raise IntegrityError(
+            f"no manifest in {directory} {what}: the state there cannot be used; go on from a "
+            "checkpoint, with overwrite=True, which removes it",
+            expected="a manifest with a valid checksum, and durable or of this boot",
+            found="none",
+        )
+    return Generations(complete, unusable)
+
+
+def _number_in(data: bytes, name: str) -> int:
+    """The generation that a manifest which is not whole says it is; 0 where it does not."""
+    match = _NUMBER.search(data[:_NUMBER_WITHIN])
+    number = int(match[1]) if match else 0
+    return number if NAMES[number % 2] == name else 0
+
+
+def _why_not_whole(data: bytes) -> str:
+    if data.startswith(_MAGIC + _DURABLE):
+        return "is damaged: it was whole when it was made durable, and its checksum differs now"
+    return "is damaged, or was cut short by a kill or a loss of power while it was written"
+
+
+def _encode(manifest: Manifest) -> bytes:
+    tensors = io.BytesIO()
+    torch.save(_tensors_of(manifest), tensors)
+    return json.dumps(
+        {
+            "generation": manifest.generation,
+            "signature": manifest.signature,
+            "current": "".join(map(str, manifest.current)),
+            "begun": "".join(map(str, manifest.begun)),
+            "boot": manifest.boot,
+            "run": manifest.run,
+            "tensors": base64.b64encode(tensors.getvalue()).decode(),
+        }
+    ).encode()
+
+
+def _tensors_of(manifest: Manifest) -> dict[str, Any]:
+    columns, rest = _columns(manifest.small)
+    return {
+        "columns": columns,
+        "rest": rest,
+        "groups": _plain(manifest.groups),
+        "sums": torch.tensor(manifest.sums, dtype=torch.int64),
+        "strides": manifest.strides,
+    }
+
+
+def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Options that can be read back safely: numpy's numbers as Python's, objects left out.
+
+    What is left out keeps the value that the optimizer is made with when it is resumed.
+    """
+    return [
+        {name: _number(value) for name, value in group.items() if _is_plain(_number(value))}
+        for group in groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    """A scheduler that computes with numpy leaves numpy's numbers behind."""
+    foreign = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if foreign else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, [*value, *value.values()]))
+    plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+    return type(value) in (*plain, torch.Tensor)
+
+
+def _decode(data: bytes, path: str) -> Manifest | None:
+    """None where it is torn."""
+    if not data.startswith(_MAGIC):
+        return None
+    mark = data[_DURABLE_AT : _DURABLE_AT + 1]
+    try:
+        length, crc = (int(each, 16) for each in data[_DURABLE_AT + 1 : _HEADER_BYTES].split())
+    except ValueError:
+        return None
+    body = data[_HEADER_BYTES : _HEADER_BYTES + length]
+    if len(body) != length or zlib.crc32(body) != crc:
+        return None
+    try:
+        manifest = _read(body)
+    except Exception as refused:  # whatever its content makes torch, json or us stumble over
+        raise IntegrityError(
+            f"{path} is whole, and does not hold what it should: {refused!r:.200}; go on from a "
+            "checkpoint, with overwrite=True, which removes it",
+            expected="what this version of nvmeio and torch.load(weights_only=True) read",
+            found="something else",
+        ) from refused
+    manifest.durable = mark == _DURABLE
+    return manifest
+
+
+def _read(body: bytes) -> Manifest:
+    told = json.loads(body)
+    tensors = torch.load(io.BytesIO(base64.b64decode(told["tensors"])), weights_only=True)
+    current, begun = ([int(bit) for bit in told[name]] for name in ("current", "begun"))
+    small = _rows(tensors["columns"], tensors["rest"])
+    groups, boot, run = tensors["groups"], told["boot"], str(told.get("run", ""))
+    if not len(current) == len(begun) == len(small):
+        raise ValueError(f"places of {len(current)}, {len(begun)} and {len(small)} pieces")
+    if not set(current) | set(begun) <= {0, 1}:
+        raise ValueError("places other than 0 and 1")
+    if type(told["generation"]) is not int or not isinstance(boot, str):
+        raise ValueError(f"generation {told['generation']!r:.20} of boot {boot!r:.40}")
+    if not all(isinstance(each, dict) for each in [*groups, *small]):
+        raise ValueError("options or state that are no dictionaries")
+    sums = tensors["sums"].tolist() if "sums" in tensors else []
+    signature = str(told["signature"])
+    strides = {int(n): dict(by_name) for n, by_name in tensors.get("strides", {}).items()}
+    return Manifest(
+        generation=told["generation"],
+        signature=signature,
+        current=current,
+        begun=begun,
+        small=small,
+        groups=groups,
+        sums=sums,
+        strides=strides,
+        boot=boot,
+        run=run,
+    )
+
+
+def _columns(
+    small: list[dict[str, Any]],
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Step counters of thousands of pieces as one tensor: torch.save takes 15 us for each."""
+    names = set(small[0]).intersection(*small) if small else set()
+    columns: dict[str, torch.Tensor] = {}
+    for name in names:
+        values = [row[name] for row in small]
+        scalars = all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+        if scalars and len({value.dtype for value in values}) == 1:
+            columns[name] = _stacked(values)
+    return columns, [{k: _on_host(v) for k, v in row.items() if k not in columns} for row in small]
+
+
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    """On the host: with one copy where all of them are on a device."""
+    if all(devices.is_device(value) for value in values):
+        return devices.on_host(torch.stack(values))
+    return torch.stack([devices.on_host(value) for value in values])
+
+
+def _on_host(value: Any) -> Any:
+    return devices.on_host(value) if isinstance(value, torch.Tensor) else value
+
+
+def _rows(columns: dict[str, torch.Tensor], rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**row, **{name: column[number].clone() for name, column in columns.items()}}
+        for number, row in enumerate(rest)
+    ]

@@ -1,0 +1,299 @@
+"""Several ranks: whose directory is whose, and from which step all of them go on.
+
+After a loss of power a rank has what it had made durable, and no drive is as fast as the other. So
+that all of them have a generation in common, no rank gives up generation N - 1 before every rank
+has made N durable (`DurableSteps`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from nvmeio._ranks.rank_store import RankStore, pauses, several
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.offload._generations import manifests
+from nvmeio.offload._generations.manifests import Manifest, Unusable
+
+
+@dataclasses.dataclass
+class Made:
+    """How many optimizers of several ranks were made; all ranks make them in the same order.
+
+    One that is refused while it is made has no number: the others may have made theirs, and it is
+    with them when it is made again.
+    """
+
+    count: int = 0
+
+
+_made = Made()
+
+
+class DurableSteps:
+    """What the ranks tell each other of their generations: which are durable, on how many.
+
+    Each rank counts up a key of each generation that is durable, so that a wait asks for one
+    number, however many ranks there are. Ranks without such an optimizer are not waited for, nor
+    are those that closed theirs.
+
+    Args:
+        store: What the ranks share, of all such optimizers.
+        timeout_s: How long to wait for the others, in seconds.
+        made: Those of this rank.
+    """
+
+    def __init__(self, store: RankStore, timeout_s: float, made: Made) -> None:
+        self._all = store
+        self._timeout_s = timeout_s
+        self._made = made
+        self._enter(made.count)
+        self._joined = self._is_made = False
+        self._first = -1  # the generation that the first change went out from
+        self._told = -1  # the last generation that this rank has made durable
+
+    def _enter(self, number: int) -> None:
+        self._number = number
+        self._store = self._all.within(str(number), self._all.path, self._all.operation)
+
+    @classmethod
+    def of_default_group(cls, directory: str) -> DurableSteps | None:
+        """Those of the default process group; None for a process alone."""
+        if not several():
+            return None
+        store = RankStore.of_group(dist.group.WORLD, "steps", directory, "step")
+        return cls(store, store.timeout_s, _made)
+
+    def join(self) -> None:
+        """Count this rank among those that are waited for."""
+        if not self._joined:
+            self._store.add("joined", 1)
+            self._joined = True
+            if self._told >= 0:
+                self._store.add(f"durable/{self._told}", 1)
+
+    def _withdraw(self) -> None:
+        """As if this rank had not joined: of what it has told, nothing will be."""
+        if self._joined:
+            self._joined = False
+            if self._told >= 0:
+                self._store.add(f"durable/{self._told}", -1)
+            self._store.add("joined", -1)
+
+    def stay(self) -> None:
+        """The optimizer is made: what is made next is another one."""
+        self._is_made, self._made.count = True, self._number + 1
+
+    def undo_stay(self) -> None:
+        """It is not, after all: it is made again, or nothing."""
+        if self._is_made and self._made.count == self._number + 1:
+            self._is_made, self._made.count = False, self._number
+
+    def tell(self, generation: int) -> None:
+        """This rank has made a generation durable."""
+        if self._joined and generation > self._told:
+            self._store.add(f"durable/{generation}", 1)
+            self._told = generation
+
+    def lose(self, generation: int, why: str) -> None:
+        """This rank could not make a generation durable: who waits for it is told. Never raises."""
+        told = {"rank": self._store.rank, "generation": generation, "why": why[:1000]}
+        with contextlib.suppress(TransferError):
+            self._store.set("lost", json.dumps(told).encode())
+
+    def leave(self) -> None:
+        """This rank takes no further steps, or was refused the optimizer; never raises."""
+        with contextlib.suppress(TransferError):
+            if not self._is_made:
+                self._withdraw()
+            if not self._joined:
+                return
+            self._joined = False
+            self._store.set(f"left/{self._store.rank}", str(self._told).encode())
+            self._store.add("left", 1)
+
+    def wait(self, generation: int) -> None:
+        """Until every rank has made a generation durable.
+
+        Raises:
+            TransferError: A rank could not (EIO), or has not in time (ETIMEDOUT).
+        """
+        if self._first < 0:
+            self._first = generation
+        if generation <= self._first + 1:  # a state dict is loaded before the first step
+            self._follow(generation)
+        if generation <= 0:
+            return
+        until = time.monotonic() + self._timeout_s
+        for _ in pauses():
+            joined = self._store.add("joined", 0)
+            done = self._store.add(f"durable/{generation}", 0)
+            if done >= joined or done + self._left_before(generation) >= joined:
+                break
+            if self._past() >= generation:  # for one that joined when the others were further
+                break
+            if self._store.check(["lost"]):
+                raise self._lost(json.loads(self._store.get("lost")))
+            if time.monotonic() > until:
+                raise TransferError(
+                    errno.ETIMEDOUT,
+                    operation="step",
+                    path=self._store.path,
+                    detail=f"{joined - done} of {joined} ranks have not made generation "
+                    f"{generation} durable within {self._timeout_s:g} s, so this one cannot give "
+                    "up the one before: they died, hang, or took fewer steps; durable=False has "
+                    "no rank wait for another",
+                )
+        if self._store.rank == 0 and generation > 2:
+            self._store.set("past", str(generation - 2).encode())
+            self._store.delete(f"durable/{generation - 2}")
+
+    def _follow(self, generation: int) -> None:
+        """Before the first step: go where the others are, where they have closed what is here.
+
+        A rank that was refused made its optimizer again, and the others did the same, who had
+        closed one that this rank had not. It may have come before they closed it.
+        """
+        while self._joined:
+            joined = self._store.add("joined", 0)
+            if joined < 2 or self._left_before(generation + 1) < joined - 1:
+                return  # somebody is here, or has made a step
+            following = self._all.within(str(self._number + 1), self._all.path, "step")
+            if not following.add("joined", 0):
+                return
+            self._withdraw()
+            self._enter(self._number + 1)
+            self.join()
+            self.stay()
+
+    def _past(self) -> int:
+        """The last generation that nobody counts any more: all that had joined by then had it."""
+        return int(self._store.get("past")) if self._store.check(["past"]) else 0
+
+    def _left_before(self, generation: int) -> int:
+        """How many ranks took their leave without having made a generation durable."""
+        if not self._store.add("left", 0):
+            return 0
+        keys = [f"left/{rank}" for rank in range(self._store.size)]
+        return sum(
+            int(self._store.get(key)) < generation for key in keys if self._store.check([key])
+        )
+
+    def _lost(self, told: dict[str, Any]) -> TransferError:
+        return TransferError(
+            errno.EIO,
+            operation="step",
+            path=self._store.path,
+            detail=f"rank {told['rank']} of {self._store.size} could not make generation "
+            f"{told['generation']} durable ({told['why']}): load a checkpoint, or make the "
+            "optimizer anew with resume=True, which goes on from the last step that all ranks have",
+        )
+
+
+def directory_name(what: str) -> str:
+    """A name that differs between the ranks of the default process group, if there is one."""
+    if several():
+        return f"{what}-{dist.get_rank():05d}-of-{dist.get_world_size():05d}"
+    return what
+
+
+class Agreed(NamedTuple):
+    """What all ranks go on from.
+
+    Attributes:
+        manifest: This rank's of the last generation that every rank has; None where no rank has
+            made a step.
+        later: This rank's that come after it.
+        unusable: What else is in this rank's directory.
+        run: What all ranks call what they begin now.
+    """
+
+    manifest: Manifest | None
+    later: list[Manifest]
+    unusable: list[Unusable]
+    run: str
+
+
+class _Held(NamedTuple):
+    """What one rank tells the others."""
+
+    generations: list[tuple[int, str]]  # and the run of each
+    why_none: str
+    run: str  # a name for what begins now; that of rank 0 is taken
+
+    @property
+    def last(self) -> int:
+        return max((generation for generation, _ in self.generations), default=0)
+
+
+def agreed(directory: str, failure: Exception | None = None) -> Agreed:
+    """The last generation that every rank has, and those of this rank that come after it.
+
+    Killed ranks may have been on either side of the end of a step: one of them has it, another has
+    not. Two generations are there mostly, and nobody is two steps ahead of the others, since
+    backward waits for all. A generation of the same number that another run has made, on a drive
+    that came from there, is another one.
+
+    Args:
+        directory: This rank's own.
+        failure: Why this rank has no such directory; raised here when the others know.
+
+    Raises:
+        IntegrityError: A rank has no whole manifest, or they have no generation in common. All
+            ranks raise it.
+
+    A collective of the default process group, if that has several ranks.
+    """
+    mine: list[Manifest] = []
+    unusable: list[Unusable] = []
+    try:
+        if failure is None:
+            mine, unusable = manifests.read(directory)
+    except Exception as failed:
+        failure = failed
+    own = _Held([(m.generation, m.run) for m in mine], str(failure or ""), uuid.uuid4().hex)
+    ranks = [own]
+    if several():
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, tuple(own))
+        ranks = [_Held(*each) for each in gathered]
+    if failure is not None:
+        raise failure
+    for rank, held in enumerate(ranks):
+        if held.why_none:
+            raise IntegrityError(
+                f"rank {rank} cannot resume: {held.why_none}",
+                expected="a whole manifest",
+                found=held.why_none,
+            )
+    run = ranks[0].run
+    common = set.intersection(*(set(held.generations) for held in ranks))
+    if not common:
+        if all(held.last <= 1 for held in ranks):
+            return Agreed(None, mine, unusable, run)  # killed before the first step
+        raise _nothing_in_common(directory, ranks)
+    last = max(common)
+    manifest = next(each for each in mine if (each.generation, each.run) == last)
+    later = [each for each in mine if each.generation > manifest.generation]
+    return Agreed(manifest, later, unusable, run)
+
+
+def _nothing_in_common(directory: str, ranks: Sequence[_Held]) -> IntegrityError:
+    numbers = [sorted(generation for generation, _ in held.generations) for held in ranks]
+    others = ""
+    if set.intersection(*map(set, numbers)):
+        others = "; those of the same number are of another run (a drive or directory mixed up?)"
+    return IntegrityError(
+        f"the ranks have no step in common to resume from: rank by rank, {directory} and its "
+        f"neighbours have the generations {numbers}{others}; go on from a checkpoint",
+        expected="a generation that every rank has",
+        found=numbers,
+    )

@@ -1,0 +1,251 @@
+"""The two state files: where each piece lies in them, and what moves to and from there."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nvmeio._io.striping import StripedFile
+from nvmeio.errors import TransferError
+from nvmeio.files import File
+from nvmeio.offload._generations import state_checksums
+from nvmeio.offload._step.pipeline import Move
+from nvmeio.offload._swap_files.extents import Extent, extents_of, moves_of, parts_of
+from nvmeio.offload._swap_files.file_tensors import FilePart
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup, runs, sections
+from nvmeio.offload._swap_files.swap_dirs import SwapDirs
+
+NAMES = ("state.0", "state.1")
+
+
+class StateFiles:
+    """Two places for each piece, one in each file; `Piece.current` says which one counts.
+
+    It looks at that, and changes nothing of it: `StateStore` does.
+
+    Args:
+        directory: Locked by this process.
+        checksum: Sum what is written, and compare what is read.
+
+    Attributes:
+        pieces: All of them, by number.
+    """
+
+    def __init__(self, directory: SwapDirs, checksum: bool) -> None:
+        self._directory = directory
+        self._checksum = checksum
+        self._files: list[StripedFile] = []
+        self._nbytes = 0
+        self._bands: list[int] = []  # of the files, for their striping
+        self._subgroup_of: dict[int, Subgroup] = {}
+        self.pieces: list[Piece] = []
+
+    def place(self, subgroups: Sequence[Subgroup]) -> None:
+        """Give further subgroups their places; `open` makes the files that long."""
+        for subgroup in subgroups:
+            if not subgroup.resident:
+                subgroup.offset = self._nbytes
+                self._nbytes += subgroup.nbytes
+                self._bands += sections(subgroup)
+            for piece in subgroup.pieces:
+                piece.number = len(self.pieces)
+                self.pieces.append(piece)
+                self._subgroup_of[piece.number] = subgroup
+
+    def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
+        """Take back what `place` did last; the files stay as long as they are."""
+        while self._nbytes > nbytes:
+            self._nbytes -= self._bands.pop()
+        for subgroup in subgroups:
+            for piece in subgroup.pieces:
+                if self._subgroup_of.pop(piece.number, None) is not None:
+                    self.pieces.pop()
+
+    def open(self) -> None:
+        """Open the files, and reserve their space.
+
+        Raises:
+            TransferError: There is no space; the files that were open still are.
+        """
+        opened: list[StripedFile] = []
+        try:
+            for name in NAMES:
+                opened.append(self._directory.allocate(name, self._bands))
+        except BaseException:
+            for file in opened:
+                file.close()
+            raise
+        before, self._files = self._files, opened
+        for file in before:
+            file.close()
+
+    # What moves
+
+    def reads(self, subgroup: Subgroup, pieces: Sequence[Piece], weights: bool) -> list[Move]:
+        """The moves that bring the current state of pieces into a slot.
+
+        Args:
+            subgroup: Theirs.
+            pieces: Some of it.
+            weights: The weights as well, where they are stored.
+        """
+        found: list[Move] = []
+        for which in (0, 1):
+            mine = [piece for piece in pieces if piece.current == which]
+            spans = [
+                span
+                for piece in mine
+                for name, span in piece.spans.items()
+                if (weights if name == WEIGHTS else piece.begun)
+            ]
+            whole = len(mine) == len(subgroup.pieces) and all(piece.begun for piece in mine)
+            found += self._moves(subgroup, which, spans, whole)
+        return found
+
+    def weights(self, subgroup: Subgroup, pieces: Sequence[Piece]) -> list[Move]:
+        """The moves that bring the current weights of pieces into a slot."""
+        found: list[Move] = []
+        for which in (0, 1):
+            mine = [piece for piece in pieces if piece.current == which and piece.stored]
+            spans = [piece.spans[WEIGHTS] for piece in mine]
+            whole = len(mine) == len(subgroup.pieces)
+            found += self._moves(subgroup, which, spans, whole)
+        return found
+
+    def writes(self, subgroup: Subgroup, pieces: Sequence[Piece], begun: bool = True) -> list[Move]:
+        """The moves that take pieces to the place that is not current.
+
+        Args:
+            subgroup: Theirs.
+            pieces: Some of it.
+            begun: Weights and state; False for the weights alone.
+        """
+        found: list[Move] = []
+        for which in (0, 1):
+            mine = [piece for piece in pieces if piece.current != which]
+            spans = [
+                span
+                for piece in mine
+                for name, span in piece.spans.items()
+                if begun or name == WEIGHTS
+            ]
+            found += self._moves(subgroup, which, spans, len(mine) == len(subgroup.pieces))
+        return found
+
+    def verifying(
+        self, weights_of: Sequence[Piece], state_of: Sequence[Piece]
+    ) -> Callable[[torch.Tensor], None] | None:
+        """What compares a slot with the checksums, after `reads` or `weights`.
+
+        Args:
+            weights_of: Pieces whose weights were read.
+            state_of: Pieces whose state was read, where it exists.
+        """
+        if not self._checksum:
+            return None
+        spans = [(piece, WEIGHTS) for piece in weights_of if WEIGHTS in piece.sums]
+        spans += [
+            (piece, name)
+            for piece in state_of
+            if piece.begun
+            for name in piece.sums
+            if name != WEIGHTS
+        ]
+        expected = [
+            state_checksums.ExpectedSpan(
+                self._files[piece.current],
+                self._subgroup_of[piece.number].offset + piece.spans[name].offset,
+                piece,
+                name,
+                piece.sums[name],
+            )
+            for piece, name in spans
+        ]
+        return functools.partial(state_checksums.verify, expected=expected) if expected else None
+
+    def sum_up(
+        self, slot: torch.Tensor, pieces: Iterable[Piece], begun: bool = True
+    ) -> dict[int, dict[str, int]]:
+        """The checksums of what `writes` takes to the drive, by the numbers of the pieces."""
+        if not self._checksum:
+            return {}
+        return {piece.number: state_checksums.of_piece(slot, piece, begun) for piece in pieces}
+
+    def _moves(
+        self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool
+    ) -> list[Move]:
+        return [
+            move
+            for run in runs(spans, subgroup.nbytes, whole)
+            for move in moves_of(
+                self._files[which], subgroup.offset + run.offset, run.offset, run.nbytes
+            )
+        ]
+
+    def extents(self, piece: Piece) -> list[Extent]:
+        """Where the current weights of a piece are."""
+        offset = self._subgroup_of[piece.number].offset + piece.spans[WEIGHTS].offset
+        return extents_of(
+            self._files[piece.current], offset, piece.start, piece.stop, piece.step_dtype.itemsize
+        )
+
+    def subgroup_of(self, piece: Piece) -> Subgroup:
+        """The subgroup that a piece belongs to."""
+        return self._subgroup_of[piece.number]
+
+    def file_parts(self, piece: Piece, name: str) -> list[FilePart]:
+        """A piece's current state as spans of open files."""
+        span = piece.spans[name]
+        offset = self._subgroup_of[piece.number].offset + span.offset
+        return parts_of(self._files[piece.current].spans(offset, span.nbytes))
+
+    # What they are
+
+    def check_there(self) -> None:
+        """Whether the files are in the directory, in their whole length; before `open`.
+
+        Raises:
+            TransferError: One is missing or too short.
+        """
+        for drive, length in enumerate(self._directory.striping(self._bands).lengths):
+            for name in NAMES:
+                path = self._directory.file(name, drive)
+                if not os.path.isfile(path) or os.path.getsize(path) < length:
+                    raise TransferError(
+                        errno.ENODATA,
+                        operation="open",
+                        path=path,
+                        detail="the manifest is there, but this file is missing or too short",
+                    )
+
+    def signature(self) -> str:
+        """What the files are laid out for, as a digest."""
+        digest = hashlib.sha256(self._directory.layout.encode())
+        for piece in self.pieces:
+            subgroup = self._subgroup_of[piece.number]
+            facts = (piece.param, piece.start, piece.stop, piece.shape, subgroup.offset)
+            # Without strides: those of a state are not known before it is made.
+            spans = [(name, span._replace(strides=())) for name, span in piece.spans.items()]
+            digest.update(repr((facts, sorted(spans))).replace(", strides=()", "").encode())
+        return digest.hexdigest()[:32]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of each of the two."""
+        return self._nbytes
+
+    @property
+    def opened(self) -> list[File]:
+        """The open files, of all drives."""
+        return [file for striped in self._files for file in striped.files]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()

@@ -1,0 +1,343 @@
+"""The generations of an optimizer's state: which is complete, and what is current in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nvmeio._checks import Paths
+from nvmeio._io.drives import DriveHandles
+from nvmeio.errors import IntegrityError
+from nvmeio.offload._generations import manifests
+from nvmeio.offload._generations.generation_sync import GenerationSync
+from nvmeio.offload._generations.manifests import Manifest, Unusable
+from nvmeio.offload._generations.rank_steps import DurableSteps, agreed
+from nvmeio.offload._generations.state_files import NAMES, StateFiles
+from nvmeio.offload._generations.transactions import Transaction
+from nvmeio.offload._swap_files import file_copies
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, SlotSpan, Subgroup
+from nvmeio.offload._swap_files.swap_dirs import SwapDirs
+from nvmeio.offload._swap_files.tensors import fits
+
+logger = logging.getLogger("nvmeio")
+
+_PieceFacts = tuple[int, bool, dict[str, int], dict[str, SlotSpan]]  # current, begun, sums, spans
+
+
+class StateStore:
+    """State in two files, and the manifest that says which of them is current for each piece.
+
+    Args:
+        directory: Locked by this process.
+        handles: For fsync.
+        durable: Make each generation survive a power cut, beside what comes next.
+        checksum: Sum what is written, and compare what is read.
+        ranks: What several ranks tell each other of that.
+
+    Attributes:
+        files: Where the pieces lie, and what moves them.
+        small: For each piece, the state that is not in the files.
+        generation: Of the last complete step.
+    """
+
+    def __init__(
+        self,
+        directory: SwapDirs,
+        handles: DriveHandles,
+        durable: bool,
+        checksum: bool,
+        ranks: DurableSteps | None = None,
+    ) -> None:
+        self._directory = directory
+        self._ranks = ranks if durable else None
+        self._durable = durable
+        self.files = StateFiles(directory, checksum)
+        self.small: list[dict[str, Any]] = []
+        self.generation = 0
+        self._run = ""
+        self._sync = GenerationSync(directory, self.files, handles, self._ranks)
+        self._resumed: Manifest | None = None  # may have to be made durable
+        self._before: list[_PieceFacts] = []  # of the generation before
+        self._small_before: list[dict[str, Any]] = []
+
+    def place(self, subgroups: Sequence[Subgroup]) -> None:
+        """Give further subgroups their places; `open` makes the files that long."""
+        self.files.place(subgroups)
+        self.small += [{} for subgroup in subgroups for _ in subgroup.pieces]
+
+    def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
+        """Take back what `place` did last; the files stay as long as they are."""
+        self.files.forget(subgroups, nbytes)
+        del self.small[len(self.files.pieces) :]
+
+    def open(self) -> None:
+        """Open the files, and reserve their space.
+
+        Raises:
+            TransferError: There is no space; the files that were open still are.
+        """
+        self._join()
+        self.files.open()
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self._start_syncing(resumed)
+
+    # Generations
+
+    def prepare(self) -> None:
+        """To be called before anything is written: the place that is not current loses its value.
+
+        Not before every rank has made what is current durable. Then its manifest goes, durably. So
+        whatever comes of what is about to be written, also after a loss of power, no manifest says
+        that it is there; that includes one of a commit that was interrupted.
+
+        Raises:
+            TransferError: The drive of this or of another rank lost the last generation, or
+                refuses; nothing has changed.
+        """
+        self.settle()
+        if self._ranks is not None:
+            self._ranks.wait(self.generation)
+        manifests.drop(self._directory.path, self.generation + 1, durable=self._durable)
+
+    def commit(
+        self,
+        moved: set[int],
+        begun: dict[int, bool],
+        small: dict[int, dict[str, Any]],
+        groups: list[dict[str, Any]],
+        sums: Mapping[int, dict[str, int]],
+        strides: Mapping[int, Mapping[str, tuple[int, ...]]] | None = None,
+    ) -> None:
+        """What was written since `prepare` is current from now on.
+
+        Args:
+            moved: The pieces that were written to their other place, by number.
+            begun: Of those whose state exists now, or does not, which it is.
+            small: What changed of the state outside of the files, by number.
+            groups: The options of the parameter groups.
+            sums: The checksums of what was written, by number.
+            strides: The order of state elements where it changes, by number and name.
+
+        Raises:
+            TransferError: The manifest could not be written: the generation before is current.
+        """
+        current = [piece.current ^ (piece.number in moved) for piece in self.files.pieces]
+        started = [int(begun.get(piece.number, piece.begun)) for piece in self.files.pieces]
+        values = list(self.small)
+        for number, value in small.items():
+            values[number] = value
+        summed = [
+            sums.get(piece.number, {}) if piece.number in moved else piece.sums
+            for piece in self.files.pieces
+        ]
+        flat = [
+            one.get(name, -1)
+            for piece, one in zip(self.files.pieces, summed, strict=True)
+            for name in piece.spans
+        ]
+        relaid = strides or {}
+        spans = [_laid(piece.spans, relaid.get(piece.number)) for piece in self.files.pieces]
+        manifest = Manifest(
+            generation=self.generation + 1,
+            signature=self.files.signature(),
+            current=current,
+            begun=started,
+            small=values,
+            groups=groups,
+            sums=flat,
+            strides=_strides_of(spans),
+            run=self._run,
+        )
+        manifests.store(self._directory.path, manifest)
+        self.generation += 1
+        self._small_before, self.small = self.small, values
+        self._before = [(p.current, p.begun, p.sums, p.spans) for p in self.files.pieces]
+        self._be(zip(current, map(bool, started), summed, spans, strict=True))
+        self._start_syncing(manifest)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether several ranks count the same generations."""
+        return self._ranks is not None
+
+    def _join(self) -> None:
+        if self._ranks is not None:
+            self._ranks.join()
+
+    def stay(self) -> None:
+        """The optimizer is made; until then other ranks count on nothing that is here."""
+        if self._ranks is not None:
+            self._ranks.stay()
+
+    def undo_stay(self) -> None:
+        """It is not, after all; to be closed next."""
+        if self._ranks is not None:
+            self._ranks.undo_stay()
+
+    def _start_syncing(self, manifest: Manifest) -> None:
+        """Make a generation durable, beside what comes next."""
+        if self._durable:
+            self._sync.start(manifest)
+
+    def revert(self) -> None:
+        """Let the last commit not have been; only until the next `prepare`, and once.
+
+        Raises:
+            TransferError: The drive refuses; the commit stands.
+        """
+        self.settle()
+        manifests.drop(self._directory.path, self.generation, durable=self._durable)
+        self.generation -= 1
+        self.small = self._small_before
+        self._be(self._before)
+
+    def settle(self) -> None:
+        """Wait until the last generation is durable: the next overwrites the one before it.
+
+        Raises: As `GenerationSync.settle`.
+        """
+        self._sync.settle()
+
+    def snapshot(self, directory: Paths, transaction: Transaction) -> None:
+        """Copy the last generation; see `_file_copies.copy`."""
+        self.settle()
+        path = self._directory.path
+        manifest = manifests.newest(path)
+        if manifest is None or manifest.generation != self.generation:
+            raise IntegrityError(
+                f"the manifest in {path} is not the one that this process wrote: somebody changed "
+                "the directory; save state_dict() instead",
+                expected=self.generation,
+                found=manifest and manifest.generation,
+            )
+        file_copies.copy(self._directory, NAMES, manifest, directory, transaction)
+
+    def resume(self) -> Manifest | None:
+        """Take up what is in the directory; None where there is nothing. Before `open`.
+
+        Of several ranks each takes up the last generation that all of them have: they may have
+        been killed on either side of the end of a step.
+
+        Raises:
+            IntegrityError: It belongs to other parameters, another optimizer or other sizes; or the
+                ranks have no generation in common.
+        """
+        path = self._directory.path
+        self._join()  # before any of them can make a step: `agreed` waits for all
+        manifest, later, unusable, self._run = agreed(path)
+        if manifest is None:
+            return None
+        self._check_fits(manifest)
+        for each in later:
+            manifests.drop(path, each.generation, durable=True)
+            logger.info("%s of %s is dropped: not every rank has it", each, path)
+        _tell_of(unusable, manifest)
+        self._resumed = manifest
+        self.generation = manifest.generation
+        self.small = manifest.small
+        self._take_strides(manifest)
+        flat = iter(manifest.sums)
+        for piece, which, has in zip(
+            self.files.pieces, manifest.current, manifest.begun, strict=True
+        ):
+            piece.current, piece.begun = which, bool(has)
+            found = {name: next(flat, -1) for name in piece.spans}
+            piece.sums = {name: total for name, total in found.items() if total >= 0}
+        return manifest
+
+    def _be(self, facts: Iterable[_PieceFacts]) -> None:
+        for piece, each in zip(self.files.pieces, facts, strict=True):
+            piece.current, piece.begun, piece.sums, piece.spans = each
+
+    def _take_strides(self, manifest: Manifest) -> None:
+        """Take the elements' order from a manifest; row-major where it tells of none.
+
+        Raises:
+            IntegrityError: It is none, or a module has its parameters in another one.
+        """
+        for piece in self.files.pieces:
+            strides = manifest.strides.get(piece.number, {})
+            for name, span in piece.spans.items():
+                wanted = tuple(strides.get(name, ()))
+                if not fits(wanted, span.shape):
+                    raise IntegrityError(
+                        f"the manifest in {self._directory.path} is whole, and has impossible "
+                        f"strides for {name} of parameter {piece.param}: go on from a checkpoint",
+                        expected=f"strides that fill the memory of shape {span.shape}",
+                        found=wanted,
+                    )
+                if piece.lent and name == WEIGHTS and wanted != span.strides:
+                    raise IntegrityError(
+                        f"parameter {piece.param} of the SwappedModule has another memory format "
+                        f"than what is in {self._directory.path}: give the module the one that it "
+                        "had (memory_format=torch.channels_last, or contiguous), or begin anew "
+                        "with resume=False",
+                        expected=span.strides or "row-major order",
+                        found=wanted or "row-major order",
+                    )
+                piece.lay(name, wanted)
+
+    def _check_fits(self, manifest: Manifest) -> None:
+        if manifest.signature != self.files.signature():
+            raise IntegrityError(
+                f"the state in {self._directory.path} belongs to another optimizer, other "
+                "parameters, or another subgroup_bytes or buffer_bytes: make the same as "
+                "before, or begin anew with overwrite=True",
+                expected=self.files.signature(),
+                found=manifest.signature,
+            )
+        if len(manifest.current) != len(self.files.pieces):
+            raise IntegrityError(
+                f"the manifest in {self._directory.path} is whole, and tells of other pieces than "
+                "its signature: go on from a checkpoint",
+                expected=len(self.files.pieces),
+                found=len(manifest.current),
+            )
+        self.files.check_there()
+
+    def close(self) -> None:
+        """Wait for what is being made durable, and close the files."""
+        try:
+            self.settle()
+        finally:
+            if self._ranks is not None:
+                self._ranks.leave()
+            self.files.close()
+
+
+def _laid(
+    spans: dict[str, SlotSpan], strides: Mapping[str, tuple[int, ...]] | None
+) -> dict[str, SlotSpan]:
+    """Spans of which some are laid otherwise."""
+    if not strides:
+        return spans
+    return {
+        name: span._replace(strides=strides.get(name, span.strides)) for name, span in spans.items()
+    }
+
+
+def _strides_of(
+    spans_of_pieces: Iterable[Mapping[str, SlotSpan]],
+) -> dict[int, dict[str, tuple[int, ...]]]:
+    """By number of the piece and name of the span, where they are not in row-major order."""
+    strides = {
+        number: {name: span.strides for name, span in spans.items() if span.strides}
+        for number, spans in enumerate(spans_of_pieces)
+    }
+    return {number: by_name for number, by_name in strides.items() if by_name}
+
+
+def _tell_of(unusable: Sequence[Unusable], resumed: Manifest) -> None:
+    """Say that a newer generation is there, or may be, and could not be gone on from."""
+    last = resumed.generation
+    for path, generation, why in unusable:
+        if generation > last:
+            which = f"generation {generation}"
+        elif not generation:
+            older = f", or {last - 1}, which would be no loss" if last > 1 else ""
+            which = f"generation {last + 1}{older}"
+        else:
+            continue  # an older one, which nobody needs
+        logger.warning("%s (%s) %s: resumed from %s instead", path, which, why, resumed)

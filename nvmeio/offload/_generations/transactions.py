@@ -1,0 +1,151 @@
+"""Changes of an optimizer's state: one after the other, and rolled back if their caller goes.
+
+One thread alone changes the state, so nobody sees a change half made. Whoever is interrupted or
+cancelled while he waits for his has it rolled back: it has not happened then, and may be asked for
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from nvmeio._memory import devices
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.errors import ClosedError
+
+Value = TypeVar("Value")
+
+_TINY = 5e-324
+
+
+class RolledBack(Exception):
+    """Nobody wants the change any more."""
+
+
+class Transaction:
+    """One change, as who makes it sees it."""
+
+    def __init__(self) -> None:
+        self.unwanted = False
+        self.error: BaseException | None = None
+        self._undo: Callable[[], object] | None = None
+
+    def check(self) -> None:
+        """To be called where everything can still be left as it was.
+
+        Raises:
+            RolledBack: It should be.
+        """
+        if self.unwanted:
+            raise RolledBack
+
+    def on_rollback(self, undo: Callable[[], object]) -> None:
+        """The change is made; `undo` would unmake it."""
+        self._undo = undo
+
+    def roll_back(self) -> None:
+        """Unmake the change, if it was made and can be unmade."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+
+class Transactions:
+    """Makes changes in a thread of its own, in the order in which they are asked for.
+
+    Args:
+        name: Of the thread.
+        closed: What is said after the end.
+        device: Whose stream, current where a change is asked for, is current where it is made.
+
+    Attributes:
+        owner: The thread.
+    """
+
+    def __init__(self, name: str, closed: str, device: torch.device) -> None:
+        self._device = device
+        self.owner = OwnerThread(name, closed)
+        self._current = Transaction()
+
+    def run(self, work: Callable[[Transaction], Value]) -> Value:
+        """Have a change made, and wait; other threads run.
+
+        Within another change it is made at once, as a part of that.
+
+        Raises:
+            ClosedError: The thread has ended.
+            BaseException: What `work` raised; or what ended the waiting. In that case the change
+                was rolled back first. A second interrupt does not wait for that.
+        """
+        if self.owner.is_here:
+            return work(self._current)
+        transaction = Transaction()
+        try:
+            here = self._as_here(work, transaction)
+            value: Value = self.owner.call(self._make, transaction, here)
+            return value
+        except BaseException as failed:
+            if failed is not transaction.error:
+                transaction.unwanted = True
+                with contextlib.suppress(ClosedError):
+                    self.owner.call(transaction.roll_back)
+            raise
+
+    async def async_run(self, work: Callable[[Transaction], Value]) -> Value:
+        """The same, awaited. It was rolled back when `CancelledError` is raised."""
+        transaction = Transaction()
+        try:
+            here = self._as_here(work, transaction)
+            value: Value = await self.owner.async_call(self._make, transaction, here)
+            return value
+        except BaseException as failed:
+            if failed is not transaction.error:
+                transaction.unwanted = True
+                if isinstance(failed, asyncio.CancelledError):
+                    await self._rolled_back(transaction)
+                else:  # the coroutine is closed: nobody can wait any more
+                    self.owner.post(transaction.roll_back)
+            raise
+
+    def _as_here(
+        self, work: Callable[[Transaction], Value], transaction: Transaction
+    ) -> Callable[[], Value]:
+        with devices.on(self._device):
+            return _as_here(work, transaction)
+
+    async def _rolled_back(self, transaction: Transaction) -> None:
+        ended = asyncio.ensure_future(self.owner.async_call(transaction.roll_back))
+        while not ended.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([ended])
+        if not isinstance(ended.exception(), ClosedError):
+            ended.result()
+
+    def _make(self, transaction: Transaction, work: Callable[[], Value]) -> Value:
+        before, self._current = self._current, transaction
+        try:
+            transaction.check()
+            return work()
+        except BaseException as failed:
+            transaction.error = failed
+            raise
+        finally:
+            self._current = before
+
+
+def _as_here(work: Callable[[Transaction], Value], transaction: Transaction) -> Callable[[], Value]:
+    """The same for another thread, with what torch keeps for each thread as it is in this one."""
+    flushes = _TINY * 1.0 == 0.0
+
+    def there() -> Value:
+        if flushes != (_TINY * 1.0 == 0.0):
+            torch.set_flush_denormal(flushes)
+        with torch.no_grad():
+            return work(transaction)
+
+    return devices.as_here(there)

@@ -1,0 +1,149 @@
+"""The one gradient that stays in memory, and what it tells of all the others.
+
+Whoever knows nothing of the drive works on ``.grad``: GradScaler looks there for what is not
+finite, ``model.zero_grad()`` sets it to None, torch's clipping multiplies it. One small gradient
+is left for them to find. Where its parameter had no part in the backward pass (it is frozen, or
+was not used), a gradient of zeros stands in for it, which is never stepped.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nvmeio.offload._optimizer.params import SwappedParam
+from nvmeio.offload._swap_files.tensors import local
+
+
+class GradSentinel:
+    """The gradient of one parameter, watched.
+
+    Args:
+        param: The parameter.
+
+    Attributes:
+        param: The parameter.
+        stands_in: What is in ``.grad`` is no gradient, but stands in for one.
+    """
+
+    def __init__(self, param: SwappedParam) -> None:
+        self.param = param
+        self.stands_in = False
+        self._held: torch.Tensor | None = None  # what we found or put there; keeps its identity
+        self._version = 0  # of it: torch counts changes in place
+        self._touched = False
+        self._clean: torch.Tensor | None = None  # its values, while it is poisoned
+        self._announced = False
+
+    # Before and after backward
+
+    def zeroed(self) -> bool:
+        """Whether somebody set it to None since it was seen."""
+        return self._held is not None and self.param.parameter.grad is None
+
+    def make_way(self) -> None:
+        """Its gradient is about to be accumulated: into its own values, or into nothing."""
+        self.restore()
+        self._look()
+        if self.stands_in and self.param.parameter.grad is self._held:
+            self.param.parameter.grad = None
+            self._held, self.stands_in = None, False
+        self._announced = True
+
+    def replaced(self) -> bool:
+        """Whether a gradient that has just come is not the one that was there, added to.
+
+        FSDP accumulates by itself and calls no hook before; the same tensor stays then.
+        """
+        announced, self._announced = self._announced, False
+        return not announced and self._held is not None and not self._is_held()
+
+    def arrived(self) -> None:
+        """Its gradient has come."""
+        self.stands_in = False
+        self._hold(self.param.parameter.grad)
+
+    def stand_in(self) -> None:
+        """Another gradient has gone to the drive: see that there is something in memory."""
+        if self.param.parameter.grad is None:
+            zeros = torch.zeros_like(self.param.parameter, requires_grad=False)
+            # Minus zero: what is added to it (by FSDP) keeps even the sign of its zeros.
+            self.param.parameter.grad = zeros.neg_()
+            self.stands_in = True
+            self._hold(zeros)
+
+    # For GradScaler
+
+    def poison(self) -> None:
+        """Be NaN, since another gradient is not finite."""
+        gradient = self.param.parameter.grad
+        if gradient is not None and self._clean is None:
+            self._look()
+            self._clean = gradient.clone()
+            gradient.fill_(float("nan"))
+            self._hold(gradient)
+
+    def restore(self) -> None:
+        """Have its own values again."""
+        clean, self._clean = self._clean, None
+        gradient = self.param.parameter.grad
+        if clean is not None and gradient is not None:
+            self._look()
+            gradient.copy_(clean)
+            self._hold(gradient)
+
+    # What it tells
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """Its gradient with its own values; None where it has none."""
+        if self.stands_in:
+            return None
+        return self.param.parameter.grad if self._clean is None else self._clean
+
+    def check(self, scaled: bool) -> None:
+        """Whether nobody changed it since backward.
+
+        Args:
+            scaled: A GradScaler has looked at it.
+
+        Raises:
+            RuntimeError: Somebody did, and the gradients on the drive do not know of it.
+        """
+        self._look(_versions_of_a_look() if scaled else 0)
+        if self._touched:
+            raise RuntimeError(
+                "gradients are on the drive, and the one that is in memory was changed since "
+                "backward: torch.nn.utils.clip_grad_norm_ and whatever else works on .grad does "
+                "not reach the others, so nothing was stepped. Call zero_grad(); then clip with "
+                'clip_grad_norm_ of the optimizer, or keep gradients="memory"'
+            )
+        if self._is_held():
+            self._hold(self._held)  # so that it may be looked at once more
+
+    def forget(self) -> None:
+        """All gradients are gone."""
+        if self.stands_in and self._is_held():
+            self.param.parameter.grad = None
+        self._held = self._clean = None
+        self.stands_in = self._touched = self._announced = False
+
+    def _look(self, more: int = 0) -> None:
+        held = self._held
+        if held is None or self.param.parameter.grad is None:
+            return
+        if not self._is_held() or local(held)._version not in (self._version, self._version + more):
+            self._touched = True
+
+    def _hold(self, gradient: torch.Tensor | None) -> None:
+        self._held = gradient
+        self._version = 0 if gradient is None else local(gradient)._version
+
+    def _is_held(self) -> bool:
+        return self.param.parameter.grad is self._held
+
+
+def _versions_of_a_look() -> int:
+    """By how many versions a tensor is older when a GradScaler has looked at it."""
+    probe = torch.ones(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([probe], torch.zeros(1), torch.ones(1))
+    return int(probe._version)

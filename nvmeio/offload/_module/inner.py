@@ -1,0 +1,126 @@
+"""What the module within a `SwappedModule` answers when it is asked for itself.
+
+Its parameters are NaN outside of the window. So its `state_dict` has them over the files, and what
+would take them from memory, or put others there, is refused: loading outside of a `gather` block,
+moving and converting, copying and pickling.
+
+Hooks and parameters outlive the `SwappedModule`: what they refuse then is what has no values.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nvmeio.errors import ClosedError
+from nvmeio.offload._module.absent import is_absent
+from nvmeio.offload._module.param_store import store_of
+from nvmeio.offload._swap_files.tensors import local
+
+
+def watch(module: torch.nn.Module) -> None:
+    """Let the module, and those within it, answer for parameters that are swapped."""
+    every: list[Any] = list(module.modules())
+    for each in every:
+        each._apply = types.MethodType(_applied, each)
+        if each._parameters:
+            hook = each.register_state_dict_post_hook(_values_of)
+            each._state_dict_hooks.move_to_end(hook.id, last=False)  # before those that convert
+            each._register_load_state_dict_pre_hook(_check_loading, with_module=True)
+    parameters: list[Any] = list(module.parameters())
+    for parameter in parameters:
+        parameter.__deepcopy__ = types.MethodType(_copied, parameter)
+        parameter.__reduce_ex__ = types.MethodType(_pickled, parameter)
+        parameter._typed_storage = types.MethodType(_sent, parameter)
+
+
+def _values_of(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """In the place of what is NaN, tensors over the files; what a block gathered is there."""
+    for name, parameter in module._parameters.items():
+        if parameter is None or prefix + name not in state_dict:
+            continue
+        store = store_of(parameter)
+        if store is None:
+            _check_values(prefix + name, parameter)
+        elif not store.is_gathered(parameter):
+            store.check_open()
+            state_dict[prefix + name] = store.on_file(parameter)
+
+
+def _check_loading(
+    module: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *rest: Any,
+) -> None:
+    for name, parameter in module._parameters.items():
+        store = None if parameter is None else store_of(parameter)
+        if parameter is None or store is None or prefix + name not in state_dict:
+            continue
+        if metadata.get("assign_to_params_buffers") or not store.is_gathered(parameter):
+            raise TypeError(
+                f"{prefix}{name} is on the drive, and the module within a SwappedModule does not "
+                "write there: call load_state_dict of the SwappedModule, or load within a block of "
+                "its gather() (without assign=True)"
+            )
+
+
+def _applied(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    if any(store_of(parameter) is not None for parameter in self.parameters()):
+        raise TypeError(
+            "the parameters are on the drive, and the module within a SwappedModule cannot be "
+            "moved or converted (to, half, cuda, …): do so before it is swapped"
+        )
+    unswapped: Any = type(self)._apply
+    moved: torch.nn.Module = unswapped(self, fn, recurse)
+    return moved
+
+
+def _copied(self: torch.nn.Parameter, memo: Any) -> Any:
+    _check_copying(self)
+    _let_be(self)
+    copied: Any = type(self).__deepcopy__
+    return copied(self, memo)
+
+
+def _pickled(self: torch.nn.Parameter, protocol: Any) -> Any:
+    _check_copying(self)
+    _let_be(self)  # torch pickles what a parameter has of its own, which could not be loaded
+    reduced: Any = type(self).__reduce_ex__
+    return reduced(self, protocol)
+
+
+def _let_be(parameter: torch.nn.Parameter) -> None:
+    """It is swapped no more, and has values: an ordinary one."""
+    for name in ("__deepcopy__", "__reduce_ex__", "_typed_storage"):
+        parameter.__dict__.pop(name, None)
+
+
+def _sent(self: torch.nn.Parameter) -> Any:
+    """What torch.multiprocessing puts into shared memory; it does not ask for `__reduce_ex__`."""
+    _check_copying(self)
+    storage: Any = type(self)._typed_storage
+    return storage(self)
+
+
+def _check_copying(parameter: torch.nn.Parameter) -> None:
+    if store_of(parameter) is not None:
+        raise TypeError(
+            "a parameter on the drive, and the module that has it, cannot be copied or pickled: "
+            "take state_dict() of the SwappedModule, or clone the values within its gather()"
+        )
+    _check_values("a parameter", parameter)
+
+
+def _check_values(name: str, parameter: torch.nn.Parameter) -> None:
+    if is_absent(local(parameter)):
+        raise ClosedError(
+            f"{name} has no values: the SwappedModule that had them is closed. Save its "
+            "state_dict() before that"
+        )

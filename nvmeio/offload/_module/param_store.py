@@ -1,0 +1,588 @@
+"""The parameters of a swapped module, and the windows that they come through.
+
+All that changes belongs to one thread (`OwnerThread`); methods without an underscore are for
+callers and hand their work to it. What a caller holds is a claim, which ends with the call, the
+block or the frame that it is for. Units come in the order in which forward first needed them, and
+in backward the other way round (`ThereAndBack`).
+
+Memory is never taken from under a tensor: a unit that goes only loses the parameters' views of it
+(`LentPool`).
+
+For a device there is a second window above the one in host memory, and parameters lie over that
+one. Whoever computes hands over his stream, which then waits for the copies; he does not. Where
+units come straight from the drive, that window is the only one as soon as all have been made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvmeio._checks import Paths
+from nvmeio._io.drives import DriveHandles
+from nvmeio._io.profiling import profiled
+from nvmeio._memory import devices
+from nvmeio._residency.direct import DirectWindow, OrderedReads
+from nvmeio._residency.lent import LentPool, LentSlot, laid_over
+from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceUnits, DeviceWindow
+from nvmeio._residency.order import Limited, ThereAndBack
+from nvmeio._residency.reader import Fill, Reader, WantedBytes
+from nvmeio._residency.saved import in_backward
+from nvmeio._residency.window import Keeper, Window
+from nvmeio._threads.endings import Ending, open_owned
+from nvmeio._threads.owner import Claim, OwnerThread
+from nvmeio.errors import ClosedError
+from nvmeio.handle import AioHandle
+from nvmeio.offload._generations.rank_steps import directory_name
+from nvmeio.offload._module.absent import absent, is_absent
+from nvmeio.offload._module.param_places import ParamPlaces
+from nvmeio.offload._module.stages import Unit
+from nvmeio.offload._step.pipeline import move_all
+from nvmeio.offload._swap_files.extents import Extent
+from nvmeio.offload._swap_files.swap_dirs import SwapDirs
+from nvmeio.offload._swap_files.tensors import laid, lay, local, strides_of
+
+NAME = "weights"
+_CLOSED = "the swapped module is closed"
+_TAKEN_ALONG = (
+    "the parameters are in the files of a SwappedOptimizer that is closed (without master weights "
+    "it keeps them): keep it open as long as the module is used"
+)
+
+# Reads under way: two units, since one is waited for while the next is being read, and of small
+# units as many as keep a fast drive busy while a unit is computed with. More would wait in line.
+_AHEAD = 2
+_AHEAD_BYTES = 64 << 20
+
+
+Slot = LentSlot[Unit]
+_ATTRIBUTE = "_nvmeio_param_store"
+
+
+class Gathered(NamedTuple):
+    """Units that a block changes.
+
+    Attributes:
+        claim: Ends the block. What was not written by then has the values of the drive again.
+        slots: Their memory.
+        written: Not empty once they were.
+    """
+
+    claim: Claim
+    slots: Sequence[Slot | DeviceSlot[Unit]]
+    written: list[bool]
+
+
+class ParamStore(Keeper[Unit, Slot]):
+    """Keeps parameters on the drive.
+
+    Args:
+        units: All of them.
+        resident_bytes: The window in host memory.
+        device: Where they are computed with.
+        device_bytes: The window there; 0 for the CPU, which needs no other.
+        direct: The handle moves bytes between drive and device: what was made in host memory, a
+            unit at a time, comes straight from the drive, and `resident_bytes` is not taken.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        resident_bytes: int,
+        device: torch.device | None = None,
+        device_bytes: int = 0,
+        direct: bool = False,
+    ) -> None:
+        self.units = list(units)
+        self.direct = direct
+        self.resident_bytes = max(u.nbytes for u in units) if direct and units else resident_bytes
+        self.device = torch.device("cpu") if device is None else device
+        self.device_bytes = device_bytes
+        # As soon as all have been made.
+        self._on_device: DeviceWindow[Unit] | DirectWindow[Unit] | None = None
+        self.closed = False
+        self.locked = False
+        self._pid = os.getpid()
+        self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
+        self._by_address: dict[int, Unit] = {}
+        self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
+        self._gathered_now: list[Sequence[Slot | DeviceSlot[Unit]]] = []  # in blocks
+        self._resources = contextlib.ExitStack()
+        self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
+
+    def open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
+        """Make the file and the window; returns what closes them."""
+        return open_owned(self._owner, self._open, swap_dir, handle)
+
+    def _open(self, swap_dir: Paths, handle: AioHandle | None) -> Ending:
+        ending = Ending(self._owner, self._close)
+        name = directory_name("parameters")
+        # What a dead process left of this kind has no steps in it, and nobody can go on from it.
+        directory = SwapDirs(swap_dir, name, overwrite=True, writes=0.0)
+        self._resources.callback(directory.release, remove=True)
+        file = directory.allocate(NAME, [unit.nbytes for unit in self.units])
+        self._resources.callback(file.close)
+        self._places = ParamPlaces(self._unit_of, file)
+        self._handles = DriveHandles(handle, directory.paths)
+        self._resources.callback(self._handles.close)
+        self._pool = LentPool(self.resident_bytes)
+        self._resources.callback(self._pool.close)
+        self.resident_bytes, self.locked = self._pool.budget_bytes, self._pool.locked
+        streams = self.device if self.direct else torch.device("cpu")
+        self._ordered = OrderedReads(self._handles, streams)
+        self._reader = reader = Reader(self._ordered if self.direct else self._handles)
+        self._resources.callback(reader.stop)
+        order: Limited[Unit] | ThereAndBack[Unit] = _new_order()
+        if self.device_bytes:
+            order = Limited(order, self._not_on_device)
+        self._window: Window[Unit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
+        return ending
+
+    # The device
+
+    def go_on_device(self) -> None:
+        """All parameters were made, in host memory: from now on they are the device's."""
+        if self.device_bytes:
+            self._owner.call(self._go_on_device)
+
+    def _go_on_device(self) -> None:
+        self._window.drop_all()
+        self._device_pool = DevicePool(self.device, self.device_bytes)
+        units = DeviceUnits[Unit](
+            nbytes_of=lambda unit: unit.nbytes, bind=self._lay_over, unbind=self._lay_over_nothing
+        )
+        if not self.direct:
+            self._on_device = DeviceWindow(self._window, self._device_pool, _new_order(), units)
+            return
+        self._pool.close()
+        self.resident_bytes, self.locked = 0, False
+        self._on_device = DirectWindow(
+            self._reader,
+            self._device_pool,
+            _new_order(),
+            units,
+            self._reads,
+            self._explained,
+            _AHEAD,
+            _AHEAD_BYTES,
+        )
+
+    def _not_on_device(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
+        there = self._on_device
+        if not isinstance(there, DeviceWindow):
+            return upcoming
+        return (u for u in upcoming if not there.has(u))
+
+    def _let_compute(self, slots: Sequence[Slot | DeviceSlot[Unit]], stream: Any) -> None:
+        if self._on_device is not None:
+            self._on_device.let_compute([s for s in slots if isinstance(s, DeviceSlot)], stream)
+
+    @property
+    def _top(self) -> Window[Unit, Any]:
+        """The window that parameters lie over."""
+        return self._window if self._on_device is None else self._on_device
+
+    # What computing asks for
+
+    def hold(self, units: Sequence[Unit]) -> Claim:
+        """Have units in memory for as long as the claim lives.
+
+        Raises:
+            MemoryError: The budget is taken by what cannot go.
+            TransferError: They could not be read.
+        """
+        with profiled("wait", units[0].stages[0].name if units else ""):
+            stream = devices.stream_here(self.device)
+            return self._owner.call(self._hold, units, in_backward(), stream)
+
+    def _hold(self, units: Sequence[Unit], backward: bool, stream: Any) -> Claim:
+        with self._failing():
+            held = self._top.hold(units, backward=backward)
+        claim = self._owner.claim(self._top.let_go, held)
+        self._let_compute(held, stream)
+        return claim
+
+    def memory_of(self, unit: Unit) -> torch.Tensor:
+        """A unit's bytes; they stay what they are for as long as this storage lives.
+
+        Where they have arrived the owner is told, and not waited for.
+        """
+        backward = in_backward()
+        top, stream = self._top, devices.stream_here(self.device)
+        slot = top.arrived(unit)
+        memory: torch.Tensor | None = None if slot is None else slot.memory
+        if slot is None or memory is None:
+            with profiled("wait", unit.stages[0].name):
+                return self._owner.call(self._memory_of, unit, backward, stream)
+        self._let_compute([slot], stream)
+        self._owner.post(top.note, unit, backward)
+        return memory
+
+    def _memory_of(self, unit: Unit, backward: bool, stream: Any) -> torch.Tensor:
+        with self._failing():
+            slot = self._top.need(unit, backward=backward)
+        self._let_compute([slot], stream)
+        memory: torch.Tensor | None = slot.memory
+        assert memory is not None
+        return memory
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Where a unit cannot be brought, what was read ahead may have failed with it.
+
+        It is read again when it is needed, and whoever makes the call again is told nothing old.
+        """
+        try:
+            yield
+        except BaseException:
+            self._top.drop_ahead()
+            self._window.drop_ahead()
+            raise
+
+    def unit_at(self, address: int) -> Unit | None:
+        """The unit whose memory begins at an address."""
+        return self._by_address.get(address)
+
+    def evict(self) -> None:
+        """Let go of all copies in memory that are not in use."""
+        self._owner.call(self._drop_idle)
+
+    def _drop_idle(self) -> None:
+        self._top.drop_idle()
+        self._window.drop_idle()
+
+    def make_way(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let go of all copies in memory that are not in use: these change on the drive.
+
+        Raises:
+            RuntimeError: A block gathered some of them.
+        """
+        self._owner.call(self._make_way, [self._unit_of[id(p)] for p in parameters])
+
+    def _make_way(self, changing: Sequence[Unit]) -> None:
+        gathered = {slot.unit for slots in self._gathered_now for slot in slots}
+        if not gathered.isdisjoint(changing):
+            raise RuntimeError(
+                "the parameters are gathered: at its end the block of gather() would write its "
+                "values over those of the optimizer. Step, load and resume outside of the block"
+            )
+        self._drop_idle()
+
+    # Changing
+
+    def first(self, unit: Unit) -> Gathered:
+        """Memory for a unit that was never on the drive, with its values where it has some."""
+        return self._owner.call(self._first, unit)
+
+    def _first(self, unit: Unit) -> Gathered:
+        values = [local(p) for p in unit.parameters]
+        slot = self._window.blank(unit)
+        slot.holds += 1
+        for parameter, value, tensor in zip(unit.parameters, values, _over(slot), strict=True):
+            if not value.is_meta and value.numel() and not is_absent(value):
+                tensor.copy_(devices.on_host(value))
+            setattr(parameter, _ATTRIBUTE, self)
+        return self._gathered([slot])
+
+    def gather(self, units: Sequence[Unit]) -> Gathered:
+        """Have units in memory to be changed."""
+        return self._owner.call(self._gather, units, devices.stream_here(self.device))
+
+    def _gather(self, units: Sequence[Unit], stream: Any) -> Gathered:
+        with self._failing():
+            slots = self._top.hold(units, computing=False)
+        gathered = self._gathered(slots)
+        self._let_compute(slots, stream)
+        return gathered
+
+    def is_gathered(self, parameter: torch.Tensor) -> bool:
+        """Whether a block has it in memory, to be changed."""
+        return self._owner.call(self._is_gathered, self._unit_of[id(parameter)])
+
+    def _is_gathered(self, unit: Unit) -> bool:
+        return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
+
+    def _gathered(self, slots: Sequence[Slot | DeviceSlot[Unit]]) -> Gathered:
+        written: list[bool] = []
+        self._gathered_now.append(slots)
+        return Gathered(self._owner.claim(self._scatter, slots, written), slots, written)
+
+    def write(self, gathered: Gathered) -> None:
+        """Write what was gathered to where it lives."""
+        stream = devices.stream_here(self.device)
+        self._owner.call(self._write, gathered.slots, gathered.written, stream)
+
+    def _write(
+        self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool], stream: Any
+    ) -> None:
+        for slot in slots:
+            host = slot.host
+            if isinstance(slot, DeviceSlot):
+                assert slot.memory is not None
+                if self.direct:
+                    devices.asked_of(stream).wait()
+                    self._move(slot.memory, slot.unit, writing=True)
+                    continue
+                host = self._window.need(slot.unit, computing=False).host
+                self._device_pool.download(host, slot.memory, stream)
+            self._move(host, slot.unit, writing=True)
+        written.append(True)
+
+    def _move(self, memory: torch.Tensor, unit: Unit, writing: bool) -> None:
+        """Between the drive and memory that no stream is at work in, awaited."""
+        with self._ordered.on_stream():
+            move_all(self._handles, memory, self._places.moves(unit, writing), writing)
+
+    def _scatter(self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool]) -> None:
+        """A block that changed units is over. If it failed they have the values of the drive."""
+        self._gathered_now = [each for each in self._gathered_now if each is not slots]
+        top = self._top
+        top.let_go(slots)
+        if written:
+            return
+        for slot in slots:
+            if isinstance(slot, DeviceSlot):
+                self._window.drop(slot.unit)
+            if slot.holds and top.slot(slot.unit) is slot:
+                try:
+                    self._read_again(slot)
+                    continue
+                except Exception:
+                    slot.holds = 0  # whoever has it computes NaN
+            top.drop(slot.unit)
+
+    def _read_again(self, slot: Slot | DeviceSlot[Unit]) -> None:
+        if not isinstance(slot, DeviceSlot):
+            self._move(slot.host, slot.unit, writing=False)
+        elif isinstance(self._on_device, DeviceWindow):
+            self._on_device.copy_again(slot)
+        else:
+            assert slot.memory is not None
+            self._device_pool.free().wait()
+            self._move(slot.memory, slot.unit, writing=False)
+
+    def undo(self, gathered: Gathered) -> None:
+        """End a block that failed; its units have the values of the drive when this returns."""
+        gathered.claim.end()
+        with contextlib.suppress(ClosedError):
+            self._owner.call(int)
+
+    def load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
+        """Change parameters on the drive.
+
+        Args:
+            unit: Which hold them.
+            given: Their values, by id.
+        """
+        here = {key: devices.on_host(local(tensor)) for key, tensor in given.items()}
+        self._owner.call(self._load, unit, here)
+
+    def _load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
+        window = self._top if self.direct else self._window
+        slots = window.hold([unit], computing=False)
+        written: list[bool] = []
+        try:
+            with torch.no_grad():
+                if self.direct:
+                    self._device_pool.after_compute()
+                tensors = zip(unit.parameters, _over(slots[0]), strict=True)
+                for parameter, tensor in tensors:
+                    if id(parameter) in given:
+                        self._put(tensor, given[id(parameter)])
+                        torch.autograd.graph.increment_version(parameter)
+            self._write(slots, written, None)
+        finally:
+            self._loaded(slots, written)
+
+    def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if not self.direct:
+            tensor.copy_(value)
+        elif tensor.numel():
+            like = laid(value.to(tensor.dtype), strides_of(tensor))
+            self._device_pool.upload(tensor, like).wait()
+
+    def _loaded(self, slots: Sequence[Slot], written: list[bool]) -> None:
+        if not isinstance(self._on_device, DeviceWindow):
+            self._scatter(slots, written)
+            return
+        self._window.let_go(slots)
+        for slot in slots:
+            if not written:
+                self._window.drop(slot.unit)  # of its values and those of the drive, some of each
+            above = self._on_device.slot(slot.unit)
+            if above is not None and above.holds:
+                self._on_device.copy_again(above)
+            elif above is not None:
+                self._on_device.drop(slot.unit)
+
+    # What the window asks for
+
+    def take(self, unit: Unit) -> Slot | None:
+        """Memory of the budget."""
+        return self._pool.take(unit, unit.nbytes)
+
+    def fill(self, slot: Slot) -> Fill:
+        """From where the parameters are now."""
+        return Fill(self._reads(slot.unit, slot.host))
+
+    def _reads(self, unit: Unit, memory: torch.Tensor) -> list[WantedBytes]:
+        return [
+            WantedBytes(
+                move.file,
+                move.file_offset,
+                memory[move.slot_offset : move.slot_offset + move.nbytes],
+                move.slot_offset,
+            )
+            for move in self._places.moves(unit)
+        ]
+
+    def explain(self, slot: Slot, error: BaseException) -> BaseException:
+        """Say whose files they were that are closed."""
+        return self._explained(error)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, ClosedError) or self.closed:
+            return error
+        return ClosedError(_TAKEN_ALONG)
+
+    def bind(self, slot: Slot) -> None:
+        """Lay the parameters over their bytes, unless they are a device's."""
+        if self._on_device is None:
+            self._lay_over(slot)
+
+    def unbind(self, slot: Slot) -> None:
+        """Let them lie over nothing."""
+        if self._on_device is None:
+            self._lay_over_nothing(slot)
+
+    def _lay_over(self, slot: Slot | DeviceSlot[Unit]) -> None:
+        assert slot.memory is not None
+        self._by_address[slot.memory.data_ptr()] = slot.unit
+        for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
+            lay(parameter, tensor)
+
+    def _lay_over_nothing(self, slot: Slot | DeviceSlot[Unit]) -> None:
+        assert slot.memory is not None
+        self._by_address.pop(slot.memory.data_ptr(), None)
+        for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
+            lay(parameter, nothing)
+
+    def rest(self, slot: Slot) -> bool:
+        """It stays until its room is needed."""
+        return False
+
+    def give_back(self, slot: Slot) -> None:
+        """With the last tensor over it, if there is one."""
+        slot.memory = None
+
+    def take_anyway(self, unit: Unit) -> Slot:
+        """What looks free may be held by a tensor in a cycle."""
+        while self._on_device is not None and self._device_pool.wait_for_one():
+            slot = self.take(unit)
+            if slot is not None:
+                return slot
+        slot = self._pool.take_apart(unit, unit.nbytes)
+        if slot is None:
+            gc.collect()
+            slot = self.take(unit) or self._pool.take_apart(unit, unit.nbytes)
+        if slot is not None:
+            return slot
+        raise MemoryError(
+            f"resident_bytes={self.resident_bytes} is too small: {unit.nbytes} bytes are "
+            f"needed for one more unit, and {self._pool.in_use_bytes} are held by the modules that "
+            "run now or by tensors over parameters (of a checkpointed region, for one): raise "
+            "resident_bytes, or checkpoint smaller regions"
+        )
+
+    # Where they are
+
+    def where(self, parameter: torch.Tensor) -> Sequence[Extent]:
+        """Where the parameter's elements are now; from any thread."""
+        return self._places.where(parameter)
+
+    def strides_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """How its elements lie there, without gaps; () for row-major order."""
+        return self._places.span_of(parameter).strides
+
+    def relocate(self, parameter: torch.Tensor, locate: Callable[[], Sequence[Extent]]) -> None:
+        """From now on the parameter is read from where `locate` says, which waits for nobody."""
+        self._owner.call(self._places.relocate, parameter, locate)
+
+    def on_file(self, parameter: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """The parameter over the file, unread, with the rows of others below its own."""
+        try:
+            return self._places.on_file(parameter, *rest)
+        except ClosedError as closed:
+            self.check_open()
+            raise ClosedError(_TAKEN_ALONG) from closed
+
+    # The end
+
+    def check_open(self) -> None:
+        """Raise if it cannot be used here."""
+        if self.closed:
+            raise ClosedError(_CLOSED)
+        if os.getpid() != self._pid:
+            raise ClosedError("this process was forked from the module's owner: swap one here")
+
+    def _close(self) -> None:
+        self.closed = True
+        for unit in self.units:
+            for parameter in unit.parameters:
+                vars(parameter).pop(_ATTRIBUTE, None)
+        try:
+            if self._on_device is not None:
+                self._on_device.close()
+            if hasattr(self, "_window"):
+                self._window.drop_all()
+        finally:
+            self._resources.close()
+
+    @property
+    def held(self) -> list[Unit]:
+        """What somebody holds."""
+        return self._owner.call(lambda: [s.unit for s in self._top.there if s.holds])
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What is taken of the budget, by units and by tensors that outlive them."""
+        return self._owner.call(lambda: self._pool.in_use_bytes)
+
+    @property
+    def device_in_use_bytes(self) -> int:
+        """What is taken of the window on the device, likewise."""
+        if self._on_device is None:
+            return 0
+        return self._owner.call(self._count_on_device)
+
+    def _count_on_device(self) -> int:
+        self._device_pool.take_back()
+        return self._device_pool.in_use_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Read from the drive since this was made."""
+        there = self._on_device
+        return self._window.bytes_read + (there.bytes_read if there is not None else 0)
+
+
+def store_of(parameter: torch.Tensor) -> ParamStore | None:
+    """The store that keeps this parameter on the drive; None where it is in memory."""
+    found: ParamStore | None = getattr(parameter, _ATTRIBUTE, None)
+    return found
+
+
+def _new_order() -> ThereAndBack[Unit]:
+    return ThereAndBack(lambda unit: len(unit.stages) == 1)
+
+
+def _over(slot: Slot | DeviceSlot[Unit]) -> list[torch.Tensor]:
+    """The parameters' tensors over the unit's memory."""
+    assert slot.memory is not None
+    places = ((s.offset, s.dtype, s.shape, s.strides) for s in slot.unit.spans)
+    return laid_over(slot.memory, places)

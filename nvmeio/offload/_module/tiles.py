@@ -1,0 +1,292 @@
+"""Linear layers that are too large for the window, as modules of some of their rows each.
+
+A tile is a linear layer like others: a part of the module, with parameters, gradients and optimizer
+state of its own. The layer stays where it is in the module, with its hooks, and calls its tiles one
+after another. In state dicts, too, it is what it was.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nvmeio._residency import tiled_linear
+from nvmeio._residency.tiled_linear import Rows
+from nvmeio.offload._module.absent import absent, is_absent
+from nvmeio.offload._module.param_store import store_of
+from nvmeio.offload._module.stages import AS_ONE, unit_nbytes
+from nvmeio.offload._swap_files.subgroups import SlotSpan
+from nvmeio.offload._swap_files.tensors import lay
+
+_TILES = "tiles"
+_SHOWN = "_nvmeio_shown"  # of a layer: what it shows in the places of its parameters
+
+
+class WholeParameter(NamedTuple):
+    """What a layer's tiles have together.
+
+    Attributes:
+        parts: Of each tile, in order.
+        shape: Of the whole.
+    """
+
+    parts: list[nn.Parameter]
+    shape: tuple[int, ...]
+
+    def split(self, values: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The rows of each part, by its id."""
+        rows = torch.split(values, [part.shape[0] for part in self.parts])
+        return {id(part): of_part for part, of_part in zip(self.parts, rows, strict=True)}
+
+
+class _Shown(NamedTuple):
+    """What stands in the place of a parameter, as it was when it was put there."""
+
+    tensor: torch.Tensor
+    version: int
+    requires_grad: bool
+
+    def is_as_it_was(self, now: object) -> bool:
+        return (
+            now is self.tensor
+            and _version(self.tensor) == self.version
+            and self.tensor.requires_grad == self.requires_grad
+            and (is_absent(self.tensor) or not self.tensor.numel())
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class TiledLayers:
+    """The layers of a module that were cut. They can be made whole again until `keep`."""
+
+    def __init__(self) -> None:
+        self._whole: list[tuple[nn.Linear, dict[str, nn.Parameter | None], list[Any]]] = []
+
+    def cut(
+        self, root: nn.Module, most_bytes: int, window_bytes: int, device: torch.device
+    ) -> None:
+        """Cut what does not fit.
+
+        Args:
+            root: The module.
+            most_bytes: For a tile; 64 rows are one all the same.
+            window_bytes: Layers that take no more stay as they are.
+            device: Where they will compute.
+        """
+        owners = _owners(root)
+        for layer in _layers(root):
+            inside = [p for p in layer._parameters.values() if p is not None]
+            if unit_nbytes(inside) <= window_bytes:
+                continue
+            plain = all(owners[id(p)] == 1 and _is_plain(p) for p in inside)
+            if not plain or not tiled_linear.can_be_tiled(layer):
+                continue
+            a_row = sum(p.nbytes for p in inside) // layer.out_features
+            bounds = tiled_linear.row_bounds(layer.out_features, a_row, most_bytes)
+            if len(bounds) > 1:
+                self._cut(layer, bounds, device)
+
+    def _cut(
+        self, layer: nn.Linear, bounds: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
+        tiles = nn.ModuleList(_tile(layer, first, last) for first, last in bounds)
+        tiles.training = layer.training
+        hooks: list[Any] = []
+        self._whole.append((layer, dict(layer._parameters), hooks))
+        untyped: Any = layer
+        hooks.append(untyped.register_state_dict_post_hook(_join))
+        hooks.append(untyped._register_load_state_dict_pre_hook(_split, with_module=True))
+        shown = layer.__dict__[_SHOWN] = {}
+        for name, parameter in list(layer._parameters.items()):
+            if parameter is not None:
+                nothing = _nothing(parameter, device).requires_grad_(parameter.requires_grad)
+                shown[name] = _Shown(nothing, _version(nothing), parameter.requires_grad)
+                del layer._parameters[name]
+                layer.__dict__[name] = nothing
+        layer._modules[_TILES] = tiles
+        layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
+
+    def undo(self) -> None:
+        """Make them whole again, with the parameters that they had; they can be cut anew."""
+        for layer, parameters, hooks in self._whole:
+            layer.__dict__.pop("forward", None)
+            layer.__dict__.pop(_SHOWN, None)
+            layer._modules.pop(_TILES, None)
+            for name in parameters:
+                layer.__dict__.pop(name, None)
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            for hook in hooks:
+                hook.remove()
+        self._whole.clear()
+
+    def keep(self) -> None:
+        """They stay cut, and the memory of what they had goes with their tiles'."""
+        for _, parameters, _ in self._whole:
+            for parameter in parameters.values():
+                if parameter is not None and not parameter.is_meta:
+                    lay(parameter, _nothing(parameter, parameter.device))  # who has it is told so
+        self._whole.clear()
+
+
+def whole_parameters(root: nn.Module) -> dict[str, WholeParameter]:
+    """What the tiles of cut layers have together, by the names that it has in a state dict."""
+    found = {}
+    for name, layer in root.named_modules(remove_duplicate=False):
+        if not _is_cut(layer):
+            continue
+        tiles: Any = layer._modules[_TILES]
+        for each in tiles[0]._parameters:
+            parts = [tile._parameters[each] for tile in tiles]
+            if parts[0] is not None:
+                shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+                found[f"{name}.{each}" if name else each] = WholeParameter(parts, shape)
+    return found
+
+
+def _owners(root: nn.Module) -> dict[int, int]:
+    """How many modules have a parameter, by its id."""
+    counted: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            counted[id(parameter)] = counted.get(id(parameter), 0) + 1
+    return counted
+
+
+def _layers(root: nn.Module) -> list[nn.Linear]:
+    """Linear layers that are called by whoever uses them."""
+    found: list[nn.Linear] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen or isinstance(module, AS_ONE):
+            return
+        seen.add(id(module))
+        if isinstance(module, nn.Linear):
+            found.append(module)
+        for child in module.children():
+            visit(child)
+
+    visit(root)
+    return found
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether it has nothing that its tiles would not have."""
+    hooks: Any = (
+        parameter._backward_hooks,
+        getattr(parameter, "_post_accumulate_grad_hooks", None),
+    )
+    return type(parameter) is nn.Parameter and parameter.grad is None and not any(hooks)
+
+
+def _tile(layer: nn.Linear, first: int, last: int) -> nn.Linear:
+    """Some rows as a layer, over the memory of the whole."""
+    tile = nn.Linear(layer.in_features, last - first, bias=False, device="meta")
+    for name, parameter in layer._parameters.items():
+        own = None
+        if parameter is not None:
+            own = nn.Parameter(parameter.detach()[first:last], parameter.requires_grad)
+            own.__dict__.update(parameter.__dict__)
+        tile._parameters[name] = own
+    tile.training = layer.training
+    return tile
+
+
+def _nothing(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """What the layer shows in the place of a parameter: its shape and dtype, and NaN."""
+    shape = tuple(parameter.shape)
+    nbytes = math.prod(shape) * parameter.dtype.itemsize
+    return absent(SlotSpan(0, nbytes, parameter.dtype, shape), device)
+
+
+def _is_cut(module: nn.Module) -> bool:
+    own = module.__dict__.get("forward")
+    return getattr(own, "__func__", None) is _forward
+
+
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    _check_nothing_given(self)
+    tiles: Any = self._modules[_TILES]
+    rows, first = [], 0
+    for tile in tiles:
+        rows.append(Rows(first, first + tile.out_features, tile))
+        first += tile.out_features
+    return tiled_linear.compute(input, self.out_features, rows)
+
+
+def _check_nothing_given(layer: nn.Linear) -> None:
+    """Refuse what somebody gave the layer itself, or changed there: its tiles would not see it."""
+    given = [name for name, parameter in layer._parameters.items() if parameter is not None]
+    for name, shown in layer.__dict__[_SHOWN].items():
+        if not shown.is_as_it_was(layer.__dict__.get(name)):
+            given.append(name)
+    if given:
+        raise RuntimeError(
+            f"a linear layer of {layer.out_features} outputs was given another {given[0]!r}, or "
+            "its own was changed or frozen, and is in tiles on the drive, which do not have that: "
+            "do it before the module is swapped; or change the tiles' within gather(), freeze "
+            "with requires_grad_() of the layer or of its tiles' parameters, and give "
+            "functional_call the tiles' names"
+        )
+
+
+# State dicts
+
+
+def _keys(tiles: Any, prefix: str, name: str) -> list[str]:
+    return [f"{prefix}{_TILES}.{number}.{name}" for number in range(len(tiles))]
+
+
+def _join(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """The rows of the tiles as one: over the files, or in memory where a block gathered some."""
+    if not _is_cut(layer):
+        return  # an interrupt came between making it whole again and this hook's going
+    tiles: Any = layer._modules[_TILES]
+    for name in tiles[0]._parameters:
+        found = [state_dict.pop(key) for key in _keys(tiles, prefix, name) if key in state_dict]
+        if not found:
+            continue
+        parts = [tile._parameters[name] for tile in tiles]
+        store = store_of(parts[0])
+        if store is None or any(store.is_gathered(part) for part in parts):
+            state_dict[prefix + name] = torch.cat(found)
+        else:
+            state_dict[prefix + name] = store.on_file(*parts)
+
+
+def _split(
+    layer: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    if not _is_cut(layer):
+        return
+    tiles: Any = layer._modules[_TILES]
+    for name in tiles[0]._parameters:
+        if prefix + name not in state_dict:
+            continue
+        whole = state_dict.pop(prefix + name)
+        wanted: Any = layer.__dict__[name]
+        if tuple(whole.shape) != tuple(wanted.shape):
+            errors.append(
+                f"size mismatch for {prefix}{name}: {tuple(whole.shape)} in the state dict, "
+                f"{tuple(wanted.shape)} in the module"
+            )
+            continue
+        rows = torch.split(whole, [tile.out_features for tile in tiles])
+        state_dict.update(zip(_keys(tiles, prefix, name), rows, strict=True))

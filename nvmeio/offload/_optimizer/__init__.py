@@ -1,0 +1,1 @@
+"""A swapped optimizer: its parameters, their pieces, its state."""

@@ -1,0 +1,178 @@
+"""What a swapped optimizer takes: buffers, memory, disk, and bytes moved in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio.offload._optimizer.params import SwappedParam
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup, pack, place
+
+_SPARE = 0.9  # of a buffer: what alignment takes is not known before the pieces are placed
+
+
+class MemoryPlan(NamedTuple):
+    """The sizes that a swapped optimizer has computed; all in bytes where not said otherwise.
+
+    Attributes:
+        parameters: Elements of this process's parameters.
+        subgroups: How many there are.
+        buffers: How many buffers there are: one for each stage that goes on at a time.
+        buffer_bytes: Each of them.
+        memory_bytes: All buffers, gradient staging, and state that stays in memory (`ratio`).
+        state_bytes: State on the drive, one generation.
+        disk_bytes: The swap files: two generations, and gradients.
+        read_bytes: What a step reads when every parameter has a gradient.
+        written_bytes: What it writes, gradients included.
+        device_bytes: Buffers in memory of the device that computes the step; 0 for the CPU.
+    """
+
+    parameters: int
+    subgroups: int
+    buffers: int
+    buffer_bytes: int
+    memory_bytes: int
+    state_bytes: int
+    disk_bytes: int
+    read_bytes: int
+    written_bytes: int
+    device_bytes: int = 0
+
+    def __str__(self) -> str:
+        each = max(1, self.parameters)
+        there = f" and {_mib(self.device_bytes)} of the device's" if self.device_bytes else ""
+        return (
+            f"{self.parameters} parameters in {self.subgroups} subgroups; {self.buffers} buffers "
+            f"of {_mib(self.buffer_bytes)}, {_mib(self.memory_bytes)} of memory in all{there}; "
+            f"{_mib(self.state_bytes)} of state, {_mib(self.disk_bytes)} on the drive; a step "
+            f"reads {_mib(self.read_bytes)} and writes {_mib(self.written_bytes)} "
+            f"({self.read_bytes / each:.1f} and {self.written_bytes / each:.1f} bytes a parameter)"
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def slot_share(pieces: Iterable[Piece], gradients: bool) -> float:
+    """How much longer a buffer is than the state in it, at most."""
+    worst = 1.0
+    for piece in pieces:
+        if piece.numel and piece.record_nbytes:
+            wide = piece.staged and piece.grad_dtype != piece.step_dtype
+            extra = piece.numel * piece.step_dtype.itemsize if wide else 0
+            extra += piece.numel * piece.grad_dtype.itemsize if gradients else 0
+            worst = max(worst, 1 + extra / piece.record_nbytes)
+    return worst
+
+
+def most_record_bytes(
+    subgroup_bytes: int, buffer_bytes: int | None, buffers: int, share: float
+) -> int:
+    """How long the records of a subgroup may be together."""
+    if buffer_bytes is None:
+        return subgroup_bytes
+    return max(4096, min(subgroup_bytes, int(buffer_bytes / buffers / share * _SPARE)))
+
+
+def make_subgroups(pieces: Sequence[Piece], most_bytes: int, gradients: bool) -> list[Subgroup]:
+    """Pieces packed and placed."""
+    subgroups = pack(pieces, most_bytes, gradients)
+    for subgroup in subgroups:
+        place(subgroup)
+    return subgroups
+
+
+def check_budget(
+    subgroups: Sequence[Subgroup], gradients: bool, name: str, budget: int | None, buffers: int
+) -> None:
+    """Whether the buffers are as large as the largest subgroup.
+
+    Raises:
+        ValueError: They are not, since a parameter cannot be split; says which, and what is needed.
+    """
+    if budget is None:
+        return
+    largest = max(subgroups, key=lambda each: each.slot_nbytes(gradients), default=None)
+    if largest is None:
+        return
+    needed = largest.slot_nbytes(gradients)
+    if needed * buffers <= budget:
+        return
+    piece = max(largest.pieces, key=lambda piece: piece.record_nbytes)
+    raise ValueError(
+        f"{name}={budget} is too small: {buffers} buffers are needed, and parameter "
+        f"{piece.param} of shape {piece.shape} takes {needed} bytes of one with all its state (it "
+        f"is stepped as a whole); give {name}={needed * buffers} or more"
+    )
+
+
+def hold(subgroups: Sequence[Subgroup], ratio: float, bound: set[int]) -> None:
+    """Let the last subgroups stay in memory, so that about `ratio` of the state is on the drive.
+
+    Args:
+        subgroups: All of them.
+        ratio: Of their bytes, from 0 to 1.
+        bound: Parameters that live in the state files themselves, by number: those stay there.
+
+    Raises:
+        ValueError: Some of the state is to stay in memory, and that of a bound parameter cannot.
+    """
+    if ratio < 1 and bound:
+        raise ValueError(
+            f"ratio={ratio} is impossible: the state files are where the SwappedModule keeps its "
+            f"parameters ({len(bound)} of them), so all state is on the drive. Leave ratio at "
+            "1.0, or step in another dtype than theirs (master_dtype), which gives them files of "
+            "their own"
+        )
+    total = sum(subgroup.nbytes for subgroup in subgroups)
+    kept = 0.0
+    for subgroup in reversed(subgroups):
+        if kept + subgroup.nbytes / 2 > (1 - ratio) * total:
+            break
+        subgroup.resident = True
+        kept += subgroup.nbytes
+
+
+def plan_of(
+    params: Sequence[SwappedParam],
+    subgroups: Sequence[Subgroup],
+    slots: Sequence[torch.Tensor],
+    gradient_bytes: int,
+    other_bytes: int,
+    device_bytes: int = 0,
+) -> MemoryPlan:
+    """What an optimizer takes.
+
+    Args:
+        params: Its parameters, by number.
+        subgroups: Its subgroups.
+        slots: Its buffers.
+        gradient_bytes: Length of the gradient file, or 0.
+        other_bytes: Memory beside the buffers.
+        device_bytes: Memory of a device.
+    """
+    swapped = [subgroup for subgroup in subgroups if not subgroup.resident]
+    reads = writes = 0
+    for piece in (piece for subgroup in swapped for piece in subgroup.pieces):
+        weights = piece.spans[WEIGHTS].nbytes if piece.stored else 0
+        writes += piece.record_nbytes
+        reads += piece.record_nbytes - (0 if piece.staged else weights)
+        if params[piece.param].stores_rounded:
+            writes += piece.numel * piece.grad_dtype.itemsize
+    state = sum(subgroup.nbytes for subgroup in swapped)
+    each = slots[0].nbytes if slots else 0
+    return MemoryPlan(
+        parameters=sum(piece.numel for param in params for piece in param.pieces),
+        subgroups=len(subgroups),
+        buffers=len(slots),
+        buffer_bytes=each,
+        memory_bytes=len(slots) * each + other_bytes,
+        state_bytes=state,
+        disk_bytes=2 * state + gradient_bytes,
+        read_bytes=reads + gradient_bytes,
+        written_bytes=writes + gradient_bytes,
+        device_bytes=device_bytes,
+    )

@@ -1,0 +1,426 @@
+"""What moves an optimizer's state between the drive, memory and the parameters."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvmeio._checks import Paths
+from nvmeio._files.plan import PAGE_BYTES, round_up
+from nvmeio._io.drives import DriveHandles
+from nvmeio._memory import devices
+from nvmeio._threads.endings import do_all
+from nvmeio.buffers import empty_aligned
+from nvmeio.errors import TransferError
+from nvmeio.handle import AioHandle
+from nvmeio.offload._generations.manifests import Manifest
+from nvmeio.offload._generations.rank_steps import DurableSteps
+from nvmeio.offload._generations.state_store import StateStore
+from nvmeio.offload._generations.transactions import Transaction, Transactions
+from nvmeio.offload._optimizer import memory_plans
+from nvmeio.offload._optimizer.cuts import Cuts
+from nvmeio.offload._optimizer.memory_plans import MemoryPlan, plan_of
+from nvmeio.offload._optimizer.params import SwappedParam
+from nvmeio.offload._optimizer.settings import OptimizerSettings
+from nvmeio.offload._optimizer.state_loading import StateLoad
+from nvmeio.offload._optimizer.swapped import Buffers, Swapped
+from nvmeio.offload._step.device_turns import DeviceTurns
+from nvmeio.offload._step.pipeline import Times
+from nvmeio.offload._step.step import Step
+from nvmeio.offload._step.step_inputs import StepInputs, grads_of
+from nvmeio.offload._step.stepping import Stepper, placed
+from nvmeio.offload._step.stored_weights import StoredWeights
+from nvmeio.offload._swap_files.extents import Extent
+from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
+from nvmeio.offload._swap_files.swap_dirs import SwapDirs
+from nvmeio.offload._swap_files.tensors import view
+from nvmeio.offload.gradients import GradientSwapper
+
+logger = logging.getLogger("nvmeio")
+
+Groups = Sequence[dict[str, Any]]
+
+
+class StateSwapper:
+    """Takes the state of one optimizer to the drive and back.
+
+    One thread makes it and calls all that changes something: that of `transactions`.
+
+    Args:
+        directory: Locked by this process.
+        handle: Moves the bytes and stays open; None makes one for each drive.
+        transactions: Whose thread this is used in.
+        stepper: Does the arithmetic.
+        settings: How.
+
+    Attributes:
+        store: The generations of the state, and their files.
+        gradients: Has the gradients, where those are on the drive.
+        broken: Why no further step can be made, or "".
+        closed: `close` was called.
+    """
+
+    def __init__(
+        self,
+        directory: SwapDirs,
+        handle: AioHandle | None,
+        transactions: Transactions,
+        stepper: Stepper,
+        settings: OptimizerSettings,
+    ) -> None:
+        self.directory = directory
+        self.handles = DriveHandles(handle, directory.paths)
+        durable, checksum = settings.durable, settings.checksum
+        ranks = DurableSteps.of_default_group(directory.path) if durable else None
+        self.store = StateStore(directory, self.handles, durable, checksum, ranks)
+        self.gradients: GradientSwapper | None = None
+        if settings.on_disk:
+            self.gradients = GradientSwapper(directory, self.handles, transactions)
+        self.broken = ""
+        self.closed = False
+        self._settings = settings
+        self._stepper = stepper
+        self._cuts = Cuts(stepper, settings)
+        self._device = None if settings.device.type == "cpu" else DeviceTurns(settings.device)
+        ahead, behind = settings.read_ahead, settings.write_behind
+        self._buffers = Buffers(self.handles, ahead, behind, self._device)
+        self._swapped = Swapped(
+            self.handles, self.store, self._buffers, self.gradients, device=self._device
+        )
+        self._weights = StoredWeights(self._swapped)
+
+    # Making
+
+    def open(self, groups: Groups, transaction: Transaction) -> Manifest | None:
+        """Open the files; bring weights there, or, where there is something to resume, back.
+
+        Args:
+            groups: The parameter groups.
+            transaction: Whose opening it is.
+
+        Returns:
+            What was resumed; None where this is the beginning.
+        """
+        params: list[SwappedParam] = []
+        for number, group in enumerate(groups):
+            params += self._cuts.params(len(params), number, group)
+        subgroups = self._cuts.subgroups(params)
+        bound = {p.number for p in params if p.param_store is not None and not p.stores_rounded}
+        memory_plans.hold(subgroups, self._settings.ratio, bound)
+        if self.gradients is not None:
+            self.gradients.reserve(params, subgroups)
+        self._add(params, subgroups)
+        manifest = self.store.resume() if self._settings.resume else None
+        if manifest is None and self._settings.must_resume:
+            hint = self.directory.hint()
+            self.directory.withdraw()
+            raise TransferError(
+                errno.ENOENT,
+                operation="resume",
+                path=self.directory.path,
+                detail='resume="must", and there is nothing to go on from: check swap_dir, or '
+                f"begin with resume=True{hint}",
+            )
+        self.store.open()
+        self._swapped.make_buffers()
+        if manifest is None:
+            self.store_weights(groups, transaction)
+        else:
+            self._swapped.make_way()
+            self._weights.give_back(subgroups)
+            self.store.small = [
+                self._placed(piece, small, manifest.groups)
+                for piece, small in zip(self.store.files.pieces, self.store.small, strict=True)
+            ]
+        self._relocate(params)
+        if self.gradients is not None:
+            self.gradients.extend(params, subgroups)
+        return manifest
+
+    def _placed(self, piece: Piece, small: dict[str, Any], groups: Groups) -> dict[str, Any]:
+        """A piece's state outside of the files where its step wants it."""
+        return placed(small, groups[self._swapped.param_of(piece).group], self._settings.device)
+
+    def extend(self, groups: Groups) -> None:
+        """Take on the parameters of the last group, which is new; if it fails, none of them."""
+        swapped = self._swapped
+        params = self._cuts.params(len(swapped.params), len(groups) - 1, groups[-1])
+        subgroups = self._cuts.subgroups(params)
+        if self.gradients is not None:
+            self.gradients.reserve(params, subgroups)
+        self.store.settle()
+        before = len(swapped.params), len(swapped.subgroups), self.store.files.nbytes
+        try:
+            self._add(params, subgroups)
+            self.store.open()
+            swapped.make_buffers()
+            self._weights.take(subgroups, options_of(groups))
+        except BaseException as failed:
+            del swapped.params[before[0] :], swapped.subgroups[before[1] :]
+            for subgroup in subgroups:
+                swapped.resident.pop(id(subgroup), None)
+            self.store.forget(subgroups, before[2])
+            try:
+                swapped.make_buffers()  # none are left if there was no memory for larger ones
+            except BaseException as again:
+                self.broken = f"adding a group failed ({failed}), and then its buffers: {again}"
+            raise
+        self._relocate(params)
+        if self.gradients is not None:
+            self.gradients.extend(params, subgroups)
+
+    def _add(self, params: Sequence[SwappedParam], subgroups: Sequence[Subgroup]) -> None:
+        """Take parameters on: places in the files, and memory for what stays there."""
+        self.store.place(subgroups)
+        self._swapped.params += params
+        self._swapped.subgroups += subgroups
+        for subgroup in subgroups:
+            if subgroup.resident:
+                nbytes = max(1, subgroup.slot_nbytes(self._swapped.with_grads))
+                memory = self._memory(nbytes)
+                self._swapped.resident[id(subgroup)] = memory
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """For state that stays; page-locked where a device copies it."""
+        where = self._settings.device
+        if self._device is None:
+            return empty_aligned(nbytes, dtype=torch.uint8)
+        return devices.new_copier().page_locked(round_up(nbytes, PAGE_BYTES), where)[:nbytes]
+
+    def _relocate(self, params: Sequence[SwappedParam]) -> None:
+        for param in params:
+            if param.param_store is not None and not param.stores_rounded:
+                locate = functools.partial(_extents, self.store, param.pieces)
+                param.param_store.relocate(param.parameter, locate)
+
+    # The step
+
+    def step(self, inputs: StepInputs, transaction: Transaction) -> Times | None:
+        """Step every parameter that has a gradient.
+
+        Args:
+            inputs: As they were when the step was asked for.
+            transaction: Whose step it is. It is left undone, or taken back, if nobody wants it any
+                more, and if that is possible: not without a copy of the weights on the drive,
+                and not once state that stays in memory was stepped.
+
+        Returns:
+            Where the time went; None if a GradScaler has the step left out.
+
+        Raises: As `SwappedOptimizer.step`.
+        """
+        scaled, inverse = inputs.scaled, None
+        if self.gradients is not None:
+            if scaled is not None:
+                inverse = scaled.inverse()
+                if bool(scaled.found_inf):
+                    self.gradients.factor = None
+                    return None
+            self.gradients.check(scaled=scaled is not None)
+            self.gradients.restore()
+        grads = grads_of(self._swapped.params) if inputs.grads is None else inputs.grads
+        return self._step(inputs.groups, grads, inverse, transaction)
+
+    def _step(
+        self,
+        groups: Groups,
+        grads: Mapping[int, torch.Tensor],
+        inverse_scale: torch.Tensor | None,
+        transaction: Transaction,
+    ) -> Times:
+        for param in self._swapped.params:
+            param.check_unchanged()
+        self._swapped.make_way()
+        factor = before = None
+        if self.gradients is not None:
+            self.gradients.flush()
+            factor = before = self.gradients.factor
+        if inverse_scale is not None:
+            factor = inverse_scale if before is None else before * inverse_scale
+        step = Step(self._swapped, self._stepper, groups, grads, factor)
+        if step.is_empty and not self.store.lockstep:
+            return Times()
+
+        def check() -> None:
+            if _why_no_undo(step) == "":
+                transaction.check()
+
+        self.store.prepare()
+        try:
+            times = self._buffers.run(step.turns, check, self._device)
+            check()
+            # What stays in memory cannot be undone, and cannot fail: it is stepped last.
+            step.step_resident()
+            options = options_of(groups)
+            self.store.commit(step.moved, step.begun, step.small, options, step.sums, step.strides)
+        except BaseException as failed:
+            self._undo(step, failed)
+            raise
+        self._tell_changed(step)
+        if self.gradients is not None:
+            self.gradients.factor = None
+        # Other ranks count on this step from now on.
+        if _why_no_undo(step) == "" and not self.store.lockstep:
+            transaction.on_rollback(lambda: self._roll_back(step, before))
+        return times
+
+    def _undo(self, step: Step, failed: BaseException) -> None:
+        """After a failed step: the drive has the last one; memory gets it back from there."""
+        why = _why_no_undo(step)
+        if not why:
+            try:
+                self._weights.give_back(step.touched)
+                return
+            except BaseException as again:
+                why = f"bringing back the weights failed: {again}"
+        self.broken = (
+            f"a step failed and could not be undone: {why}. Weights in memory are partly stepped; "
+            f"load a checkpoint, or resume from {self.directory.path}. The step failed with: "
+            f"{failed}"
+        )
+
+    def _roll_back(self, step: Step, factor: torch.Tensor | None) -> None:
+        """The last step is complete, and who asked for it was interrupted: as if it were not."""
+        try:
+            self._swapped.evict_params()
+            self.store.revert()
+            self._weights.give_back(step.touched)
+            self._tell_changed(step)
+            if self.gradients is not None:
+                self.gradients.factor = factor
+        except BaseException as failed:
+            self.broken = (
+                f"a step was interrupted and could not be taken back: {failed}. Load a "
+                f"checkpoint, or resume from {self.directory.path}"
+            )
+
+    def _tell_changed(self, step: Step) -> None:
+        """Count a change of the parameters that changed on the drive only; backward looks at it."""
+        for param in step.stepped_params():
+            if param.param_store is not None:
+                torch.autograd.graph.increment_version(param.parameter)
+
+    # Weights
+
+    def store_weights(self, groups: Groups, transaction: Transaction) -> None:
+        """Take the parameters as they are now for the weights on the drive."""
+        self._weights.take(self._swapped.subgroups, options_of(groups), transaction.check)
+
+    def load(
+        self, states: Mapping[int, dict[str, Any] | None], groups: Groups, transaction: Transaction
+    ) -> None:
+        """Take over states by parameter number; None for one without."""
+        self.store.prepare()
+        load = StateLoad(self._swapped, states)
+        self._swapped.make_way()
+        self._buffers.run(load.turns, transaction.check)
+        load.load_resident()
+        pieces = self.store.files.pieces
+        small = {n: self._placed(pieces[n], each, groups) for n, each in load.small.items()}
+        self.store.commit(load.moved, load.begun, small, list(groups), load.sums, load.strides)
+        if load.has_masters:
+            try:
+                self._weights.give_back(self._swapped.subgroups)
+                load.follow_resident_masters()
+            except BaseException as failed:
+                self.broken = (
+                    "a state dict was loaded, and its master weights could not be brought into "
+                    f"the parameters, which are partly those of before: {failed}. Make the "
+                    "optimizer anew, and load again"
+                )
+                raise
+
+    # Looking
+
+    @property
+    def params(self) -> list[SwappedParam]:
+        """The parameters, by number."""
+        return self._swapped.params
+
+    def snapshot(self, directory: Paths, transaction: Transaction) -> None:
+        """See `SwappedOptimizer.snapshot`."""
+        if self._swapped.resident:
+            raise ValueError(
+                "with ratio below 1 a part of the state is in memory: use state_dict()"
+            )
+        self.store.snapshot(directory, transaction)
+
+    def resident_view(self, piece: Piece, name: str) -> torch.Tensor | None:
+        """A piece's state where it is in memory; None where it is on the drive."""
+        memory = self._swapped.resident.get(id(self.store.files.subgroup_of(piece)))
+        return None if memory is None else view(memory, piece.spans[name])
+
+    def memory_plan(self) -> MemoryPlan:
+        """See `SwappedOptimizer.plan`."""
+        gradients = self.gradients
+        return plan_of(
+            self._swapped.params,
+            self._swapped.subgroups,
+            self._buffers.slots,
+            0 if gradients is None else gradients.file_bytes,
+            sum(memory.nbytes for memory in self._swapped.resident.values())
+            + (0 if gradients is None else gradients.memory_bytes),
+            0 if self._device is None else self._device.nbytes,
+        )
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the buffers are page-locked, or there are none."""
+        return self._buffers.pinned
+
+    @property
+    def read_bytes(self) -> int:
+        """Read from the drive since this was made, gradients included."""
+        grads = 0 if self.gradients is None else self.gradients.read_bytes
+        return self._buffers.read_bytes + grads
+
+    @property
+    def written_bytes(self) -> int:
+        """Written to the drive since this was made, gradients included."""
+        grads = 0 if self.gradients is None else self.gradients.written_bytes
+        return self._buffers.written_bytes + grads
+
+    # The end
+
+    def close(self, remove: bool) -> None:
+        """Wait for what is being made durable; give back files, memory, handle and directory.
+
+        Args:
+            remove: What is in the directory.
+        """
+        self.closed = True
+        ends: list[Callable[[], None]] = [self.store.close, self._free]
+        if self.gradients is not None:
+            ends.insert(0, self.gradients.close)
+        ends.append(self.handles.close)
+        ends.append(functools.partial(self.directory.release, remove))
+        do_all(ends)
+
+    def _free(self) -> None:
+        self._buffers.free()
+        if self._device is not None:
+            self._device.free()
+        self._swapped.resident.clear()
+
+
+def options_of(groups: Groups) -> list[dict[str, Any]]:
+    """What the manifest keeps of parameter groups."""
+    return [{name: v for name, v in group.items() if name != "params"} for group in groups]
+
+
+def _why_no_undo(step: Step) -> str:
+    """Why a step cannot be undone, or ""."""
+    if step.in_memory:
+        return "the part of the state that is in memory (ratio) was stepped already"
+    if any(not piece.stored for subgroup in step.touched for piece in subgroup.pieces):
+        return "the weights have no copy on the drive (recoverable=False)"
+    return ""
+
+
+def _extents(store: StateStore, pieces: Sequence[Piece]) -> list[Extent]:
+    return [extent for piece in pieces for extent in store.files.extents(piece)]

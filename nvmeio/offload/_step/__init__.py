@@ -1,0 +1,1 @@
+"""One step: what is read, computed and written."""

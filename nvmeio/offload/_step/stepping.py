@@ -1,0 +1,201 @@
+"""The arithmetic of a step: torch's own optimizer, handed some pieces as if they were the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvmeio._memory import devices
+from nvmeio.offload._step import probe
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece
+from nvmeio.offload._swap_files.tensors import laid, strides_of, view
+
+
+@dataclass(eq=False)
+class Work:
+    """A piece on its turn.
+
+    Attributes:
+        piece: The piece.
+        group: The number of its parameter group.
+        weights: What the optimizer steps on; its `grad` is set.
+        slot: The memory that holds the piece's state.
+        alike: The strides that its state must have; None for whatever it has.
+        strides: Of the state that this step makes anew, by name.
+    """
+
+    piece: Piece
+    group: int
+    weights: torch.nn.Parameter
+    slot: torch.Tensor
+    alike: tuple[int, ...] | None = None
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Stepper:
+    """Steps pieces with an optimizer class.
+
+    Args:
+        optimizer_class: The class.
+        arguments: Its arguments, without the parameters.
+        device: Where it steps.
+
+    Raises:
+        TypeError: The class cannot be swapped.
+        Exception: What the class says to its arguments.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Any,
+        arguments: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        probe.check_class(optimizer_class)
+        self._device = device
+        self.optimizer_class = optimizer_class
+        self._arguments = arguments
+        # One parameter, so that the class checks its arguments and tells its defaults.
+        self._engine = _made_small(optimizer_class, arguments)
+        self.defaults: dict[str, Any] = dict(self._engine.defaults)
+        self._probed: dict[Any, tuple[Any, ...]] = {}
+
+    def kinds(
+        self, group: dict[str, Any], number: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """The swapped state of a parameter of a group; see `_probe.kinds`."""
+        self._check_fused(group, dtype)
+        splittable = self.splits(dtype)
+        key = (number, dtype, None if splittable else shape)
+        if key not in self._probed:
+            options = {k: v for k, v in group.items() if k != "params"}
+            make = self._made_by(options)
+            self._probed[key] = probe.kinds(make, {}, dtype, shape, splittable, self._device)
+        return self._probed[key]
+
+    def _check_fused(self, group: dict[str, Any], dtype: torch.dtype) -> None:
+        probe.check_fused(self.optimizer_class, group, dtype, self._device)
+
+    def splits(self, dtype: torch.dtype) -> bool:
+        """Whether a parameter may be stepped in parts."""
+        return probe.splits(self.optimizer_class, dtype)
+
+    def step(
+        self, works: Sequence[Work], groups: Sequence[dict[str, Any]], small: Sequence[Any]
+    ) -> dict[int, dict[str, Any]]:
+        """Step pieces; their state is in their slots before and after.
+
+        Args:
+            works: The pieces.
+            groups: The parameter groups with their options.
+            small: For each piece, by number, its state outside of the slots; not changed.
+
+        Returns:
+            For each of these pieces, by number, that state after the step.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for work in works:  # the groups may have other options by now
+            self._check_fused(groups[work.group], work.weights.dtype)
+        begun = [work for work in works if work.piece.begun]
+        if begun:
+            self._engine.param_groups = _groups_of(begun, groups)
+            self._engine.state = defaultdict(dict)
+            try:
+                for work in begun:
+                    self._engine.state[work.weights] = _state(work, small[work.piece.number])
+                self._engine.step()
+                _collect(begun, self._engine.state, found)
+            finally:  # it keeps no memory of a step, nor of one that failed
+                self._engine.state = defaultdict(dict)
+                self._engine.param_groups = []
+        fresh = [work for work in works if not work.piece.begun]
+        if fresh:
+            # Some classes make the state when they are constructed, others in the first step.
+            made = self._constructed(_groups_of(fresh, groups))
+            made.step()
+            _collect(fresh, made.state, found)
+        return found
+
+    def _constructed(self, groups: list[dict[str, Any]]) -> Any:
+        return self.optimizer_class(groups, **self._arguments)
+
+    def _made_by(self, options: dict[str, Any]) -> Any:
+        def make(parameters: list[torch.nn.Parameter]) -> Any:
+            return self._constructed([{**options, "params": parameters}])
+
+        make.__name__ = self.optimizer_class.__name__
+        return make
+
+
+def _made_small(optimizer_class: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)
+    except Exception as refused:
+        try:  # some take matrices only (Muon)
+            return optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], **arguments)
+        except Exception:
+            raise refused from None
+
+
+def _groups_of(works: Sequence[Work], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    members: dict[int, list[torch.nn.Parameter]] = {}
+    for work in works:
+        members.setdefault(work.group, []).append(work.weights)
+    return [
+        {**{k: v for k, v in groups[number].items() if k != "param_names"}, "params": weights}
+        for number, weights in members.items()
+    ]
+
+
+def placed(small: dict[str, Any], group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """State outside of the slots, of a file or a state dict, where a step on a device wants it.
+
+    As `load_state_dict` of torch's optimizers does: counters of steps stay on the host, unless the
+    class counts on the device.
+    """
+    counts_there = group.get("capturable") or group.get("fused")
+    found = {}
+    for name, value in small.items():
+        if isinstance(value, torch.Tensor):
+            on_host = device.type == "cpu" or (name == "step" and not counts_there)
+            where = torch.device("cpu") if on_host else device
+            if devices.device_of(value) != where:
+                value = devices.moved(value, where)
+        found[name] = value
+    return found
+
+
+def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in small.items()
+    }
+    for name, span in work.piece.spans.items():
+        if name != WEIGHTS:
+            there = view(work.slot, span)
+            of_each = work.alike is not None and there.shape == work.weights.shape
+            state[name] = laid(there, work.alike or ()) if of_each else there
+    return state
+
+
+def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]) -> None:
+    """Bring what the optimizer made anew into the slots; the rest stays outside of them."""
+    for work in works:
+        after = dict(state[work.weights])
+        for name, span in work.piece.spans.items():
+            if name == WEIGHTS:
+                continue
+            value = after.pop(name, None)
+            if not work.piece.begun:
+                work.strides[name] = () if value is None else strides_of(value)
+                span = span._replace(strides=work.strides[name])
+            place = view(work.slot, span)
+            if value is None:
+                place.zero_()
+            elif value.data_ptr() != place.data_ptr():
+                place.copy_(value)
+        found[work.piece.number] = after

@@ -1,0 +1,1 @@
+"""Swap directories and the spans of their files."""

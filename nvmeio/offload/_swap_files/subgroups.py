@@ -1,0 +1,257 @@
+"""Where state lies in the swap files: pieces, subgroups, places. Pure arithmetic.
+
+A piece is a parameter, or a run of elements of one. Pieces are packed into subgroups; a subgroup is
+one span of the file, section by section: first the weights of all its pieces, then each kind of
+state. A whole section, or several neighbours, is then one transfer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
+
+# Pieces from this size on begin on a page: their edges then go direct when they move alone.
+_PAGED_BYTES = 64 << 10
+_LINE_BYTES = 64
+WEIGHTS = "weights"
+
+
+class Kind(NamedTuple):
+    """One kind of state of a piece.
+
+    Attributes:
+        name: The optimizer's own, such as "exp_avg".
+        dtype: Of its elements.
+        shape: Of the whole tensor; None: that of the piece.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+
+
+class SlotSpan(NamedTuple):
+    """Bytes of a tensor: `offset` counts from the start of the subgroup (or of its gradients).
+
+    `strides` say how its elements lie in them, without gaps; () is row-major order.
+    """
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+
+
+class SlotRun(NamedTuple):
+    """Bytes that move in one transfer, from the start of the subgroup."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Piece:
+    """A parameter, or elements [start, stop) of one.
+
+    Attributes:
+        param: The parameter's number.
+        start: First element.
+        stop: Behind the last element.
+        shape: The parameter's own where the piece is all of it, else 1-D.
+        step_dtype: What the optimizer computes in: that of the weights on the drive.
+        grad_dtype: Of the parameter, and so of its gradient.
+        kinds: The state that is swapped.
+        staged: The step works on the weights in the slot, and the parameter gets a copy.
+        stored: The weights have a place on the drive.
+        strides: Of the weights on the drive, as in `SlotSpan`.
+        grad_strides: Of the gradient there: those that autograd gives it.
+        number: Position among all pieces.
+        spans: By name: `WEIGHTS` and the kinds.
+        grad: Where the gradient lies among those of the subgroup.
+        scratch: Room in the slot for the gradient in `step_dtype`; None where none is needed.
+        current: Which of the two files holds the state of the last complete step.
+        begun: The state exists: the piece was stepped (or loaded).
+        lent: The weights on the drive are the parameter's own, which its module changes there too.
+        sums: By name: the CRC-32 of what is current; without those that were not summed.
+    """
+
+    param: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    step_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    kinds: tuple[Kind, ...]
+    staged: bool
+    stored: bool
+    strides: tuple[int, ...] = ()
+    grad_strides: tuple[int, ...] = ()
+    number: int = -1
+    spans: dict[str, SlotSpan] = field(default_factory=dict)
+    grad: SlotSpan | None = None
+    scratch: SlotSpan | None = None
+    current: int = 0
+    begun: bool = False
+    lent: bool = False
+    sums: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    def lay(self, name: str, strides: tuple[int, ...]) -> None:
+        """Have the elements of a span lie otherwise within its bytes."""
+        self.spans[name] = self.spans[name]._replace(strides=strides)
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes on the drive, without padding."""
+        weights = self.numel * self.step_dtype.itemsize if self.stored else 0
+        return weights + sum(
+            (self.numel if k.shape is None else math.prod(k.shape)) * k.dtype.itemsize
+            for k in self.kinds
+        )
+
+
+@dataclass(eq=False)
+class Subgroup:
+    """What is read, stepped and written as one.
+
+    Attributes:
+        pieces: In the order of the parameters.
+        offset: Where it begins in each state file, in bytes; a multiple of a page.
+        nbytes: Its length there, padding included.
+        grad_offset: Where its gradients begin in the gradient file.
+        grad_nbytes: Their length.
+        scratch_nbytes: Room for gradients in the dtype of the step.
+        resident: It stays in memory (`ratio`).
+    """
+
+    pieces: list[Piece]
+    offset: int = 0
+    nbytes: int = 0
+    grad_offset: int = 0
+    grad_nbytes: int = 0
+    scratch_nbytes: int = 0
+    resident: bool = False
+
+    def slot_nbytes(self, gradients: bool) -> int:
+        """What it takes in memory."""
+        return self.nbytes + self.scratch_nbytes + (self.grad_nbytes if gradients else 0)
+
+
+def cut(numel: int, record_bytes_per_element: float, most_bytes: int) -> list[tuple[int, int]]:
+    """Even runs of elements whose records are at most so long; a multiple of 1024 elements each."""
+    parts = max(1, math.ceil(numel * record_bytes_per_element / most_bytes))
+    each = max(1024, round_up(math.ceil(numel / parts), 1024))
+    return [(start, min(start + each, numel)) for start in range(0, numel, each)] or [(0, 0)]
+
+
+def pack(pieces: Iterable[Piece], subgroup_bytes: int, gradients: bool = False) -> list[Subgroup]:
+    """Pieces into subgroups of at most so many bytes, in order; a larger piece is one alone.
+
+    Args:
+        pieces: In the order of the parameters.
+        subgroup_bytes: Of state, and of gradients where those are on the drive too.
+        gradients: Whether they are.
+    """
+    groups: list[Subgroup] = []
+    room = 0
+    for piece in pieces:
+        nbytes = piece.record_nbytes
+        nbytes += piece.numel * piece.grad_dtype.itemsize if gradients else 0
+        if not groups or nbytes > room:
+            groups.append(Subgroup([]))
+            room = subgroup_bytes
+        groups[-1].pieces.append(piece)
+        room -= nbytes
+    return groups
+
+
+def place(subgroup: Subgroup) -> None:
+    """Lay out the sections of a subgroup, its gradients, and its scratch room."""
+    names = list(dict.fromkeys(kind.name for p in subgroup.pieces for kind in p.kinds))
+    at = 0
+    for piece in subgroup.pieces:
+        if piece.stored:
+            at = _put(piece, WEIGHTS, Kind(WEIGHTS, piece.step_dtype), at)
+            piece.lay(WEIGHTS, piece.strides)
+    for name in names:
+        at = round_up(at, PAGE_BYTES)
+        for piece in subgroup.pieces:
+            for kind in piece.kinds:
+                if kind.name == name:
+                    at = _put(piece, name, kind, at)
+    subgroup.nbytes = round_up(at, PAGE_BYTES)
+    grads = scratch = 0
+    for piece in subgroup.pieces:
+        nbytes = piece.numel * piece.grad_dtype.itemsize
+        grads = aligned(grads, nbytes)
+        piece.grad = SlotSpan(grads, nbytes, piece.grad_dtype, piece.shape, piece.grad_strides)
+        grads += nbytes
+        if piece.staged and piece.grad_dtype != piece.step_dtype:
+            wide = piece.numel * piece.step_dtype.itemsize
+            scratch = round_up(scratch, _LINE_BYTES)
+            piece.scratch = SlotSpan(scratch, wide, piece.step_dtype, piece.shape)
+            scratch += wide
+    subgroup.grad_nbytes = round_up(grads, PAGE_BYTES)
+    subgroup.scratch_nbytes = round_up(scratch, PAGE_BYTES)
+
+
+def sections(subgroup: Subgroup) -> list[int]:
+    """The lengths of a subgroup's sections: its weights, and each kind of state."""
+    starts = {0}
+    for name in {name for piece in subgroup.pieces for name in piece.spans}:
+        first = min(p.spans[name].offset for p in subgroup.pieces if name in p.spans)
+        starts.add(round_down(first, PAGE_BYTES))
+    ordered = sorted({min(start, subgroup.nbytes) for start in starts} | {subgroup.nbytes})
+    return [end - start for start, end in itertools.pairwise(ordered)]
+
+
+def _put(piece: Piece, name: str, kind: Kind, at: int) -> int:
+    shape = piece.shape if kind.shape is None else kind.shape
+    nbytes = math.prod(shape) * kind.dtype.itemsize
+    at = aligned(at, nbytes)
+    piece.spans[name] = SlotSpan(at, nbytes, kind.dtype, shape)
+    return at + nbytes
+
+
+def aligned(at: int, nbytes: int) -> int:
+    """Where a tensor of so many bytes begins, from `at` on."""
+    return round_up(at, PAGE_BYTES if nbytes >= _PAGED_BYTES else _LINE_BYTES)
+
+
+def runs(spans: Sequence[SlotSpan], limit: int, whole: bool) -> list[SlotRun]:
+    """As few transfers as cover these spans.
+
+    Args:
+        spans: In any order.
+        limit: The length of the subgroup.
+        whole: Nothing else lies between them: gaps are padding, and go along. Else only spans that
+            touch become one.
+    """
+    if not spans:
+        return []
+    ordered = sorted(spans)
+    if whole:
+        start = round_down(ordered[0].offset, PAGE_BYTES)
+        end = max(span.offset + span.nbytes for span in ordered)
+        return [SlotRun(start, min(round_up(end, PAGE_BYTES), limit) - start)]
+    found: list[SlotRun] = []
+    for span in ordered:
+        if not span.nbytes:
+            continue
+        if found and span.offset - (found[-1].offset + found[-1].nbytes) < _LINE_BYTES:
+            found[-1] = SlotRun(found[-1].offset, span.offset + span.nbytes - found[-1].offset)
+        else:
+            found.append(SlotRun(span.offset, span.nbytes))
+    return found

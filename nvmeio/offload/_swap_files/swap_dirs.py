@@ -1,0 +1,391 @@
+"""Swap directories on several drives that count as one: what belongs together, and what is missing.
+
+Each of them has a record, a file that names the set and all of its directories, and says how bytes
+are dealt to them (`Striping`). The manifests lie in the first alone, so a step is complete at one
+moment; records are there, durably, before the first of them. Later the directories may be named in
+any order, and by other paths: what counts is the record.
+
+One directory has no record, and its files are those of any version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvmeio import _checks
+from nvmeio._checks import Paths
+from nvmeio._io.drives import weights_of
+from nvmeio._io.striping import StripedFile, Striping
+from nvmeio._ranks.rank_store import several
+from nvmeio._storage import durable, private
+from nvmeio._storage.small_files import SETTINGS_BYTES, detail_of, read_small
+from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.files import File
+from nvmeio.offload._generations import manifests
+from nvmeio.offload._swap_files.swap_dir import RECORD, SwapDir
+
+_REMOVES = "overwrite=True removes it"
+
+
+class _Record(NamedTuple):
+    set_id: str
+    number: int
+    directories: list[str]
+    weights: list[int]
+
+
+class SwapDirs:
+    """The directories that this process alone swaps into.
+
+    Args:
+        parents: The user's directories, one on each drive; as for `SwapDir`. None: a temporary
+            one, which goes with `release`.
+        name: As for `SwapDir`.
+        resume: Take up what is there.
+        overwrite: Remove what is there. Without, state that a run has left there is refused.
+        reads: As for `weights_of`, like `writes`.
+
+    Raises:
+        TransferError: As `SwapDir`; or there is the state of another run (EEXIST).
+        ValueError: One is named twice, or none.
+        IntegrityError: What is to be taken up belongs to other directories; names those that are
+            missing.
+
+    Attributes:
+        path: Where the manifests are.
+        paths: All of them, in the order of the striping.
+    """
+
+    def __init__(
+        self,
+        parents: Paths | None,
+        name: str,
+        resume: bool = False,
+        *,
+        overwrite: bool = False,
+        reads: float = 1.0,
+        writes: float = 1.0,
+    ) -> None:
+        self._dirs: list[SwapDir] = []
+        self._set_id = ""
+        self._weights = [1]
+        self._temporary = ""
+        try:
+            if parents is None:
+                parents = self._temporary = tempfile.mkdtemp(prefix="nvmeio-swap-")
+            above = _checks.directory_paths("swap_dir", parents)
+            for each in above:
+                self._dirs.append(SwapDir(each, name))
+            if not (resume and self._found()):
+                if not overwrite:
+                    self._check_free()
+                self.clean()
+                if len(above) > 1:
+                    self._begin(weights_of(self.paths, reads, writes))
+        except BaseException:
+            self.release()
+            raise
+
+    # What belongs together
+
+    def _begin(self, weights: list[int]) -> None:
+        """Make the records of a new set."""
+        self._set_id, self._weights = uuid.uuid4().hex, weights
+        for index, each in enumerate(self._dirs):
+            self.write_record(index, each.path, self.paths)
+
+    def write_record(self, index: int, path: str, paths: Sequence[str]) -> None:
+        """Make a record, durably, in the directory of number `index` of those at `paths`."""
+        record = {
+            "set": self._set_id,
+            "index": index,
+            "directories": [os.path.abspath(each) for each in paths],
+            "weights": self._weights,
+        }
+        place = os.path.join(path, RECORD)
+        try:
+            fd = private.create(place)
+            try:
+                durable.write_all(fd, json.dumps(record).encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as failed:
+            if isinstance(failed, TransferError):
+                raise
+            raise TransferError(
+                failed.errno or errno.EIO, operation="write", path=place
+            ) from failed
+
+    def _found(self) -> bool:
+        """Take up what is there; False where nothing was completed."""
+        records = [_read(each.path) for each in self._dirs]
+        begun = [_has_manifest(each.path) for each in self._dirs]
+        known = [record for record in records if record is not None]
+        if not known:
+            if len(self._dirs) == 1:
+                return True
+            if any(begun):
+                alone = self._dirs[begun.index(True)].path
+                raise IntegrityError(
+                    f"the state in {alone} lies in that directory alone: name it alone as "
+                    "swap_dir, or begin anew with overwrite=True",
+                    expected=[os.path.dirname(alone)],
+                    found=[os.path.dirname(path) for path in self.paths],
+                )
+            return False
+        first = known[0]
+        for each, record in zip(self._dirs, records, strict=True):
+            if record is not None and record.set_id != first.set_id:
+                raise self._not_these(f"{each.path} belongs to another one", first)
+        by_index = {
+            record.number: each
+            for each, record in zip(self._dirs, records, strict=True)
+            if record is not None
+        }
+        if len(by_index) < len(known):
+            raise self._not_these("of one of them there are two copies", first)
+        if 0 in by_index and not _has_manifest(by_index[0].path):
+            return False  # killed before anything was complete
+        missing = [path for i, path in enumerate(first.directories) if i not in by_index]
+        strange = [e.path for e, record in zip(self._dirs, records, strict=True) if record is None]
+        if missing or strange:
+            told = [f"{', '.join(missing)} is missing"] if missing else []
+            if strange:
+                told.append(f"{', '.join(strange)} holds nothing of it (is its drive mounted?)")
+            raise self._not_these("; ".join(told), first)
+        self._dirs = [by_index[index] for index in range(len(by_index))]
+        self._set_id, self._weights = first.set_id, first.weights
+        return True
+
+    def _not_these(self, what: str, record: _Record) -> IntegrityError:
+        return IntegrityError(
+            f"the state lies in {len(record.directories)} directories that belong together, and "
+            f"{what}: name all of them as swap_dir, in any order, or begin anew with "
+            "overwrite=True",
+            expected=[os.path.dirname(path) for path in record.directories],
+            found=[os.path.dirname(path) for path in self.paths],
+        )
+
+    # What belongs to others
+
+    def _check_free(self) -> None:
+        """Whether nothing that a run could go on from would be removed.
+
+        Raises:
+            TransferError: There is such a thing (EEXIST); says what can be done.
+        """
+        for looked_for in (self._state_in, self._part_in):
+            for path in self.paths:
+                found = looked_for(path)
+                if found:
+                    raise TransferError(
+                        errno.EEXIST,
+                        operation="open",
+                        path=path,
+                        detail=f"another run has left {found}; or name another swap_dir",
+                    )
+
+    def _state_in(self, path: str) -> str:
+        """The state that another run has left in a directory, and the ways out; "" for none.
+
+        What one process alone has begun, without a step, is none. Ranks are not looked at that way:
+        one of them may have made the first step, and go on with what the others began with.
+        """
+        try:
+            complete, unusable = manifests.read(path)
+        except IntegrityError as damaged:
+            return f"its state, which is damaged ({damaged}): {_REMOVES}"
+        last = max(complete, key=lambda each: each.generation, default=None)
+        if last is None or (last.generation == 1 and not unusable and not several()):
+            return ""
+        written = time.localtime(os.path.getmtime(manifests.place(path, last.generation)))
+        return (
+            f"its state, {last}, written {time.strftime('%Y-%m-%d %H:%M', written)}: resume=True "
+            'goes on from it, or begins where there is nothing; resume="must" goes on from it, or '
+            f"raises; {_REMOVES}"
+        )
+
+    def _part_in(self, path: str) -> str:
+        """The same of a part of a state that lies in several directories."""
+        try:
+            record = _read(path)
+        except IntegrityError as damaged:
+            return f"a part of its state, whose record is damaged ({damaged}): {_REMOVES}"
+        if record is None or not self._is_alive(path, record):
+            return ""
+        return (
+            f"a part of its state, which lies in {', '.join(record.directories)}: name all of them "
+            f'with resume=True or resume="must" to go on from it; {_REMOVES}, this part alone'
+        )
+
+    def _is_alive(self, path: str, record: _Record) -> bool:
+        """Whether there may be a state of which a directory has a part: the first one tells."""
+        if not os.path.exists(os.path.join(path, "state.0")):
+            return False  # killed while it was made
+        for first in (*self.paths, record.directories[0]):
+            with contextlib.suppress(IntegrityError, TransferError):
+                beginning = _read(first)
+                if beginning is not None and beginning[:2] == (record.set_id, 0):
+                    return bool(self._state_in(first))
+        return True  # it is not here to be asked
+
+    def hint(self) -> str:
+        """Where there is a state near by that may have been meant: of other ranks, or above."""
+        kind = os.path.basename(self.path).split("-")[0]
+        mine = _world(os.path.basename(self.path))
+        near: list[str] = []
+        for above in map(os.path.dirname, self.paths):
+            for name in (".", *sorted(os.listdir(above or "."))):
+                path = os.path.normpath(os.path.join(above, name))
+                other = name == "." or (name.split("-")[0] == kind and _world(name) != mine)
+                if other and _has_manifest(path):
+                    near.append(path)
+        return (
+            f". There is a state in {', '.join(near)}: swap_dir is the directory above it, and a "
+            "state of several ranks is that of as many"
+            if near
+            else ""
+        )
+
+    def withdraw(self) -> None:
+        """As if they had never been named: what was made here goes; to be called instead of use."""
+        self.release(remove=True)
+        for each in self._dirs:
+            each.remove_above()
+
+    @property
+    def layout(self) -> str:
+        """What the manifests of a set speak of; "" for one directory."""
+        return f"{self._set_id} {self._weights}" if self._set_id else ""
+
+    # As `SwapDir`
+
+    @property
+    def path(self) -> str:
+        """The directory of the manifests."""
+        return self._dirs[0].path
+
+    @property
+    def paths(self) -> list[str]:
+        """All directories."""
+        return [each.path for each in self._dirs]
+
+    def clean(self) -> None:
+        """Remove what a dead process left; manifests first, for they speak of all the rest.
+
+        Raises:
+            TransferError: Something cannot be removed.
+        """
+        for each in self._dirs:
+            each.clean(manifests.NAMES)
+        for each in self._dirs:
+            each.clean()
+
+    def sync_names(self) -> None:
+        """Make the names of the files durable.
+
+        Raises:
+            TransferError: A drive failed.
+        """
+        for each in self._dirs:
+            each.sync_names()
+
+    def file(self, name: str, drive: int = 0) -> str:
+        """The path of a file on one of the drives."""
+        return self._dirs[drive].file(name)
+
+    def striping(self, bands: Sequence[int]) -> Striping:
+        """How bands of bytes are dealt to the drives; the same after a restart."""
+        return Striping(self._weights, bands)
+
+    def allocate(self, name: str, bands: Sequence[int]) -> StripedFile:
+        """Open a file of at least these bands; see `SwapDir.allocate`.
+
+        Raises:
+            TransferError: A drive has not as much space; nothing new is left then.
+        """
+        striping = self.striping(bands)
+        opened: list[File] = []
+        fresh: list[str] = []
+        try:
+            for each, length in zip(self._dirs, striping.lengths, strict=True):
+                path = each.file(name)
+                missing = not os.path.lexists(path)
+                opened.append(each.allocate(name, length))
+                fresh += [path] * missing
+        except BaseException:
+            for file in opened:
+                file.close()
+            for path in fresh:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
+        return StripedFile(opened, striping)
+
+    def release(self, remove: bool = False) -> None:
+        """Give up the locks, and with `remove` everything there; idempotent."""
+        remove = remove or bool(self._temporary)
+        try:
+            if remove:
+                for each in self._dirs:
+                    each.clean_if_locked(manifests.NAMES)
+        finally:
+            for each in self._dirs:
+                each.release(remove)
+            if self._temporary:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._temporary)
+
+
+def _has_manifest(path: str) -> bool:
+    places = [os.path.join(path, name) for name in manifests.NAMES]
+    return any(os.path.isfile(each) and os.path.getsize(each) for each in places)
+
+
+def _world(name: str) -> str:
+    """How many ranks a directory's name speaks of; see `directory_name`."""
+    return name.partition("-of-")[2]
+
+
+def _read(directory: str) -> _Record | None:
+    """The record of a directory; None where it has none, or a torn one before the first step.
+
+    Raises:
+        IntegrityError: It is damaged.
+    """
+    path = os.path.join(directory, RECORD)
+    try:
+        told = json.loads(read_small(path, SETTINGS_BYTES))
+        weights = list(told["weights"])
+        record = _Record(str(told["set"]), told["index"], list(told["directories"]), weights)
+        whole = all(type(each) is int and each > 0 for each in weights)
+        if not whole or record.number not in range(len(weights)):
+            raise ValueError("numbers that cannot be")
+        if len(record.directories) != len(weights):
+            raise ValueError(f"{len(record.directories)} directories, {len(weights)} weights")
+    except FileNotFoundError:
+        return None
+    except OSError as failed:
+        raise TransferError(
+            failed.errno or errno.EIO, operation="open", path=path, detail=detail_of(failed)
+        ) from failed
+    except (ValueError, KeyError, TypeError) as wrong:
+        state = os.path.join(directory, "state.0")
+        if not _has_manifest(directory) and not os.path.exists(state):
+            return None  # killed while it was made
+        raise IntegrityError(
+            f"{path} is damaged ({wrong}): it says which directories belong together; go on from "
+            "a checkpoint or a snapshot",
+            expected="the record of a swap directory on one of several drives",
+            found="something else",
+        ) from wrong
+    return record

@@ -1,0 +1,125 @@
+"""Parameters as local, flat memory; sharded ones (DTensor) by their own shard.
+
+What lies in files and buffers has no gaps, and is in the order that torch gives a tensor's likes:
+that of the tensor itself (channels_last, transposed). Torch's fused kernels on the CPU take the
+memory of weights, gradient and state element by element, whatever the strides; others round bf16
+differently where the orders differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvmeio.offload._swap_files.subgroups import SlotSpan
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this process has a part."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory in this process, without autograd."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    sharded: Any = tensor
+    shard: torch.Tensor = sharded.to_local().detach()  # not within no_grad: see `calls`
+    return shard
+
+
+def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A local tensor as a tensor that is sharded as the parameter is."""
+    if not is_sharded(parameter):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = parameter
+    return DTensor.from_local(
+        shard,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def sharded_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether this process has the same part of both, or all of both."""
+    if not is_sharded(one) or not is_sharded(other):
+        return is_sharded(one) == is_sharded(other)
+    first: Any = one
+    second: Any = other
+    same_ranks: bool = first.device_mesh == second.device_mesh
+    return same_ranks and tuple(first.placements) == tuple(second.placements)
+
+
+def lay(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let a parameter, or this process's part of it, be another tensor of the same shape."""
+    if is_sharded(parameter):
+        sharded: Any = parameter
+        sharded._local_tensor = tensor  # as FSDP itself changes it
+    else:
+        parameter.data = tensor
+
+
+def view(memory: torch.Tensor, span: SlotSpan, base: int = 0) -> torch.Tensor:
+    """The tensor that lies at a span of byte memory, `base` bytes in."""
+    start = base + span.offset
+    if not span.nbytes:
+        return torch.empty(span.shape, dtype=span.dtype, device=memory.device)
+    flat = memory[start : start + span.nbytes].view(span.dtype)
+    return flat.as_strided(span.shape, span.strides) if span.strides else flat.view(span.shape)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How torch lays a tensor like this one, without gaps; () for row-major order."""
+    if tensor.is_contiguous():
+        return ()
+    like = torch.empty_like(tensor, device="meta")
+    return () if like.is_contiguous() else tuple(like.stride())
+
+
+def own_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides; () for row-major order, and where it has gaps.
+
+    Those that autograd gives the gradient of a parameter.
+    """
+    strides = strides_of(tensor)
+    return strides if strides == tensor.stride() else ()
+
+
+def fits(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether elements of a shape with these strides fill memory, each with a place of its own."""
+    if not strides:
+        return True
+    reach = 1
+    for step, size in sorted(zip(strides, shape, strict=False)):
+        if size != 1 and step != reach:
+            return False
+        reach *= size
+    return len(strides) == len(shape)
+
+
+def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with these strides, () for row-major order: itself, or a copy without gaps."""
+    if not strides:
+        return tensor.contiguous()
+    lies = zip(tensor.stride(), strides, tensor.shape, strict=True)
+    if all(step == wanted or size == 1 for step, wanted, size in lies):
+        return tensor
+    copied = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copied.copy_(tensor)
+
+
+def part(tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
+    """Elements [start, stop) in row-major order; the tensor itself where that is all of it.
+
+    Shares memory where the tensor is contiguous, and else is a copy.
+    """
+    if tuple(tensor.shape) == tuple(shape) and stop - start == tensor.numel():
+        return tensor
+    return tensor.reshape(-1)[start:stop]
