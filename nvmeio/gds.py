@@ -9,8 +9,7 @@ import torch
 
 from nvmeio import _checks, buffers
 from nvmeio._core import transfers
-from nvmeio._core.core import Core
-from nvmeio._core.cores import ring_core
+from nvmeio._core.core import Core, ring_core
 from nvmeio._memory import devices, tensors
 from nvmeio._memory.tensors import Data
 from nvmeio.engines.base import Engine, Opcode

@@ -12,13 +12,13 @@ import torch
 
 from nvmeio import _checks, files
 from nvmeio import tuned as _tuned
-from nvmeio._core import batches, transfers, validation
+from nvmeio._core import batches, transfers
+from nvmeio._core import transfers as transfers_module
 from nvmeio._core.batches import BatchOffsets, FileLike, Files
-from nvmeio._core.core import Core
-from nvmeio._core.cores import Cores, ring_core
+from nvmeio._core.core import Core, Cores, ring_core
 from nvmeio._core.handle_settings import HandleSettings
-from nvmeio._core.record import NAMES, ROWS_NAMES
-from nvmeio._core.row_places import FileOffsets, row_places
+from nvmeio._core.records import NAMES, ROWS_NAMES
+from nvmeio._core.transfers import FileOffsets, row_places
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
 from nvmeio._memory import tensors as tensors_module
@@ -436,7 +436,7 @@ class AioHandle(HandleSettings, ClosingWork):
             raise transfers.not_there(NAMES[opcode], file, failed) from failed
         try:
             offset = _checks.file_offset("file_offset", file_offset, memory.nbytes)
-            check = validation.comparison(memory, file, offset) if validate else None
+            check = transfers_module.comparison(memory, file, offset) if validate else None
         except BaseException:
             memory.end()
             raise

@@ -1,7 +1,7 @@
 """An operation: one transfer that has been started, as an awaitable and as a future.
 
-What is known of it is in `_core.record`, who changes that in `_core.settling`, who is told in
-`_core.watching`.
+What is known of it is in `_core.records`, who changes that in `_core.settling`, who is told in
+`_core.settling`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from nvmeio import _checks
-from nvmeio._core.record import Record
-from nvmeio._core.watching import Watchers
+from nvmeio._core.records import Record
+from nvmeio._core.settling import Watchers
 from nvmeio._threads.begun import Begun
 from nvmeio._threads.running_loop import not_running
 

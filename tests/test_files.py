@@ -29,7 +29,8 @@ from support import (
 
 import nvmeio
 from nvmeio import files
-from nvmeio._files import descriptors, direct_io
+from nvmeio._files import descriptors
+from nvmeio._files import descriptors as descriptors_module
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.plan import Alignment
 from nvmeio._shim import OwnFds
@@ -417,7 +418,7 @@ def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = descriptors.file_facts
     unknown = {"memory_alignment": None, "offset_alignment": None}
     monkeypatch.setattr(descriptors, "file_facts", lambda fd: facts(fd)._replace(**unknown))
-    monkeypatch.setattr(direct_io, "_probed", {})
+    monkeypatch.setattr(descriptors_module, "_probed", {})
 
 
 @pytest.mark.parametrize("step", ["preadv", "open"])
@@ -506,10 +507,12 @@ def test_the_next_file_system_with_a_number_is_tried_anew(
     fsid = os.statvfs(direct_path).f_fsid
     with monkeypatch.context() as before:
         before.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_fsid=fsid + 1))
-        before.setattr(direct_io, "_try_direct_read", lambda *_: Alignment(0, 0))
+        before.setattr(descriptors_module, "_try_direct_read", lambda *_: Alignment(0, 0))
         assert alignment() == 0
     assert alignment() > 0
-    monkeypatch.setattr(direct_io, "_try_direct_read", lambda *_: pytest.fail("tried once more"))
+    monkeypatch.setattr(
+        descriptors_module, "_try_direct_read", lambda *_: pytest.fail("tried once more")
+    )
     assert alignment() > 0
 
 

@@ -46,8 +46,6 @@ LAYERS = {
     # Threads and the state they own: no bytes, and of use to the handle itself.
     "_threads.jobs": 3,
     "_threads.owner": 3,
-    "_core.batches": 3,
-    "_core.row_places": 3,
     "_core.transfers": 3,
     "engines": 3,
     "_storage": 3,

@@ -15,7 +15,7 @@ import torch
 from support import PATIENCE_S, bytes_tensor, on_every_loop, random_bytes, raw
 
 import nvmeio
-from nvmeio._core import validation
+from nvmeio._core import transfers
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine
@@ -195,7 +195,7 @@ async def test_comparing_leaves_the_loop_alone(
 ) -> None:
     """It is done in another thread: here it waits until the loop has gone round meanwhile."""
     handle = make_handle(block_size=1 << 20)
-    compare = validation._compare
+    compare = transfers._compare
     comparing, went_round = threading.Event(), threading.Event()
 
     def waiting(*arguments: Any) -> None:
@@ -208,7 +208,7 @@ async def test_comparing_leaves_the_loop_alone(
             await asyncio.sleep(0.0005)
         went_round.set()
 
-    monkeypatch.setattr(validation, "_compare", waiting)
+    monkeypatch.setattr(transfers, "_compare", waiting)
     ticking = asyncio.create_task(tick())
     values = np.frombuffer(DATA, dtype=np.uint8)
     operation = handle.pread(torch.zeros(len(DATA), dtype=torch.uint8), file, True, True)

@@ -1,33 +1,41 @@
 """What an `AioHandle` and its operations share: an engine, and the life of what it moves.
 
 A record is *started* here; it is in flight in `LiveRecords`; its end is noticed and concluded by
-the `Settler`, and told to the `Watchers`.
+the `Settler`, and told to the `Watchers`. `Cores` are those of one handle: host memory's, and
+device memory's once it has met any.
+
+Cores that have not given back what the kernel gave are `unreleased`: kept, ended at exit, refused
+in a fork. So these are all that move bytes in this process, and what they and those before them
+have counted is what it has moved: `totals`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from nvmeio import files
-from nvmeio._core import transfers as transfers_module
-from nvmeio._core import unreleased
-from nvmeio._core.batch_record import BatchRecord, Planner
-from nvmeio._core.batches import Batch
-from nvmeio._core.live_records import LiveRecords
-from nvmeio._core.loops import in_a_thread
-from nvmeio._core.record import Record
-from nvmeio._core.row_places import RowPlaces
-from nvmeio._core.settling import Settler
-from nvmeio._core.watching import Watchers
+from nvmeio._core import transfers
+from nvmeio._core.batches import Batch, BatchRecord, Planner
+from nvmeio._core.completions import in_a_thread
+from nvmeio._core.records import LiveRecords, Record
+from nvmeio._core.settling import Settler, Watchers
+from nvmeio._core.transfers import RowPlaces
 from nvmeio._files.descriptors import Descriptors
+from nvmeio._memory import holds
+from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
-from nvmeio._threads.jobs import run_interruptible
-from nvmeio.engines.base import Counters, Engine, Opcode, Transfer
+from nvmeio._threads.jobs import run_interruptible, start
+from nvmeio._threads.running_loop import running_loop
+from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
+from nvmeio.engines.ring import RingEngine
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 
@@ -53,7 +61,7 @@ class Core:
     """
 
     def __init__(
-        self, engine: Engine, planner: Planner = transfers_module.plan, below: Core | None = None
+        self, engine: Engine, planner: Planner = transfers.plan, below: Core | None = None
     ) -> None:
         self.engine = engine
         self.below = below
@@ -64,7 +72,7 @@ class Core:
         self.queues = self.watchers.queues
         self._shut = False
         self._releasing = threading.RLock()  # the collector may run `__del__` while it is held
-        unreleased.cores.add(self)
+        unreleased.add(self)
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -83,7 +91,7 @@ class Core:
         `places` it is a gather or scatter.
         """
         opened: Descriptors | None = None
-        planner = self.planner if places is None else transfers_module.plan_rows
+        planner = self.planner if places is None else transfers.plan_rows
         try:
             opened = files.acquire(file, opcode is Opcode.WRITE)
             planned, transfer = planner(opcode, memory, opened, file_offset)
@@ -121,7 +129,7 @@ class Core:
         """Start an fsync or fdatasync; takes over the caller's use of `opened`."""
         record = Record(next(self.live.tokens), opcode, None, opened.path, 0, 0)
         record.opened = opened
-        record.plan, transfer = transfers_module.plan_sync(opcode, opened)
+        record.plan, transfer = transfers.plan_sync(opcode, opened)
         return self._submit(record, transfer)
 
     def _submit(self, record: Record, transfer: Transfer | list[Transfer]) -> Record:
@@ -196,7 +204,7 @@ class Core:
             self.settler.close()
             self.engine.stop()
             self.queues.release()
-            unreleased.let_go(self)
+            _forget(self)
             self._shut = True
 
     @property
@@ -229,3 +237,268 @@ class Core:
         finally:  # warnings may be errors
             # Idle ones too: the interpreter freezes daemon threads, with whatever lock they hold.
             self.close_quietly()
+
+
+# Strong references. In a cycle, the collector finalises the shim's objects together with the handle
+# whose `__del__` hands them on; what is reachable from here it leaves alone until it is released.
+unreleased: set[Core] = set()  # of `_core.core.Core`, which stands on this
+
+# The collector may release a core while it is held, or while some core's own lock is: whoever holds
+# this one waits for no core.
+_lock = threading.RLock()
+_inherited: set[Core] = set()  # those of the process that this one was forked from
+_gone: list[Counters] = []  # of cores that are not there any more
+_MOST_GONE = 256  # then they are added up
+
+
+def _forget(core: Core) -> None:
+    """It has given everything back."""
+    counted = _counted(core)._replace(in_flight=0)
+    with _lock:
+        if core not in unreleased:
+            return
+        # An interrupt in between loses one handle's part of the totals, and nothing else.
+        unreleased.discard(core)
+        _gone.append(counted)
+        number = len(_gone)
+        if number > _MOST_GONE:
+            _gone[:number] = [_added_up(_gone[:number])]
+
+
+def totals() -> tuple[Counters, int]:
+    """What all handles of this process have counted, closed ones too; how many are open."""
+    with _lock:
+        while True:
+            here, gone = list(unreleased), list(_gone)
+            if len(here) == len(unreleased):  # else the collector has released one in between
+                break
+    here = [core for core in here if core not in _inherited]
+    return _added_up([*gone, *map(_counted, here)]), sum(core.below is None for core in here)
+
+
+def _added_up(counters: Iterable[Counters]) -> Counters:
+    """The sum of each."""
+    return Counters(*map(sum, zip(Counters(), *counters, strict=True)))
+
+
+def _counted(core: Core) -> Counters:
+    """A core's own: what a ring's pieces were is counted by the host's engine."""
+    counters: Counters = core.counters()
+    if not isinstance(core.engine, RingEngine):
+        return counters
+    inside = core.engine.inside()._replace(in_flight=0)
+    return Counters(*(both - once for both, once in zip(counters, inside, strict=True)))
+
+
+def counted_by(cores: Iterable[Core]) -> Counters:
+    """What some cores have counted, each transfer once."""
+    return _added_up(map(_counted, cores))
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # it may have been copied while held
+    _gone.clear()  # the parent's
+    _inherited.update(unreleased)
+    for core in list(unreleased):
+        core.after_fork()
+
+
+def _at_exit() -> None:
+    # What works through another core's engine comes first.
+    for core in sorted(unreleased, key=lambda core: core.below is None):
+        core.at_exit()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)
+
+
+class Cores:
+    """One core, and up to two more for device memory.
+
+    Args:
+        host: Moves host memory, and syncs files.
+        make_device: Makes the core for device memory from the host's, at the first such transfer.
+        make_rows: The same for gathers and scatters of device memory; None where that core moves
+            them as well.
+    """
+
+    def __init__(
+        self,
+        host: Core,
+        make_device: Callable[[Core], Core],
+        make_rows: Callable[[Core], Core] | None = None,
+    ) -> None:
+        self.host = host
+        self._make_device = make_device
+        self._make_rows = make_rows
+        self._device: Core | None = None
+        self._device_rows: Core | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def device(self) -> Core:
+        """The core for device memory; made now if there is none yet.
+
+        Raises:
+            ClosedError: The handle is closed.
+        """
+        return self._device or self.make_device()
+
+    def make_device(self) -> Core:
+        """The same, for the sake of making it."""
+        return run_interruptible(self._device_made)
+
+    def _device_made(self) -> Core:
+        with self._lock:
+            self.host.live.check_open()
+            if self._device is None:
+                self._device = self._make_device(self.host)
+            return self._device
+
+    @property
+    def device_rows(self) -> Core:
+        """The core for rows in device memory; made now if there is none yet.
+
+        Raises:
+            ClosedError: The handle is closed.
+        """
+        if self._make_rows is None:
+            return self.device
+        return self._device_rows or run_interruptible(self._device_rows_made)
+
+    def _device_rows_made(self) -> Core:
+        with self._lock:
+            self.host.live.check_open()
+            if self._device_rows is None:
+                assert self._make_rows is not None
+                self._device_rows = self._make_rows(self.host)
+            return self._device_rows
+
+    def _all(self) -> list[Core]:
+        above = (self._device_rows, self._device)
+        return [*(core for core in above if core is not None), self.host]
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once operations are refused."""
+        self.host.live.check_open()
+
+    # --- waiting --------------------------------------------------------------------------
+
+    def wait_all(self, timeout: float | None) -> int:
+        """See `AioHandle.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for core in self._all():
+            core.watchers.wait_for_live(deadline)
+        return self._collect()
+
+    async def drain(self) -> int:
+        """See `AioHandle.drain`."""
+        for core in self._all():
+            await core.watchers.settle_live()
+        return self._collect()
+
+    def _collect(self) -> int:
+        """How many have finished; raises the first error that nobody has seen, with the others."""
+        finished: int = 0
+        errors: list[BaseException] = []
+        for core in self._all():
+            more, failed = core.live.take()
+            finished += more
+            errors += failed
+        if errors:
+            first: Any = errors[0]
+            first.others = tuple(errors[1:])  # torch's errors take attributes as ours do
+            raise first
+        return finished
+
+    async def writes_to(self, inode: tuple[int, int]) -> None:
+        """Await the writes to a file that have been started up to now."""
+        loop = running_loop()
+        for core in self._all():
+            for record in core.live.writes_to(inode):
+                await core.watchers.watch(record, loop)
+
+    def wait_for_writes_to(self, inode: tuple[int, int]) -> None:
+        """`writes_to`, blocking."""
+        for core in self._all():
+            for record in core.live.writes_to(inode):
+                core.watchers.wait_settled(record, None)
+
+    # --- closing --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Refuse, drain, release; then raise the first failure that nobody has seen."""
+        for core in self._refusing():
+            core.close()
+        self._collect()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the loop."""
+        running_loop()  # before anything is refused
+        for core in self._refusing():
+            await core.aclose()
+        self._collect()
+
+    def _refusing(self) -> list[Core]:
+        with self._lock:  # no device core is made any more
+            for core in self._all():
+                core.live.refuse()
+        return self._all()
+
+    def abandon(self) -> None:
+        """The handle was dropped: finish what is in flight in the background."""
+        cores = self._all()
+        for core in cores:
+            core.live.refuse()
+        if not self.in_flight:
+            for core in cores:
+                core.release()
+            return
+
+        def close() -> None:  # nothing of the handle: in a cycle, it would live on
+            for core in cores:
+                core.close_quietly()
+
+        start(close, "nvmeio-close", lambda _: close())
+
+    # --- what is going on -------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether operations are refused."""
+        return bool(self.host.live.refusal)
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing is left to be given back; an interrupted `close` leaves something."""
+        return all(core.released for core in self._all())
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that have been started and are not over."""
+        return sum(len(core.live) for core in self._all())
+
+    def counters(self) -> Counters:
+        """Both engines' counters, each transfer counted once."""
+        return counted_by(self._all())
+
+
+def ring_core(copier: Copier, ring_bytes: int, options: Options, host: Core) -> Core:
+    """The core of CUDA tensors that go through host memory."""
+    engine = RingEngine(host.engine, copier, ring_bytes)
+    engine.start(options)
+    return Core(engine, transfers.plan_device, below=host)
+
+
+def _user_of(storage: int) -> Record | None:
+    """What is in flight in a storage, given its `_cdata`."""
+    cores: list[Core] = list(unreleased)
+    for core in cores:
+        if (record := core.live.user_of(storage)) is not None:
+            return record
+    return None
+
+
+holds.refuse_sharing(_user_of)

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from nvmeio import _checks
-from nvmeio._core.row_places import FileOffsets
+from nvmeio._core.transfers import FileOffsets
 from nvmeio._threads import jobs
 from nvmeio._threads.closing import ClosingWork
 from nvmeio.data.gather import Gather

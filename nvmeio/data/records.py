@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from nvmeio import _checks, files
-from nvmeio._core import row_places
-from nvmeio._core.row_places import FileOffsets
+from nvmeio._core import transfers
+from nvmeio._core.transfers import FileOffsets
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import durable
 from nvmeio._threads import jobs
@@ -262,7 +262,7 @@ class Records(Dataset[torch.Tensor], ClosingWork):
     # --- checks -------------------------------------------------------------------------------
 
     def _offsets(self, indices: FileOffsets) -> torch.Tensor:
-        numbers = row_places.as_integers("indices", indices)
+        numbers = transfers.as_integers("indices", indices)
         if numbers.dim() != 1:
             raise ValueError(
                 f"indices must have one dimension, not the shape {tuple(numbers.shape)}: flatten() "

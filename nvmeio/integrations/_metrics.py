@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvmeio._core.unreleased import totals
+from nvmeio._core.core import totals
 
 
 class Metric(NamedTuple):

@@ -28,7 +28,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio._core import batch_record
+from nvmeio._core import batches
 from nvmeio.testing import FakeEngine
 
 MAX_FILE = 60_000
@@ -68,8 +68,8 @@ def paths(path: Path) -> list[Path]:
 @pytest.fixture
 def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches have two files open at most."""
-    monkeypatch.setattr(batch_record, "_FILES_MOST", 2)
-    monkeypatch.setattr(batch_record, "_LATER_TIMES", 1)
+    monkeypatch.setattr(batches, "_FILES_MOST", 2)
+    monkeypatch.setattr(batches, "_LATER_TIMES", 1)
 
 
 def zeros(number: int, nbytes: int = 10) -> list[torch.Tensor]:

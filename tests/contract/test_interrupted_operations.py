@@ -27,7 +27,7 @@ from support import (
 
 import nvmeio
 from nvmeio import _shim
-from nvmeio._core.live_records import LiveRecords
+from nvmeio._core.records import LiveRecords
 from nvmeio._files.descriptors import Descriptors
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads 3.11's exception tables")

@@ -14,8 +14,7 @@ from contract.operating import CONTENT, SIZE, WAIT_S, Make, builtin_of, rounds, 
 from support import HeldEngine, on_every_loop, raw, spin_until, thread
 
 import nvmeio
-from nvmeio._core.live_records import LiveRecords
-from nvmeio._core.record import Record
+from nvmeio._core.records import LiveRecords, Record
 from nvmeio.engines.base import Opcode
 
 

@@ -118,7 +118,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path, engine):
 
 AT_EXIT = """
     import torch, nvmeio, sys
-    from nvmeio._core import batch_record as _batch_record
+    from nvmeio._core import batches as _batch_record
     _batch_record._FILES_MOST = 3
     handle = nvmeio.AioHandle(block_size=16384, queue_depth=4, engine=ENGINE)
     tensors = [torch.full((5000,), number, dtype=torch.uint8) for number in range(20)]

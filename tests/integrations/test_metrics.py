@@ -13,8 +13,8 @@ import torch
 from support import run_python, spin_until
 
 import nvmeio
-from nvmeio._core import unreleased
-from nvmeio._core.unreleased import totals
+from nvmeio._core import core as core_module
+from nvmeio._core.core import totals
 from nvmeio.integrations import opentelemetry, prometheus
 from nvmeio.integrations._metrics import metrics
 
@@ -53,12 +53,12 @@ def test_an_open_handle_is_counted_and_not_kept(tmp_path: Path) -> None:
 
 def test_many_handles_are_added_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not one entry for each that there ever was."""
-    monkeypatch.setattr(unreleased, "_MOST_GONE", 4)
+    monkeypatch.setattr(core_module, "_MOST_GONE", 4)
     before = totals()[0].bytes_written
     for _ in range(20):
         write(tmp_path / "x")
     assert totals()[0].bytes_written == before + 20 * NBYTES
-    assert len(unreleased._gone) <= 5
+    assert len(core_module._gone) <= 5
 
 
 def test_it_never_goes_back_while_handles_come_and_go(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_forked_child_begins_at_nothing(tmp_path: Path) -> None:
     done = run_python(
         f"""
         import os, torch, warnings, nvmeio
-        from nvmeio._core.unreleased import totals
+        from nvmeio._core.core import totals
         path = {str(tmp_path / "x")!r}
         warnings.simplefilter("ignore")
         with nvmeio.AioHandle(engine="threads") as closed:
