@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 Taken = ParamSpec("Taken")
 Value = TypeVar("Value")
@@ -44,45 +46,87 @@ def wrap(module: torch.nn.Module, around: Callable[..., Any]) -> None:
     setattr(module, _CALL, wrapped)
 
 
-_CHECKPOINT = "_gradient_checkpointing_func"
+class Running:
+    """Lives in a local of a call that has taken something, for as long as that is taken.
 
-
-class Checkpoint:
-    """A checkpointing function whose region goes through `around`, both times.
-
-    Attributes:
-        function: It, without that.
-    """
-
-    def __init__(self, function: Callable[..., Any], around: Callable[..., Any]) -> None:
-        self.function = function
-        self._around = around
-
-    def __call__(self, region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.function(functools.partial(self._around, region), *args, **kwargs)
-
-
-class Checkpointing:
-    """The modules within one that checkpoint their own forward, as transformers' layers do.
-
-    What backward runs again is then the bare forward, which no wrapper of the call is around.
+    A function that the call checkpoints (`torch.utils.checkpoint`, either kind) runs again in
+    backward, outside of the call: then `again` takes it once more.
 
     Args:
-        module: It, and those within it, are looked at.
-        around: Called with the region that is checkpointed and its arguments.
+        taken: What ends with this object.
+        again: Called with whether autograd keeps what is saved meanwhile, a function and its
+            arguments. Two calls that have one `again` have taken the same.
     """
 
-    def __init__(self, module: torch.nn.Module, around: Callable[..., Any]) -> None:
-        # It is set when checkpointing is switched on, which is later, as a rule.
-        self._found = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
-        self._around = around
+    __slots__ = ("__weakref__", "again", "taken")
 
-    def prepare(self) -> None:
-        """Before each call: have their regions go through `around`."""
-        for module in self._found:
-            function = getattr(module, _CHECKPOINT, None)
-            if function is not None and not isinstance(function, Checkpoint):
-                setattr(module, _CHECKPOINT, Checkpoint(function, self._around))
+    def __init__(self, taken: object, again: Callable[..., Any]) -> None:
+        self.taken = taken
+        self.again = again
+        _follow_checkpoints()
+        _here.running = [ref for ref in _running() if ref() is not None]
+        _here.running.append(weakref.ref(self))
+
+
+_here = threading.local()
+
+
+def _running() -> list[weakref.ref[Running]]:
+    found: list[weakref.ref[Running]] = getattr(_here, "running", [])
+    return found
+
+
+def _takings() -> list[Callable[..., Any]]:
+    """What has been taken by calls that run on this thread, from the outermost on."""
+    return [running.again for running in (ref() for ref in _running()) if running is not None]
+
+
+def _region(saves: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is checkpointed: what is taken around it now is taken whenever it runs."""
+    wanted = _takings()
+
+    def region(*args: Any, **kwargs: Any) -> Any:
+        taken = _takings()  # in forward all of them
+        call = function
+        for again in reversed(wanted):
+            if again not in taken:
+                call = functools.partial(again, saves, call)
+        return call(*args, **kwargs)
+
+    return region if wanted else function
+
+
+# What `torch.utils.checkpoint.checkpoint` calls, and looks up each time.
+_WITHOUT_REENTRANT = "_checkpoint_without_reentrant_generator"
+
+
+@functools.cache
+def _follow_checkpoints() -> None:
+    """From now on a function that is checkpointed keeps what was taken around it.
+
+    The function itself is what modules have imported long since, so it stays as it is.
+    """
+    module: Any = torch.utils.checkpoint
+    generator = getattr(module, _WITHOUT_REENTRANT, None)
+    if generator is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.utils.checkpoint.{_WITHOUT_REENTRANT}: what a "
+            "module checkpoints in its forward would run again without its parameters. Use a torch "
+            "that this nvmeio was tested with, or a newer nvmeio"
+        )
+    apply = module.CheckpointFunction.apply.__func__
+
+    @functools.wraps(generator)
+    def following(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # Its own hooks keep what is saved, and count that: none of ours may come between.
+        return generator(_region(False, function), *args, **kwargs)
+
+    @functools.wraps(apply)
+    def applied(cls: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return apply(cls, _region(True, function), *args)
+
+    setattr(module, _WITHOUT_REENTRANT, following)
+    module.CheckpointFunction.apply = classmethod(applied)
 
 
 class Undone(list[Any]):

@@ -31,10 +31,8 @@ class SwappedModule(Closing, torch.nn.Module):
 
     Before a part of the module runs, its parameters are read; those of the parts that follow are
     begun, in backward in reverse. Autograd keeps the place of a parameter instead of its memory.
-    Results are those of the module in memory, bit for bit. Activation checkpointing of modules
-    (either kind), tied parameters and shared modules work; buffers stay in memory. A bare function
-    that a module checkpoints within its own forward may find its parameters absent when it runs
-    again: checkpoint the module's call.
+    Results are those of the module in memory, bit for bit. Activation checkpointing (either kind,
+    of modules and of functions), tied parameters and shared modules work; buffers stay in memory.
 
     A parameter that is not in the window is NaN in the right shape, and cannot be written to. Step
     with a `SwappedOptimizer`, which writes the new values to the drive; change them by hand within

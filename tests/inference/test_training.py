@@ -103,6 +103,33 @@ def by_three(model: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class Checkpointed(Block):
+    """Checkpoints a function of its own, which computes with its weights and calls its parts."""
+
+    reentrant = False
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        wide = nn.functional.linear(x, self.wide.base.weight) * self.norm.weight
+        found: torch.Tensor = super().forward(x) + self.back(wide)
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self._inner, x, use_reentrant=self.reentrant)
+        return found
+
+
+def by_function(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model:
+        block.__class__ = Checkpointed
+    return plain(model, x)
+
+
+def by_function_reentrant(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model:
+        block.__class__ = type("Reentrant", (Checkpointed,), {"reentrant": True})
+    return plain(model, x.requires_grad_())
+
+
 def trained(
     model: nn.Module, forward: Callable[..., torch.Tensor] = plain, steps: int = 3
 ) -> tuple[list[torch.Tensor], list[nn.Parameter]]:
@@ -142,7 +169,9 @@ def base(tmp_path: Path, stream: Make) -> Make:
 
 
 @pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("forward", [plain, by_unit, by_unit_reentrant, by_three])
+@pytest.mark.parametrize(
+    "forward", [plain, by_unit, by_unit_reentrant, by_three, by_function, by_function_reentrant]
+)
 def test_losses_and_adapters_are_those_of_the_model_in_memory(
     base: Make, forward: Any, window: int
 ) -> None:

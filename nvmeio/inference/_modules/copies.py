@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio._residency import calls
 from nvmeio._residency.saved import Origin
 from nvmeio.inference._modules.stand_ins import read_buffer
 
@@ -44,8 +43,6 @@ def _copy_of(module: nn.Module, buffers: Mapping[str, Origin], memo: dict[int, A
     made = module.__new__(type(module))
     memo[id(module)] = made
     for name, value in own.items():
-        if isinstance(value, calls.Checkpoint):
-            value = value.function
         if name in _SEAMS or _is_ours(value):
             continue
         if isinstance(value, dict) and name.endswith("_hooks"):

@@ -29,10 +29,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     """
     for unit in stream.units:
         for module in unit.modules:
-            if stream.trainable:
-                training.attach(stream, unit, module)
-            else:
-                calls.wrap(module, functools.partial(_with_weights, stream, unit))
+            calls.wrap(module, _using(stream, unit))
         for linear in unit.tiled:
             _attach_tiles(linear, unit, stream)
         for embedding in unit.row_modules:
@@ -75,6 +72,12 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         else:
             marking = functools.partial(mark_absent, names)
             module._register_state_dict_hook(marking)  # type: ignore[no-untyped-call]
+
+
+def _using(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
+    if stream.trainable:
+        return training.using(stream, unit)
+    return functools.partial(_with_weights, stream, unit)
 
 
 def _with_weights(
@@ -178,12 +181,11 @@ def _refuse_state(
 
 def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None:
     """An embedding that is not in memory looks its tokens up on the drive."""
+    around = _using(stream, unit)
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         if unit.resident:
-            call = functools.partial(nn.Embedding.forward, module)
-            around = training.with_weights if stream.trainable else _with_weights
-            found: torch.Tensor = around(stream, unit, call, input)
+            found: torch.Tensor = around(nn.Embedding.forward, module, input)
             return found
         _check(unit, stream)
         rows, places = stream.rows(unit, input)

@@ -19,30 +19,21 @@ from nvmeio.inference._plan.units import Unit
 from nvmeio.inference.stream import WeightStream
 
 
-def attach(stream: WeightStream, unit: Unit, module: nn.Module) -> None:
-    """Have the call of a unit's module use its weights, and what its checkpointing runs again."""
+def using(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
+    """What calls a function, given before its arguments, with the weights of a unit."""
 
-    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        checkpointing.prepare()
-        return with_weights(stream, unit, call, *args, **kwargs)
-
-    checkpointing = calls.Checkpointing(module, functools.partial(with_weights, stream, unit))
-    calls.wrap(module, around)
-
-
-def with_weights(
-    stream: WeightStream, unit: Unit, call: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call what needs the weights of a unit."""
-    use = stream.use(unit)
-    try:
-        kept = saving(stream.origin_of)
+    def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        running = calls.Running(stream.use(unit), again)
         try:
-            return own(call(*args, **kwargs), unit)
+            kept = saving(stream.origin_of) if saves else None
+            try:
+                return own(call(*args, **kwargs), unit)
+            finally:
+                del kept
         finally:
-            del kept
-    finally:
-        del use
+            del running
+
+    return functools.partial(again, True)
 
 
 def whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -43,21 +44,19 @@ def attach(store: ParamStore, stage: Stage) -> None:
         parameter = _parameter_at(unit, offset)
         return _Saved(store, unit, parameter, 0 if parameter is None else parameter._version)
 
-    def around(call: Any, *args: Any, **kwargs: Any) -> Any:
+    def again(saves: bool, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         store.check_open()
-        checkpointing.prepare()
-        held = store.hold(units)
+        running = calls.Running(store.hold(units), again)
         try:
-            kept = saving(origin_of)
+            kept = saving(origin_of) if saves else None
             try:
                 return call(*args, **kwargs)
             finally:
                 del kept
         finally:
-            del held
+            del running
 
-    checkpointing = calls.Checkpointing(stage.module, around)
-    calls.wrap(stage.module, around)
+    calls.wrap(stage.module, functools.partial(again, True))
 
 
 def _parameter_at(unit: Unit, offset: int) -> torch.nn.Parameter | None:
