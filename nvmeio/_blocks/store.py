@@ -41,7 +41,7 @@ from nvmeio._io.handles import new_handle
 from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.endings import Ending, leave
-from nvmeio._threads.jobs import being_interrupted
+from nvmeio._threads.future import being_interrupted
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 

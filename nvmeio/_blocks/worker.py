@@ -43,7 +43,7 @@ class Worker:
         """
         if may_be_interrupted():
             self._count()
-            value: Value = self.owner.call_to_end(self._in_turn, work, args)
+            value: Value = self.owner.call(self._in_turn, work, args, to_end=True)
             return value
         with self._turn:
             check()
@@ -99,7 +99,7 @@ class Worker:
     def drain(self) -> None:
         """Wait until its thread has done what it was asked before."""
         if self._asked != self._ended:
-            self.owner.call(_nothing)
+            self.owner.drain()
 
     def finish(self) -> None:
         """Wait until all has ended that was asked before, or is being done by its caller."""
@@ -124,7 +124,3 @@ def may_be_interrupted() -> bool:
     """Whether work of this thread may be cut in half, or wait for a loop that waits for it."""
     main = threading.main_thread().ident == threading.get_ident()
     return main or asyncio._get_running_loop() is not None
-
-
-def _nothing() -> None:
-    """What is asked to know that all before it is done."""

@@ -17,8 +17,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from nvmeio._threads.jobs import Thread, run_interruptible, start, unlist
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.threads import Thread, start, unlist
 from nvmeio.engines.base import CompletionQueue, Engine
 
 

@@ -32,8 +32,9 @@ from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
-from nvmeio._threads.jobs import run_interruptible, start
+from nvmeio._threads.jobs import run_interruptible
 from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.threads import start
 from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
 from nvmeio.engines.ring import RingEngine
 from nvmeio.errors import TransferError

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from nvmeio._memory import system
 from nvmeio._memory.mappings import Mapping
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 
 # Below this the reads are done before a thread has begun.
 LEAST_BYTES = 64 << 20

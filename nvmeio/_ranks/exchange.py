@@ -26,7 +26,7 @@ import torch
 from nvmeio._io.inflight import Cancelled
 from nvmeio._ranks.rank_store import RankStore, pauses
 from nvmeio._shim import memory_at
-from nvmeio._threads import jobs
+from nvmeio._threads import jobs, threads
 from nvmeio._threads.caller import Cancellation
 from nvmeio.errors import BackendUnavailableError, TransferError
 
@@ -268,7 +268,7 @@ class Exchange:
         del group
         self._left.clear()
         with contextlib.suppress(RuntimeError, MemoryError):
-            jobs.start(remains.clear, "nvmeio-exchange", _no_thread)
+            threads.start(remains.clear, "nvmeio-exchange", _no_thread)
 
     def _reason(self) -> BaseException | None:
         """Why what is under way should not be waited for, if there is a reason."""

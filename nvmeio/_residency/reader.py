@@ -30,7 +30,7 @@ import torch
 
 from nvmeio._files import page_cache
 from nvmeio._memory.devices import Mark
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.operation import Operation

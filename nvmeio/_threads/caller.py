@@ -19,7 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._threads.jobs import SLICE_S, Job, being_interrupted
+from nvmeio._threads.future import SLICE_S, being_interrupted
+from nvmeio._threads.jobs import Job
 
 Value = TypeVar("Value")
 
@@ -78,7 +79,8 @@ def run_with_caller(
     parts: SimpleQueue[_Part | None] = SimpleQueue()
     here = _Here()  # until this frame goes
     desk = _Desk(parts, weakref.ref(here))
-    job = Job(lambda: work(desk.ask), ended=lambda: parts.put(None))
+    job = Job(lambda: work(desk.ask))
+    job.then(lambda: parts.put(None))
     second = being_interrupted()
     try:
         job.start()

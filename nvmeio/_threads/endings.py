@@ -23,8 +23,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from nvmeio._threads.jobs import unlist
 from nvmeio._threads.owner import OwnerThread
+from nvmeio._threads.threads import unlist
 from nvmeio.errors import ClosedError, NvmeioError
 
 logger = logging.getLogger("nvmeio")
@@ -61,7 +61,7 @@ class Ending:
             return  # in a forked child everything is the parent's
         self._closing.asked = True
         with contextlib.suppress(ClosedError):
-            self._owner.call_to_end(self._closing.run)
+            self._owner.call(self._closing.run, to_end=True)
 
     def begin(self) -> None:
         """End it soon; waits for nothing."""
@@ -134,8 +134,7 @@ def open_owned(owner: OwnerThread, opening: Callable[..., Opened], *args: Any) -
         return owner.call(opening, *args)
     except KeyboardInterrupt:
         leave(owner)
-        with contextlib.suppress(ClosedError):  # it had opened, and has ended by now
-            owner.call(bool)
+        owner.drain()  # it had opened, and has ended by now
         raise
 
 
@@ -155,8 +154,7 @@ def wait_for_those_that_end() -> bool:
         if owner is not None:
             owners.append(owner)
     for owner in owners:
-        with contextlib.suppress(ClosedError):
-            owner.call(int)
+        owner.drain()
     return bool(owners)
 
 

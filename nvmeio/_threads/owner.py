@@ -20,7 +20,6 @@ pass. torch runs ``always_call`` hooks for `Exception` only; let nothing depend 
 from __future__ import annotations
 
 import _thread
-import asyncio
 import contextlib
 import logging
 import os
@@ -32,8 +31,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from nvmeio._threads import jobs
-from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads import threads
+from nvmeio._threads.future import SLICE_S, Future, being_interrupted
 from nvmeio.errors import ClosedError
 
 logger = logging.getLogger("nvmeio")
@@ -76,76 +75,64 @@ class OwnerThread:
         self._closed = False
         # No reference to self: an owner that is dropped ends its thread, by C alone as above.
         self._state.dropped = weakref.ref(self, self._requests.put)
-        jobs.start(self._state.serve, name, self._state.end)
+        threads.start(self._state.serve, name, self._state.end)
 
-    def call(self, work: Callable[..., Value], *args: Any) -> Value:
+    def call(self, work: Callable[..., Value], *args: Any, to_end: bool = False) -> Value:
         """Have `work(*args)` done, and wait for what comes of it.
+
+        Args:
+            work: What is done.
+            args: Given to it.
+            to_end: For work on what is the caller's: an interrupt is raised when it has ended, a
+                second one at once, and so is the first where one is on its way already.
 
         Raises:
             ClosedError: The owner is closed, or another process's.
 
-        An interrupt is raised at once. The work is done all the same, and its value dropped.
+        Otherwise an interrupt is raised at once. The work is done all the same, and its value
+        dropped.
         """
         if self.is_here:
             return work(*args)
-        value: Value = self._ask(_Reply(work, args))
-        return value
-
-    def _ask(self, reply: _Reply) -> Any:
         self._check_pid()
+        second = to_end and being_interrupted()
+        request: _Request[Value] = _Request(work, args)
         try:
-            self._requests.put(reply)
-            wait_s = 0.0 if self._state.ended else jobs.SLICE_S
-            while not reply.gate.acquire(timeout=wait_s):
+            self._requests.put(request)
+            wait_s = 0.0 if self._state.ended else SLICE_S
+            while not request.wait(wait_s):
                 # It came too late to be answered, or when the program ends and no thread runs.
-                if (self._state.ended or sys.is_finalizing()) and reply.gate.locked():
+                if (self._state.ended or sys.is_finalizing()) and not request.done:
                     raise ClosedError(self._state.closed)
-            return reply.result()
-        finally:
-            del reply  # a traceback that is kept must not keep the claim that an answer may hold
-
-    def call_to_end(self, work: Callable[..., Value], *args: Any) -> Value:
-        """`call`, for work on what is the caller's: an interrupt is raised when it has ended.
-
-        A second one is raised at once, and so is the first where one is on its way already. What
-        the work itself raised is raised at once.
-        """
-        if self.is_here:
-            return work(*args)
-        second = jobs.being_interrupted()
-        reply = _Reply(work, args)
-        try:
-            value: Value = self._ask(reply)
-            return value
+            return request.result()
         except BaseException:
-            if not (second or reply.answered):
-                with contextlib.suppress(ClosedError):
-                    self.call(int)
+            if to_end and not (second or request.done):
+                self.drain()
             raise
         finally:
-            del reply  # as in `_ask`
+            del request  # a traceback that is kept must not keep the claim that an answer may hold
 
     async def async_call(self, work: Callable[..., Value], *args: Any) -> Value:
-        """The same, awaited; a cancelled task goes on at once, and the work is done."""
+        """`call`, awaited; a cancelled task goes on at once, and the work is done."""
         self._check_pid()
-        loop = running_loop()
-        arrived: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
-                loop.call_soon_threadsafe(_settle, arrived)
-
-        reply = _Reply(work, args, wake)
-        self._requests.put(reply)
-        if self._state.ended and reply.gate.locked():  # it came too late to be answered
+        request: _Request[Value] = _Request(work, args)
+        self._requests.put(request)
+        if self._state.ended and not request.done:  # it came too late to be answered
             raise ClosedError(self._state.closed)
-        await arrived
-        value: Value = reply.result()
-        return value
+        await request.ended()
+        return request.result()
+
+    def drain(self) -> None:
+        """Wait until all is done that was asked before, and given back what nobody has any more.
+
+        At once where the owner is closed, or another process's.
+        """
+        with contextlib.suppress(ClosedError):
+            self.call(_nothing)
 
     def post(self, work: Callable[..., object], *args: Any) -> None:
         """Have `work(*args)` done; what it raises is logged."""
-        self._requests.put(_Reply(work, args, posted=True))
+        self._requests.put(_Request(work, args, posted=True))
 
     def claim(self, release: Callable[..., object], *args: Any) -> Claim:
         """Something to hold, whose end calls `release(*args)`; asked by what the owner runs.
@@ -178,61 +165,40 @@ class OwnerThread:
             raise ClosedError(_FORKED)
 
 
-class _Reply:
-    """A request, and in the end its answer."""
+class _Request(Future[Value]):
+    """Something to do, and in the end what came of it."""
 
-    __slots__ = ("answered", "args", "error", "gate", "posted", "value", "wake", "work")
+    __slots__ = ("_args", "_posted", "_work")
 
     def __init__(
-        self,
-        work: Callable[..., Any],
-        args: tuple[Any, ...],
-        wake: Callable[[], None] | None = None,
-        posted: bool = False,
+        self, work: Callable[..., Value], args: tuple[Any, ...], posted: bool = False
     ) -> None:
-        self.work: Callable[..., Any] | None = work
-        self.args = args
-        self.wake = wake
-        self.posted = posted
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.answered = False
-        self.gate = _thread.allocate_lock()
-        self.gate.acquire()
-
-    def result(self) -> Any:
-        if self.error is not None:
-            try:
-                raise self.error
-            finally:
-                del self  # no cycle with the traceback: what it holds goes at once
-        return self.value
+        super().__init__()
+        self._work: Callable[..., Value] | None = work
+        self._args = args
+        self._posted = posted
 
     def carry_out(self) -> None:
-        work, args = self.work, self.args
-        self.work, self.args = None, ()
+        work, args = self._work, self._args
+        self._work, self._args = None, ()
+        assert work is not None
         try:
-            assert work is not None
-            self.value = work(*args)
+            self._value = work(*args)
         except BaseException as failed:
-            if self.posted:
+            if self._posted:
                 logger.exception("unexpected error in %s", threading.current_thread().name)
             else:
                 self.error = failed
         del work, args
-        self.answer()
+        self._end()
 
     def refuse(self, message: str) -> None:
-        self.work, self.args = None, ()
-        self.error = ClosedError(message)
-        self.answer()
+        self._work, self._args = None, ()
+        self.fail(ClosedError(message))
 
-    def answer(self) -> None:
-        wake, self.wake = self.wake, None
-        self.answered = True
-        self.gate.release()
-        if wake is not None:
-            wake()
+
+def _nothing() -> None:
+    """What is asked to know that all before it is done."""
 
 
 class _State:
@@ -253,7 +219,7 @@ class _State:
             request = self._next()
             if request is None or request is self.dropped:
                 break
-            if isinstance(request, _Reply):
+            if isinstance(request, _Request):
                 request.carry_out()
             else:
                 self._release(*request)
@@ -284,7 +250,7 @@ class _State:
         self.ended = True
         while self._taken or not self.requests.empty():
             request = self._taken.popleft() if self._taken else self.requests.get()
-            if isinstance(request, _Reply):
+            if isinstance(request, _Request):
                 request.refuse(self.closed)
             request = None
         for release, args in list(self.claims.values()):
@@ -296,8 +262,3 @@ class _State:
             release(*args)
         except BaseException:
             logger.exception("unexpected error in %s", threading.current_thread().name)
-
-
-def _settle(arrived: asyncio.Future[None]) -> None:
-    if not arrived.done():
-        arrived.set_result(None)

@@ -25,9 +25,9 @@ from nvmeio._io.handles import new_handle
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import endings
 from nvmeio._threads.caller import Cancellation, InCaller, run_with_caller
+from nvmeio._threads.jobs import begun
 from nvmeio.checkpoint._manager.job import SaveJob, Setup
 from nvmeio.checkpoint._manager.report import SaveReport
-from nvmeio.checkpoint._manager.under_way import UnderWay
 from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._save import safetensors_save
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
@@ -115,7 +115,7 @@ class BackgroundSaver:
             Exception: Something failed; raised once.
         """
         pending = list(self._pending)
-        UnderWay(lambda: concurrent.futures.wait(pending), lambda: None).wait()
+        begun(lambda: concurrent.futures.wait(pending), "nvmeio-wait").wait()
         self.raise_failures()
 
     def raise_failures(self) -> None:
@@ -192,7 +192,7 @@ class BackgroundSaver:
             finally:
                 if job.going_on:
                     self._pending.append(future)
-                    job.call_when_done(lambda: self._settle(job, future))
+                    job.over.then(lambda: self._settle(job, future))
             return self._last
 
     def _of_directory(self, directory: str) -> Snapshots:

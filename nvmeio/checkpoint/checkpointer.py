@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import warnings
@@ -17,8 +16,8 @@ from nvmeio._io.profiling import profiled
 from nvmeio._storage.directories import check_above
 from nvmeio._threads.caller import run_with_caller
 from nvmeio._threads.closing import ClosingWork
-from nvmeio._threads.jobs import in_thread, run_interruptible
-from nvmeio._threads.running_loop import running_loop
+from nvmeio._threads.future import Future
+from nvmeio._threads.jobs import begun, in_thread, run_interruptible
 from nvmeio.checkpoint._load.load_options import HowToLoad, LoadOptions, MapLocation
 from nvmeio.checkpoint._manager import retention, writer_choice
 from nvmeio.checkpoint._manager.job import SaveJob
@@ -26,7 +25,6 @@ from nvmeio.checkpoint._manager.report import SaveReport
 from nvmeio.checkpoint._manager.restoring import Wanted, restore
 from nvmeio.checkpoint._manager.restoring_parts import restore_parts, whole_saves
 from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
-from nvmeio.checkpoint._manager.under_way import UnderWay
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts
 from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, being_made, ranks_of, store_of
@@ -171,7 +169,7 @@ class Checkpointer(ClosingWork):
             self._store = store_of(process_group, path)
         self._keep = keep
         self._read_only = bool(read_only)
-        self._closing: UnderWay[None] | None = None
+        self._closing: Future[None] | None = None
         self._saver = Saver(
             path,
             keep=keep,
@@ -301,23 +299,15 @@ class Checkpointer(ClosingWork):
         return self._wait(before, self._saver.last)
 
     async def _wait(
-        self, before: Sequence[UnderWay[SaveReport]], job: SaveJob | None
+        self, before: Sequence[Future[SaveReport]], job: SaveJob | None
     ) -> SaveReport | None:
         for each in before:
             await each
         if before:
             job = self._saver.last
-        loop = running_loop()
-        over = asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-                loop.call_soon_threadsafe(over.set)
-
         if job is None:
             return None
-        job.call_when_done(wake)
-        await over.wait()
+        await job.over.ended()
         return self._saver.result(job)
 
     def wait_sync(self, timeout: float | None = None) -> SaveReport | None:
@@ -467,7 +457,7 @@ class Checkpointer(ClosingWork):
         """
         closing = self._closing
         if closing is None or closing.seen:
-            closing = self._closing = UnderWay(self._saver.close, lambda: None)
+            closing = self._closing = begun(self._saver.close, "nvmeio-close")
         closing.wait()
         closing.result()
 

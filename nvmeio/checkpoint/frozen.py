@@ -15,8 +15,7 @@ from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio._memory.copy_on_write import support
 from nvmeio._memory.mappings import Mapping
-from nvmeio._threads.jobs import run_interruptible
-from nvmeio.checkpoint._manager.under_way import UnderWay
+from nvmeio._threads.jobs import begun, run_interruptible
 from nvmeio.checkpoint._snapshot.copies import tensor_of
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
 from nvmeio.checkpoint._snapshot.spans import RecordSpan
@@ -82,7 +81,7 @@ class FrozenState(Generic[State]):
                 for (record, _, _), each in zip(spans, copies, strict=True):
                     each.copy_(tensor_of(record))
                 spans = []
-            self._copying = UnderWay(lambda: _fill(protected, spans, copies), lambda: None)
+            self._copying = begun(lambda: _fill(protected, spans, copies), "nvmeio-snapshot")
         except BaseException:
             protected.end()
             raise

@@ -15,7 +15,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._core.transfers import FileOffsets
-from nvmeio._threads import jobs
+from nvmeio._threads import threads
 from nvmeio._threads.closing import ClosingWork
 from nvmeio.data.gather import Gather
 from nvmeio.errors import ClosedError
@@ -160,7 +160,7 @@ class Prefetch(ClosingWork):
         gathers = [gather for gather in ahead if isinstance(gather, Gather)]
         if gathers and getpid() == self._pid:
             with contextlib.suppress(Exception):  # the program is at its end: the handle waits
-                jobs.start(functools.partial(_drop, gathers), "nvmeio-prefetch", _ignore)
+                threads.start(functools.partial(_drop, gathers), "nvmeio-prefetch", _ignore)
 
     @property
     def closed(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Generic, TypeVar
 
-from nvmeio._threads.jobs import SLICE_S
+from nvmeio._threads.future import SLICE_S
 from nvmeio.engines.base import (
     BatchRequest,
     CompletionQueue,

@@ -19,7 +19,7 @@ from nvmeio._checks import OFFSET_MAX
 from nvmeio._files.plan import PAGE_BYTES, Plan
 from nvmeio._memory.devices import Mark
 from nvmeio._shim import ffi, lib
-from nvmeio._threads.jobs import start
+from nvmeio._threads.threads import start
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines._rows_failure import RowsFailure, planning_failure
 from nvmeio.engines.base import (

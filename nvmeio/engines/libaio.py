@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
-from nvmeio._threads.jobs import Job, Thread
+from nvmeio._threads.jobs import Job
+from nvmeio._threads.threads import Thread
 from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
     BatchRequest,

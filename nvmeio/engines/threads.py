@@ -21,7 +21,7 @@ from typing import Any
 
 from nvmeio._memory import copy_on_write
 from nvmeio._shim import copy_foreign, ffi, lib, memory_at
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
 from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (

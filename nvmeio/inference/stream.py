@@ -300,8 +300,7 @@ class WeightStream(Closing):
         """It is over, and not interrupted; what its last unit held has gone."""
         waited = self._own_pass.end()
         if waited and self._owner is not None and self._pid == os.getpid():
-            with contextlib.suppress(ClosedError):
-                self._owner.call(_nothing)
+            self._owner.drain()
 
     def _cuda_stream(self) -> Any:
         return devices.stream_here(self._device)
@@ -344,8 +343,7 @@ class WeightStream(Closing):
                 return lockstep.run()
             finally:
                 del held
-                with contextlib.suppress(ClosedError):
-                    owner.call(_nothing)
+                owner.drain()
 
         return run_interruptible(run, lockstep.stop)
 
@@ -542,7 +540,3 @@ class WeightStream(Closing):
             f"<nvmeio.WeightStream {len(self.units)} units, {kept} resident, "
             f"{self._shares.total} bytes of weights in memory, {state}>"
         )
-
-
-def _nothing() -> None:
-    """A call that ends when those before it have."""

@@ -187,9 +187,9 @@ def test_a_forked_child_is_refused(tmp_path: Path, handle: AioHandle) -> None:
 def test_a_store_without_a_thread_is_refused(
     tmp_path: Path, handle: AioHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nvmeio._threads import jobs
+    from nvmeio._threads import threads
 
-    start = jobs.start
+    start = threads.start
 
     def refuse(run: Any, name: str, failed: Any) -> None:
         if name == "nvmeio-blocks-loads":
@@ -198,7 +198,7 @@ def test_a_store_without_a_thread_is_refused(
             start(run, name, failed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "start", refuse)
+        patch.setattr(threads, "start", refuse)
         with pytest.raises(ClosedError):
             opened(tmp_path, handle)
     with opened(tmp_path, handle) as store:

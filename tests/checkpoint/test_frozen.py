@@ -111,8 +111,8 @@ def test_no_thread_for_the_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     start = jobs.Job.start
 
     def refuse(job: jobs.Job[Any]) -> None:
-        if job._name == "nvmeio-save":
-            job._fail(RuntimeError("can't start new thread"))
+        if job._name == "nvmeio-snapshot":
+            job._refused(RuntimeError("can't start new thread"))
         else:
             start(job)
 
@@ -133,7 +133,7 @@ def test_a_thread_that_cannot_even_be_asked_for(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(frozen, "UnderWay", refuse)
+        patched.setattr(frozen, "begun", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             nvmeio.snapshot({"tensor": tensor})
     assert tensor.untyped_storage().resizable()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nvmeio._threads import jobs
+from nvmeio._threads import future, threads
 from nvmeio._threads import owner as owner_module
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
@@ -29,11 +29,11 @@ def owner() -> Iterator[OwnerThread]:
 
 
 class Interrupting:
-    """Raises KeyboardInterrupt at the n-th bytecode of the two modules in this thread."""
+    """Raises KeyboardInterrupt at the n-th bytecode of the three modules in this thread."""
 
     def __init__(self, at: int) -> None:
         self.left = at
-        self._files = {owner_module.__file__, jobs.__file__}
+        self._files = {owner_module.__file__, future.__file__, threads.__file__}
 
     def __enter__(self) -> None:
         sys.settrace(self._call)
@@ -152,7 +152,7 @@ def test_interrupted_at_any_bytecode_a_call_is_whole_or_has_not_begun(owner: Own
 
 
 def test_what_the_work_raised_is_raised_before_other_work_is_done(owner: OwnerThread) -> None:
-    """`call_to_end` waited for the requests behind it as well, as after an interrupt."""
+    """It waited for the requests behind it as well, as after an interrupt."""
     gate, told = threading.Event(), list[BaseException]()
 
     def work() -> None:
@@ -161,7 +161,7 @@ def test_what_the_work_raised_is_raised_before_other_work_is_done(owner: OwnerTh
 
     def call() -> None:
         try:
-            owner.call_to_end(work)
+            owner.call(work, to_end=True)
         except ValueError as error:
             told.append(error)
 
@@ -189,7 +189,7 @@ def test_an_interrupted_call_to_end_waits_for_its_work(owner: OwnerThread) -> No
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        owner.call_to_end(work)
+        owner.call(work, to_end=True)
     assert ended == [True]
 
 

@@ -16,6 +16,8 @@ import pytest
 from support import die_at_birth
 
 from nvmeio._threads import jobs
+from nvmeio._threads import threads as threads_module
+from nvmeio._threads.future import being_interrupted
 from nvmeio._threads.jobs import in_thread, run_interruptible
 from nvmeio.errors import ClosedError
 
@@ -189,7 +191,7 @@ def test_a_thread_that_dies_before_its_first_step_is_told(monkeypatch: pytest.Mo
 
 def test_the_thread_that_starts_the_others_may_die_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would answer who asks it."""
-    monkeypatch.setattr(jobs, "_launches", None)
+    monkeypatch.setattr(threads_module, "_launches", None)
     with monkeypatch.context() as patched:
         begin = _thread.start_new_thread
         patched.setattr(_thread, "start_new_thread", lambda *_: begin(int, ()))
@@ -211,7 +213,7 @@ def test_a_thread_that_was_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch
         kept.append((function, args, named))
 
     ran: list[int] = []
-    thread = jobs.Thread(ran.append, "late", (1,))
+    thread = threads_module.Thread(ran.append, "late", (1,))
     with monkeypatch.context() as patched:
         patched.setattr(threading, begin, later)
         patched.setattr(threading, "main_thread", threading.Thread)  # in place
@@ -233,7 +235,7 @@ def test_at_the_end_of_the_program_work_is_done_in_place(
     """From Python 3.12 on, what `atexit` calls can start no thread."""
     assert run_interruptible(lambda: 1) == 1
     if launcher == "there is none":
-        monkeypatch.setattr(jobs, "_launches", None)
+        monkeypatch.setattr(threads_module, "_launches", None)
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -252,12 +254,14 @@ def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`threading.Event.wait`, cut short, may have given up its lock: "release unlocked lock"."""
-    monkeypatch.setattr(jobs, "_launches", jobs._launches)  # it sets its own there
+    monkeypatch.setattr(
+        threads_module, "_launches", threads_module._launches
+    )  # it sets its own there
     for after in range(1000):
         left = [after]
 
         def trace(frame: FrameType, _: str, __: Any, left: list[int] = left) -> Any:
-            if frame.f_code.co_filename not in (jobs.__file__, threading.__file__):
+            if frame.f_code.co_filename not in (threads_module.__file__, threading.__file__):
                 return None
             frame.f_trace_opcodes = True
             if frame.f_code.co_filename == threading.__file__:
@@ -268,7 +272,7 @@ def test_an_interrupt_of_the_wait_for_the_first_thread_stays_one(
 
         sys.settrace(trace)
         try:
-            queue = jobs._new_launcher()
+            queue = threads_module._new_launcher()
         except KeyboardInterrupt:
             continue
         finally:
@@ -288,6 +292,6 @@ def test_an_interrupt_is_on_its_way_though_something_failed_meanwhile() -> None:
             try:
                 raise ValueError("meanwhile")
             finally:
-                seen.append(jobs.being_interrupted())
-    seen.append(jobs.being_interrupted())
+                seen.append(being_interrupted())
+    seen.append(being_interrupted())
     assert seen == [True, False]

@@ -33,9 +33,9 @@ from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._threads.caller import InCaller
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.future import Future
+from nvmeio._threads.threads import Thread, unlist
 from nvmeio.checkpoint._manager import writer_choice
-from nvmeio.checkpoint._manager.ended import Ended
 from nvmeio.checkpoint._manager.report import SaveReport
 from nvmeio.checkpoint._manager.retention import Lineage
 from nvmeio.checkpoint._ranks.agreement import Disagreement, agree, with_pieces_of_first
@@ -119,7 +119,8 @@ class SaveJob(ABC):
         self.number = number
         self.going_on = False  # in the background
         self._cancelled = False
-        self._ended = Ended()
+        self.over: Future[None] = Future()
+        self._ended_at = 0.0
         self._report: SaveReport | None = None
         self._began = self._taken_at = 0.0
         self._recycled: bool | None = None
@@ -283,8 +284,8 @@ class SaveJob(ABC):
             if not isinstance(failed, Disagreement):
                 self.messages.fail(failed)
         else:
-            self._ended.wait(None)
-            cause = self._ended.error
+            self.over.wait()
+            cause = self.over.error
             if isinstance(failed, Cancelled) and cause and not isinstance(cause, Cancelled):
                 failed = cause  # it was the writing that failed, and stopped the copying
             self.going_on = False
@@ -331,12 +332,20 @@ class SaveJob(ABC):
             if self.snapshot is not None:
                 self.snapshot.stop()  # whoever copies has nobody to copy for
             self._forget()
-            self._ended.set(failed)
+            self._end(failed)
         else:
             self._forget()
             self._recycled = recycled
             self._log()
-            self._ended.set(None)
+            self._end(None)
+
+    def _end(self, failed: BaseException | None) -> None:
+        unlist()
+        self._ended_at = time.perf_counter()
+        if failed is None:
+            self.over.set(None)
+        else:
+            self.over.fail(failed)
 
     def _log(self) -> None:
         """One line; a handler of the program's that raises does not undo what is complete."""
@@ -382,16 +391,16 @@ class SaveJob(ABC):
 
     def done(self) -> bool:
         """Whether it is over, well or not."""
-        return self._ended.done
+        return self.over.done
 
     def failed(self) -> bool:
         """Whether it is over, and failed; not if it was cancelled."""
-        failed = self._ended.error
+        failed = self.over.error
         return failed is not None and not isinstance(failed, Cancelled)
 
     def wait(self, timeout: float | None) -> bool:
         """Block until it is over; False if it is not in time."""
-        return self._ended.wait(timeout)
+        return self.over.wait(timeout)
 
     def result(self) -> SaveReport | None:
         """Block until it is over; its report, or None if it was cancelled.
@@ -399,8 +408,8 @@ class SaveJob(ABC):
         Raises:
             Exception: Why it failed.
         """
-        self._ended.wait(None)
-        failed = self._ended.error
+        self.over.wait()
+        failed = self.over.error
         if isinstance(failed, Cancelled):
             return None
         if failed is not None:
@@ -411,7 +420,7 @@ class SaveJob(ABC):
         report = self._report
         if report is None:
             return None
-        written_s = max(self._ended.at - self._taken_at, 0.0)
+        written_s = max(self._ended_at - self._taken_at, 0.0)
         return report._replace(
             durable=True,
             recycled=self._recycled,
@@ -422,12 +431,8 @@ class SaveJob(ABC):
 
     def part_from_others(self) -> None:
         """Where this rank has committed for all: until they know. For a limited time; quiet."""
-        if self.messages.rank == 0 and self.done() and self._ended.error is None:
+        if self.messages.rank == 0 and self.done() and self.over.error is None:
             self.messages.wait_for_others("seen", _PARTING_S)
-
-    def call_when_done(self, call: Callable[[], None]) -> None:
-        """Call something once it is over, at once if it is; in whatever thread."""
-        self._ended.then(call)
 
 
 def _planned(state: object, in_caller: InCaller, kept: KeptSkeleton | None) -> FileLayout:

@@ -23,14 +23,14 @@ from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.directories import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
-from nvmeio._threads import endings, jobs
+from nvmeio._threads import endings, jobs, threads
 from nvmeio._threads.caller import InCaller, at_once
+from nvmeio._threads.future import Future
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob, Setup
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
 from nvmeio.checkpoint._manager.report import SaveReport
-from nvmeio.checkpoint._manager.under_way import UnderWay
 from nvmeio.checkpoint._ranks.drives import OwnDrives
 from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
 from nvmeio.checkpoint._ranks.part_ranks import PartRanks
@@ -105,14 +105,14 @@ class Saver:
         self._saves = self._loads = 0
         self._pid = os.getpid()
         self._released = False
-        self.under_way: list[UnderWay[SaveReport]] = []  # and what nobody was told of
+        self.under_way: list[Future[SaveReport]] = []  # and what nobody was told of
         self.closed = False
         self._stopped = False  # while it opens
         _savers.add(self)
 
     # Saving
 
-    def begin(self, state: object, call: SaveCall) -> UnderWay[SaveReport]:
+    def begin(self, state: object, call: SaveCall) -> Future[SaveReport]:
         """`save`, begun in a thread; those before it, which nobody may wait for, come first."""
         self.check_open()
         before = self.under_way
@@ -123,7 +123,7 @@ class Saver:
                 each.wait()
             return self.save(call, state, at_once)
 
-        begun = UnderWay(work, call.cancel)
+        begun = jobs.begun(work, "nvmeio-save", call.cancel)
         self.under_way = [*self.under_way, begun]
         return begun
 
@@ -338,11 +338,11 @@ class Saver:
         self.closed = True
         job = self._job
         if any(not each.done for each in self.under_way):
-            jobs.start(self._end_under_way, "nvmeio-close", _no_thread)
+            threads.start(self._end_under_way, "nvmeio-close", _no_thread)
         elif job is None:
             self._release()
         else:
-            job.call_when_done(lambda: self._end_abandoned(job))
+            job.over.then(lambda: self._end_abandoned(job))
 
     def _end_under_way(self) -> None:
         try:

@@ -34,7 +34,8 @@ from nvmeio._formats.torch_layout import FileLayout, StorageRecord
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._memory import devices as devices_module
 from nvmeio._memory import system
-from nvmeio._threads.jobs import SLICE_S, Thread
+from nvmeio._threads.future import SLICE_S
+from nvmeio._threads.threads import Thread
 
 logger = logging.getLogger("nvmeio")
 

@@ -26,7 +26,7 @@ import torch
 from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._io.inflight import MOST_BYTES, Cancelled
 from nvmeio._memory.devices import Mark
-from nvmeio._threads.jobs import SLICE_S
+from nvmeio._threads.future import SLICE_S
 from nvmeio.checkpoint._snapshot.copies import (
     COPY_BYTES,
     LEAST_BYTES,

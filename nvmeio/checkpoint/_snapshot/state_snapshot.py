@@ -16,7 +16,7 @@ import torch
 
 from nvmeio._formats.torch_layout import Data, FileLayout, StorageRecord
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
-from nvmeio._threads.jobs import Job
+from nvmeio._threads.jobs import begun
 from nvmeio.checkpoint._snapshot.copies import (
     LEAST_BYTES,
     ReadBytes,
@@ -238,8 +238,7 @@ class StateSnapshot:
             self._device.take()
             self._copied.take(progress)
         else:  # the writer, who makes room, may ask for either first
-            beside = Job(lambda: self._copied.take(progress), "nvmeio-snapshot", lambda: None)
-            beside.start()
+            beside = begun(lambda: self._copied.take(progress), "nvmeio-snapshot")
             try:
                 self._device.take()
             except BaseException:

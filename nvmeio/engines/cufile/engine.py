@@ -24,7 +24,7 @@ from typing import Any
 
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 from nvmeio.engines._queued import QueuedEngine
 from nvmeio.engines.base import CompletionQueue, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, DriverSettings

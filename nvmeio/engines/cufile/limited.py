@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 
 
 class HangsError(Exception):

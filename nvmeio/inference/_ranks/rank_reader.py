@@ -36,7 +36,8 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._ranks.exchange import Exchange
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
-from nvmeio._threads.jobs import SLICE_S, Thread
+from nvmeio._threads.future import SLICE_S
+from nvmeio._threads.threads import Thread
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.inference._plan.slot_layout import Read

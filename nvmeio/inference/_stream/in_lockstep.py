@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from nvmeio._memory import devices
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 
 Value = TypeVar("Value")
 

@@ -23,7 +23,7 @@ import torch
 from nvmeio._memory import devices
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
-from nvmeio._threads.jobs import SLICE_S
+from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle

@@ -7,7 +7,7 @@ import errno
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._storage.durable import sync_data
-from nvmeio._threads.jobs import Thread
+from nvmeio._threads.threads import Thread
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests

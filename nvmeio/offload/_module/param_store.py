@@ -369,8 +369,7 @@ class ParamStore(Keeper[Unit, Slot]):
     def undo(self, gathered: Gathered) -> None:
         """End a block that failed; its units have the values of the drive when this returns."""
         gathered.claim.end()
-        with contextlib.suppress(ClosedError):
-            self._owner.call(int)
+        self._owner.drain()
 
     def load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
         """Change parameters on the drive.

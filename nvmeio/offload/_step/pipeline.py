@@ -209,7 +209,8 @@ class _Behind:
         self._ahead = ahead
         self._times = times
         self._stopping = False
-        self._job = jobs.Job(self._write_all, "nvmeio-offload-write", self._over)
+        self._job = jobs.Job(self._write_all, "nvmeio-offload-write")
+        self._job.then(self._over)
 
     def start(self) -> None:
         self._job.start()
@@ -258,7 +259,8 @@ class _Ahead:
         self._ready: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         self.written: SimpleQueue[tuple[torch.Tensor, list[Operation]] | None] = SimpleQueue()
         self._stopping = False
-        self._job = jobs.Job(self._read_all, "nvmeio-offload-read", self._over)
+        self._job = jobs.Job(self._read_all, "nvmeio-offload-read")
+        self._job.then(self._over)
 
     def start(self) -> None:
         self._job.start()

@@ -1,0 +1,158 @@
+"""`Future`: what a thread does for another, waited for or awaited.
+
+`KeyboardInterrupt` is raised in the main thread only, there between any two bytecodes, also within
+``finally`` and within the `threading` module's own classes, whose locks it can leave held. So who
+waits here does it on a raw lock, whose `acquire` is one C call that a signal ends (and that looks
+up now and then, for a signal that comes just before the call begins to sleep does not end it).
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from nvmeio._threads.begun import Begun
+from nvmeio._threads.running_loop import running_loop
+
+Value = TypeVar("Value")
+
+SLICE_S = 0.25  # a waiting thread looks up this often
+
+
+class Future(Begun[Value]):
+    """A value that comes once, or an error; by any thread, for any number of others.
+
+    Awaited, on any loop and by any number of tasks: a task that is cancelled meanwhile calls
+    `cancel`, awaits the end all the same, and goes on with `CancelledError` then, whose cause is
+    the error. Nobody has to await it.
+
+    Args:
+        cancel: Makes it end soon; called from the awaiting thread.
+
+    Attributes:
+        done: Whether it has ended.
+        error: What it ended with, if that is an error.
+        seen: Whether somebody was told.
+    """
+
+    __slots__ = ("__weakref__", "_calls", "_cancel", "_gate", "_value", "done", "error", "seen")
+
+    def __init__(self, cancel: Callable[[], object] | None = None) -> None:
+        super().__init__()
+        self._cancel = cancel
+        self._value: Any = None
+        self.error: BaseException | None = None
+        self.done = self.seen = False
+        self._calls: deque[Callable[[], object]] = deque()
+        self._gate = _thread.allocate_lock()  # held until it has ended
+        self._gate.acquire()
+
+    # By who does it
+
+    def set(self, value: Value) -> None:
+        """It has ended; called once, or `fail`."""
+        self._value = value
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """It has ended with an error."""
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        self._gate.release()
+        self._call_all()
+
+    def _call_all(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._calls.popleft()()
+
+    # By who waits for it
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Have this called when it has ended, by whoever ends it; at once if it has.
+
+        It must not raise.
+        """
+        self._calls.append(call)
+        if self.done:
+            self._call_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it has ended; False where it has not in time.
+
+        An interrupt ends the waiting at once, and nothing else.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not self.done:
+                left = SLICE_S if until is None else min(SLICE_S, until - time.monotonic())
+                if left <= 0:
+                    break
+                if self._gate.acquire(timeout=left):
+                    self._gate.release()  # for who waits beside this one
+            return self.done
+        finally:
+            del self  # an interrupt's traceback that is kept must not keep the value
+
+    def result(self) -> Value:
+        """Its value, once it has ended; raises its error."""
+        self.seen = True
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                del self  # no cycle with the traceback: what it holds goes at once
+        value: Value = self._value
+        return value
+
+    async def ended(self) -> None:
+        """Await its end, whatever that is; a task that is cancelled goes on at once."""
+        if self.done:
+            return
+        loop = running_loop()
+        over = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+                loop.call_soon_threadsafe(over.set)
+
+        self.then(wake)
+        await over.wait()
+
+    def __await__(self, thrown: BaseException | None = None) -> Generator[Any, Any, Value]:
+        return self._awaited(thrown).__await__()
+
+    async def _awaited(self, thrown: BaseException | None) -> Value:
+        try:
+            if thrown is not None:
+                raise thrown
+            await self.ended()
+        except asyncio.CancelledError as cancelled:
+            self.seen = True
+            if self._cancel is not None and not self.done:
+                self._cancel()
+            while not self.done:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.ended()
+            raise cancelled from self.error
+        return self.result()
+
+
+def being_interrupted() -> bool:
+    """Whether an interrupt is on its way out of here: what waits now is part of tidying up.
+
+    So one that comes meanwhile is the second, and is not kept waiting.
+    """
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__  # something failed while that one was on its way
+    return error is not None
