@@ -252,18 +252,20 @@ def test_closing_waits_for_what_a_callers_thread_reads(tmp_path: Path) -> None:
         assert ClosedError in answers
 
 
-def test_draining_asks_no_thread_that_was_given_nothing(tmp_path: Path) -> None:
+def test_draining_asks_no_thread_that_was_given_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That was two switches of thread for nothing, each of them as long as a small read."""
     with AioHandle(engine="threads") as handle, opened(tmp_path, handle) as store:
         asked: list[str] = []
         for worker in (store._loads, store._stores):
             real = worker.owner.call
 
-            def call(work: Any, *args: Any, real: Any = real, worker: Any = worker) -> Any:
+            def call(*args: Any, real: Any = real, worker: Any = worker, **how: Any) -> Any:
                 asked.append(worker.owner._state.closed)
-                return real(work, *args)
+                return real(*args, **how)
 
-            worker.owner.call = call  # type: ignore[method-assign]
+            monkeypatch.setattr(worker.owner, "call", call)
         store.drain()
         in_a_thread(lambda: store.load(["1"], [torch.zeros(100, dtype=torch.uint8)]))
         store.drain()
