@@ -28,8 +28,7 @@ from _loop_devices import MB, drive, limited, need_root
 from peers.inference import write_llama
 
 from nvmeio import empty_aligned, open, stream_model
-from nvmeio._io.drives import DriveHandles
-from nvmeio._io.striping import StripedFile, Striping
+from nvmeio._io.drives import DriveHandles, StripedFile, Striping
 from nvmeio.inference import pack
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 

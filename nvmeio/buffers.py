@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from nvmeio import _checks
-from nvmeio._memory import mappings, registry, system
+from nvmeio._memory import mappings
+from nvmeio._memory.mappings import on_huge_pages, owns, span
 
 __all__ = [
     "empty_aligned",
@@ -151,7 +152,7 @@ def free_pinned(tensor: torch.Tensor) -> None:
     """
     _check_tensor(tensor)
     address = span(tensor)[0]
-    if not registry.unpin(address):
+    if not mappings.unpin(address):
         raise ValueError(_why_not_freeable(tensor, address))
 
 
@@ -175,36 +176,11 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     _check_tensor(tensor)
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
-    if registry.locked.covers(*span(tensor)):
+    if mappings.locked.covers(*span(tensor)):
         return True
     # torch has pinned memory of its own only where CUDA is up; asking must not bring it up.
     cuda: Any = torch.cuda
     return bool(cuda.is_initialized()) and tensor.is_pinned()
-
-
-def owns(address: int, nbytes: int) -> bool:
-    """Whether the span lies wholly in one live nvmeio buffer, and so on huge pages.
-
-    For the transfer plan, which sends such memory straight to the drive. Buffers of less than a
-    huge page count too; they lie on small pages.
-
-    Args:
-        address: First byte, as `tensor.data_ptr()` gives it.
-        nbytes: Length in bytes; 0 asks for the address alone.
-
-    Cost:
-        0.3 us among 10,000 buffers. Takes no lock.
-    """
-    return registry.mapped.covers(address, nbytes)
-
-
-def on_huge_pages(address: int, nbytes: int) -> bool:
-    """Whether large memory is taken to lie on huge pages; nobody can ask the kernel cheaply.
-
-    True for nvmeio's own buffers, and for all memory where transparent huge pages are "always".
-    Parameters and cost as for `owns`.
-    """
-    return system.huge_pages_for_all() or owns(address, nbytes)
 
 
 def _sizes(shape: tuple[int | tuple[int, ...] | list[int], ...]) -> tuple[int, ...]:
@@ -233,25 +209,10 @@ def _check_tensor(tensor: object) -> None:
         raise TypeError(f"expected a torch.Tensor, not {type(tensor).__name__}")
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and length of the bytes from the tensor's first element to its last."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return 0, 0
-    if tensor.numel() == 0:
-        # data_ptr() says 0 for an empty tensor, whatever its storage.
-        start = tensor.untyped_storage().data_ptr()
-        return start and start + int(tensor.storage_offset()) * tensor.element_size(), 0
-    steps = sum(
-        (int(size) - 1) * int(step)
-        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return tensor.data_ptr(), (steps + 1) * tensor.element_size()
-
-
 def _why_not_freeable(tensor: torch.Tensor, address: int) -> str:
     what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor at {address:#x} on {tensor.device}"
-    if address and registry.locked.covers(address, 1):
+    if address and mappings.locked.covers(address, 1):
         return f"{what} is a view into the middle of page-locked memory: free the whole tensor"
-    if address and registry.mapped.covers(address, 1):
+    if address and mappings.mapped.covers(address, 1):
         return f"{what} is not page-locked (any more): it was freed before, or is empty_aligned's"
     return f"{what} was not page-locked by nvmeio (new_cpu_locked_tensor, empty_pinned)"

@@ -4,7 +4,7 @@ First touch is expensive (`empty_aligned` has the figures), so whoever moves man
 host memory maps one arena and reuses it; whoever must stay within a budget waits here until enough
 of it is back.
 
-Who has which bytes, and who waits: `_memory.lease_queue`.
+Who has which bytes, and who waits: `_memory.leases`.
 
 Where Ctrl-C comes between a lease and its ``with`` block, or as the block is left, nobody gives its
 bytes back. They come back when both the lease and the memory are dead: the callbacks of their weak
@@ -29,7 +29,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio._memory.lease_queue import LeaseQueue, Waiter
+from nvmeio._memory.leases import LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
 from nvmeio._threads.running_loop import running_loop
 from nvmeio.errors import ClosedError

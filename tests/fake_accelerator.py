@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from nvmeio import _checks
-from nvmeio._memory import devices, registry
+from nvmeio._memory import devices, mappings
 from nvmeio._shim import memory_at
 
 _ADDRESSES = 256 << 20  # touched as far as it is used
@@ -430,7 +430,7 @@ def accelerator(
     finally:
         cuda.stop()
         # Memory may outlive the stand-in (in the traceback of an error, say), and ends without it.
-        for pin in list(registry.pinned.values()):
+        for pin in list(mappings.pinned.values()):
             with pin.lock:
                 if pin.runtime is cuda:
                     pin.runtime = None

@@ -29,7 +29,6 @@ from support import collect, new_descriptors, open_descriptors, spin_until_colle
 from nvmeio import buffers
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._memory import mappings as mappings_module
-from nvmeio._memory import registry as registry_module
 from nvmeio._memory import system
 from nvmeio._threads.serial import Serial
 
@@ -91,7 +90,7 @@ def huge_bytes(address: int) -> int:
 
 def entries() -> tuple[int, int, int]:
     """How much the registry has."""
-    registry = registry_module
+    registry = mappings_module
     return len(registry.mapped), len(registry.locked), len(registry.pinned)
 
 
@@ -316,13 +315,13 @@ def test_the_registry_forgets_a_buffer_before_its_address_is_free(
 ) -> None:
     """Weak references of a mmap are called after munmap: the address may be another's by then."""
     seen = []
-    remove = registry_module.mapped.remove
+    remove = mappings_module.mapped.remove
 
     def spy(address: int) -> None:
         seen.append(is_mapped(address))
         remove(address)
 
-    monkeypatch.setattr(registry_module.mapped, "remove", spy)
+    monkeypatch.setattr(mappings_module.mapped, "remove", spy)
     buffers.empty_aligned(4 * MIB)
     spin_until_collected(lambda: bool(seen))
     assert all(seen)
@@ -338,9 +337,9 @@ def test_a_thousand_allocations_leak_nothing(
 
     def counts() -> tuple[int, ...]:
         return (
-            len(registry_module.mapped),
-            len(registry_module.locked),
-            len(registry_module.pinned),
+            len(mappings_module.mapped),
+            len(mappings_module.locked),
+            len(mappings_module.pinned),
             status_bytes("VmLck"),
         )
 
@@ -359,17 +358,17 @@ def test_a_thousand_allocations_leak_nothing(
 
 def test_tensors_in_reference_cycles_are_freed_by_the_collector() -> None:
     collect()
-    before = len(registry_module.mapped)
+    before = len(mappings_module.mapped)
     for _ in range(200):
         cycle: list[object] = [buffers.empty_aligned(16)]
         cycle.append(cycle)
     del cycle
-    spin_until_collected(lambda: len(registry_module.mapped) <= before)
+    spin_until_collected(lambda: len(mappings_module.mapped) <= before)
 
 
 def test_threads_may_allocate_and_free_at_once(lockable: None) -> None:
     def counts() -> tuple[int, ...]:
-        return len(registry_module.mapped), len(registry_module.locked), status_bytes("VmLck")
+        return len(mappings_module.mapped), len(mappings_module.locked), status_bytes("VmLck")
 
     collect()
     before = counts()
@@ -439,10 +438,10 @@ def test_an_mmap_that_fails_is_a_memory_error_with_the_figures(
 ) -> None:
     monkeypatch.setattr(mappings_module, "check_available", lambda nbytes, length: None)
     collect()
-    before = len(registry_module.mapped)
+    before = len(mappings_module.mapped)
     with pytest.raises(MemoryError, match=rf"{wanted} bytes.*MemAvailable"):
         buffers.empty_aligned(wanted, dtype=torch.uint8)
-    assert len(registry_module.mapped) <= before
+    assert len(mappings_module.mapped) <= before
 
 
 def test_memory_running_out_while_touching_is_a_memory_error(
@@ -454,10 +453,10 @@ def test_memory_running_out_while_touching_is_a_memory_error(
 
     monkeypatch.setattr(system.libc, "madvise", full)
     collect()
-    before = len(registry_module.mapped)
+    before = len(mappings_module.mapped)
     with pytest.raises(MemoryError, match=f"allocate {2 * PAGE} bytes: Cannot allocate"):
         buffers.empty_aligned(2 * PAGE, dtype=torch.uint8)
-    spin_until_collected(lambda: len(registry_module.mapped) <= before)
+    spin_until_collected(lambda: len(mappings_module.mapped) <= before)
 
 
 # owns
@@ -478,7 +477,7 @@ def test_owns_is_exact_at_both_ends() -> None:
 
 
 def test_adjacent_regions_do_not_make_one() -> None:
-    regions = registry_module._Regions()
+    regions = mappings_module._Regions()
     for start in (3 * PAGE, PAGE, 2 * PAGE):
         regions.add(start, PAGE)
     assert regions.covers(2 * PAGE, PAGE)
@@ -544,8 +543,8 @@ def test_the_last_view_unlocks(locked_before: int) -> None:
     assert status_bytes("VmLck") > locked_before
     del view
     assert status_bytes("VmLck") == locked_before
-    assert address not in registry_module.pinned
-    assert not registry_module.locked.covers(address, 1)
+    assert address not in mappings_module.pinned
+    assert not mappings_module.locked.covers(address, 1)
 
 
 def test_mlock_without_mlock2_does_as_well(
@@ -677,7 +676,7 @@ def test_new_locked_says_what_was_wrong(
 UNPRIVILEGED = """
 import ctypes, os, resource, sys
 import torch
-from nvmeio._memory import mappings as _memory, registry as _memory_registry
+from nvmeio._memory import mappings
 from nvmeio import buffers
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio.errors import TransferError
@@ -727,7 +726,7 @@ def test_a_lock_limit_hit_names_the_limit_and_how_to_raise_it() -> None:
             print(f"text={error}")
             print(f"grown={rss() - before}")
         print(f"held={buffers.is_pinned(held)}")
-        print(f"entries={len(_memory_registry.locked)},{len(_memory_registry.pinned)}")
+        print(f"entries={len(mappings.locked)},{len(mappings.pinned)}")
         print(f"still={buffers.is_pinned(buffers.empty_pinned(4096))}")
         """
     )
@@ -870,7 +869,7 @@ def test_an_interrupted_destructor_leaves_no_entry(
     monkeypatch: pytest.MonkeyPatch, unraisable: None
 ) -> None:
     """Python goes on after a KeyboardInterrupt there: nobody would do it again."""
-    registry, calls = registry_module.mapped, []
+    registry, calls = mappings_module.mapped, []
 
     class Interrupted:
         def remove(self, address: int) -> None:
@@ -883,7 +882,7 @@ def test_an_interrupted_destructor_leaves_no_entry(
     mapping = mappings_module.Mapping(4096)
     address = mapping.address
     assert registry.covers(address, 1)
-    monkeypatch.setattr(registry_module, "mapped", Interrupted())
+    monkeypatch.setattr(mappings_module, "mapped", Interrupted())
     del mapping
     assert not registry.covers(address, 1)
     assert calls == [address, address]
@@ -901,9 +900,9 @@ def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisabl
 
     collect()
     before = (
-        len(registry_module.mapped),
-        len(registry_module.locked),
-        len(registry_module.pinned),
+        len(mappings_module.mapped),
+        len(mappings_module.locked),
+        len(mappings_module.pinned),
     )
     mapping = mappings_module.Mapping(PAGE)
     mapping.lock()
@@ -915,13 +914,13 @@ def test_a_destructor_that_never_began_leaves_no_entry(lockable: None, unraisabl
     finally:
         sys.settrace(tracing)
     assert taken == [address]
-    assert not registry_module.mapped.covers(address, 1) and not registry_module.locked.covers(
+    assert not mappings_module.mapped.covers(address, 1) and not mappings_module.locked.covers(
         address, 1
     )
-    assert address not in registry_module.pinned and address not in registry_module.alive
+    assert address not in mappings_module.pinned and address not in mappings_module.alive
     assert none_more(
         before,
-        (len(registry_module.mapped), len(registry_module.locked), len(registry_module.pinned)),
+        (len(mappings_module.mapped), len(mappings_module.locked), len(mappings_module.pinned)),
     )
 
 
@@ -941,13 +940,13 @@ def test_what_a_destructor_left_is_known_before_its_address_is_free(
             raise KeyboardInterrupt
 
     collect()
-    registry = registry_module.mapped
-    monkeypatch.setattr(registry_module, "died", Died())
+    registry = mappings_module.mapped
+    monkeypatch.setattr(mappings_module, "died", Died())
     mapping = mappings_module.Mapping(4 * MIB)
     address = mapping.address
-    monkeypatch.setattr(registry_module, "mapped", Interrupted())
+    monkeypatch.setattr(mappings_module, "mapped", Interrupted())
     del mapping
-    monkeypatch.setattr(registry_module, "mapped", registry)
+    monkeypatch.setattr(mappings_module, "mapped", registry)
     assert seen == [True]
     assert not registry.covers(address, 1)
 
@@ -974,7 +973,7 @@ def test_unlocking_that_is_interrupted_is_gone_on_with(
         monkeypatch.setattr(thing, name, cut)
 
     if at == "locked":
-        once(registry_module.locked, "remove")
+        once(mappings_module.locked, "remove")
     elif at == "munlock":
         once(system.libc, "munlock")
     else:
@@ -982,7 +981,7 @@ def test_unlocking_that_is_interrupted_is_gone_on_with(
     with pytest.raises(KeyboardInterrupt):
         buffers.free_pinned(tensor)
     buffers.free_pinned(tensor)
-    assert not buffers.is_pinned(tensor) and address not in registry_module.pinned
+    assert not buffers.is_pinned(tensor) and address not in mappings_module.pinned
     assert runtime.known == {}
     assert status_bytes("VmLck") == locked_before
 

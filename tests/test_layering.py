@@ -31,7 +31,6 @@ LAYERS = {
     "_checks": 0,
     "progress": 0,
     "_files.plan": 0,
-    "_memory.free_blocks": 0,
     "_threads": 0,
     "_shim": 1,
     "_memory": 2,

@@ -22,9 +22,8 @@ from support import collect, run_python, spin_until_collected
 
 from nvmeio import buffers
 from nvmeio._files.plan import PAGE_BYTES
-from nvmeio._memory import mappings, registry
-from nvmeio._memory.free_blocks import FreeBlocks
-from nvmeio._memory.lease_queue import LeaseQueue, Waiter
+from nvmeio._memory import mappings
+from nvmeio._memory.leases import FreeBlocks, LeaseQueue, Waiter
 from nvmeio._memory.mappings import Mapping
 from nvmeio.errors import ClosedError
 from nvmeio.pool import PinnedPool
@@ -536,14 +535,14 @@ async def test_a_pool_is_a_context_manager_of_both_kinds() -> None:
 
 def test_pools_leak_nothing() -> None:
     collect()
-    before = (len(registry.mapped), len(registry.locked))
+    before = (len(mappings.mapped), len(mappings.locked))
     for _ in range(200):
         with PinnedPool(PAGE) as pool, pool.take(10):
             pass
         PinnedPool(PAGE)  # dropped, never closed
     del pool
-    spin_until_collected(lambda: len(registry.mapped) <= before[0])
-    spin_until_collected(lambda: len(registry.locked) <= before[1])
+    spin_until_collected(lambda: len(mappings.mapped) <= before[0])
+    spin_until_collected(lambda: len(mappings.locked) <= before[1])
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:

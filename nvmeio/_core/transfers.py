@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 
-from nvmeio import _checks, buffers, files
+from nvmeio import _checks, files
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.plan import PAGE_BYTES, Plan, plan_read, plan_write
-from nvmeio._memory import holds
+from nvmeio._memory import holds, mappings
 from nvmeio._memory.tensors import Memory
 from nvmeio.engines.base import DeviceTransfer, Opcode, Rows, Transfer
 from nvmeio.errors import IntegrityError, TransferError
@@ -56,7 +56,7 @@ def plan(
             end,
             unit or 1,
             memory_unit or 1,
-            direct and nbytes >= BOUNCE_FROM_BYTES and not buffers.on_huge_pages(address, nbytes),
+            direct and nbytes >= BOUNCE_FROM_BYTES and not mappings.on_huge_pages(address, nbytes),
             # The lane looks whether the file grows. Allocated first, new files were written 1.3 to
             # 3 times as fast, from 1 GiB in one file down to 4 KiB in each of 600.
             writing and direct,

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nvmeio._io.striping import Striping
+from nvmeio._io.drives import Striping
 
 
 class Piece(NamedTuple):

@@ -29,12 +29,10 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio import buffers
 from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, ReadOnce, StorageRecord
-from nvmeio._io.inflight import InFlight
-from nvmeio._io.staging import Stagings
-from nvmeio._memory import holds
+from nvmeio._io.inflight import InFlight, Stagings
+from nvmeio._memory import holds, mappings
 from nvmeio._storage import crc32
 from nvmeio.errors import ClosedError, IntegrityError
 from nvmeio.files import File
@@ -83,7 +81,7 @@ def is_gathered(data: torch.Tensor) -> bool:
     return (
         data.is_cpu
         and storage.resizable()
-        and not buffers.on_huge_pages(data.data_ptr(), data.nbytes)
+        and not mappings.on_huge_pages(data.data_ptr(), data.nbytes)
     )
 
 

@@ -1,10 +1,8 @@
 """What everything above a handle needs to move bytes.
 
-To be read in this order: `threads` (blocking work that an interrupt can neither cut in half nor
-lose), `caller` (such work with parts for the caller), `owner` (the thread that alone changes some
-state), `ending` (how that ends), `handles` (what ``handle=None`` means), `inflight` (a bounded
-number of operations, first in first out) and `staging` (the memory that they go through),
-`write_behind` (a file written from start to end),
-`span_plan` and `spans` (many parts of files into memory, as few large reads), `prefault` (new
-memory found beside those reads), `rank_store` (what ranks tell each other).
+`handles` (what ``handle=None`` means), `inflight` (a bounded number of operations, first in first
+out, and the memory that they go through), `write_behind` (a file written from start to end),
+`spans` (many parts of files into memory, as few large reads) and `shared_spans` (by several
+ranks), `prefault` (new memory found beside those reads), `drives` (bytes over several of them),
+`long_call` (what a user hears of a call).
 """

@@ -1,25 +1,170 @@
-"""Several drives at once: how fast each is, and a handle for each.
+"""Several drives at once: how fast each is, a handle for each, and which bytes lie where.
 
-A lane of a handle serves its requests in turn and has one queue. If several drives shared it, the
-requests of a slow one would fill the queue and the fast ones wait; and io_submit(2) blocks where a
-drive's own queue is full, whoever else is served by that thread. So each drive gets a handle of its
-own, with the setting that was tuned for it, and with it at least one lane.
+What counts as one file lies in a file on each drive. It is a row of *bands*, spans that are moved
+as one: a section of a subgroup, a unit of a model. Each band is dealt to all drives, as RAID 0
+deals a stripe, but in proportion to their speed. So a transfer of a band keeps all drives busy, and
+they are done together. With one drive it is that drive's file. A `ScratchFile` is room for what
+nobody needs after this process.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import errno
+import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from nvmeio import tuned
+from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.handles import new_handle
+from nvmeio._memory.leases import FreeBlocks
+from nvmeio._storage import durable
+from nvmeio._storage.private import open_nameless
 from nvmeio._threads.endings import do_all
+from nvmeio.errors import TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
+
+# A reader that has 160 MiB under way at a time, in order, has several of these: longer bands are
+# several stripes, lest it should read from one drive after the other.
+MOST_STRIPE_BYTES = 32 << 20
+# Below this a drive's requests become too short for its full speed: shorter bands lie on one drive.
+LEAST_CHUNK_BYTES = 128 << 10
+
+
+class Chunk(NamedTuple):
+    """A run of bytes that lies on one drive.
+
+    Attributes:
+        drive: Which.
+        file_offset: Where it begins in that drive's file.
+        start: Where it begins in what was asked for.
+        nbytes: Its length.
+    """
+
+    drive: int
+    file_offset: int
+    start: int
+    nbytes: int
+
+
+class Striping:
+    """How bytes are dealt to drives. Pure arithmetic.
+
+    Args:
+        weights: Of each drive; positive integers.
+        bands: Their lengths, in order; whole pages where there are several drives. What lies where
+            does not depend on bands that follow.
+
+    Attributes:
+        lengths: Of each drive's file.
+    """
+
+    def __init__(self, weights: Sequence[int], bands: Iterable[int]) -> None:
+        self._weights = tuple(weights)
+        self._starts = [0]  # of each stripe, and behind the last
+        self._chunks: list[tuple[int, ...]] = []  # of each stripe: its bytes on each drive
+        self._offsets: list[tuple[int, ...]] = []  # of each stripe: where they begin there
+        self.lengths = [0] * len(self._weights)
+        for band in bands:
+            self._add(band)
+
+    def _add(self, band: int) -> None:
+        count = max(1, -(-band // MOST_STRIPE_BYTES)) if len(self._weights) > 1 else 1
+        each = round_up(-(-band // count), PAGE_BYTES)
+        for at in range(0, band, max(1, each)):
+            nbytes = min(each, band - at)
+            dealt = self._dealt(nbytes)
+            self._starts.append(self._starts[-1] + nbytes)
+            self._chunks.append(dealt)
+            self._offsets.append(tuple(self.lengths))
+            self.lengths = [sum(two) for two in zip(self.lengths, dealt, strict=True)]
+
+    def _dealt(self, nbytes: int) -> tuple[int, ...]:
+        drives, total = len(self._weights), sum(self._weights)
+        if nbytes < drives * LEAST_CHUNK_BYTES or drives == 1:
+            after = sum(self.lengths) + nbytes
+            short = [
+                weight * after - total * have
+                for weight, have in zip(self._weights, self.lengths, strict=True)
+            ]
+            taker = short.index(max(short))
+            return tuple(nbytes * (drive == taker) for drive in range(drives))
+        pages, sum_up_to, ends = nbytes // PAGE_BYTES, 0, [0]
+        for weight in self._weights:
+            sum_up_to += weight
+            ends.append(pages * sum_up_to // total * PAGE_BYTES)
+        ends[-1] = nbytes
+        return tuple(end - start for start, end in itertools.pairwise(ends))
+
+    def spans(self, offset: int, nbytes: int) -> list[Chunk]:
+        """Where bytes `offset` to `offset + nbytes` lie, in order."""
+        if len(self._weights) == 1:
+            return [Chunk(0, offset, 0, nbytes)]
+        found: list[Chunk] = []
+        end, start = offset + nbytes, 0
+        for stripe in range(bisect.bisect_right(self._starts, offset) - 1, len(self._chunks)):
+            at = self._starts[stripe]
+            if at >= end:
+                break
+            for drive, chunk in enumerate(self._chunks[stripe]):
+                first, last = max(offset, at), min(end, at + chunk)
+                if first < last:
+                    place = self._offsets[stripe][drive] + first - at
+                    found.append(Chunk(drive, place, start, last - first))
+                    start += last - first
+                at += chunk
+        return found
+
+
+class FileSpan(NamedTuple):
+    """A run of bytes in an open file; `start` is where it begins in what was asked for."""
+
+    file: File
+    file_offset: int
+    start: int
+    nbytes: int
+
+
+class StripedFile:
+    """One file on each drive that count as one.
+
+    Args:
+        files: Open, one for each drive; closed with it.
+        striping: How bytes are dealt to them.
+    """
+
+    def __init__(self, files: Sequence[File], striping: Striping) -> None:
+        self.files = tuple(files)
+        self._striping = striping
+
+    def spans(self, offset: int, nbytes: int) -> list[FileSpan]:
+        """Where bytes lie, in order."""
+        return [
+            FileSpan(self.files[drive], *rest)
+            for drive, *rest in self._striping.spans(offset, nbytes)
+        ]
+
+    def describe(self, offset: int, nbytes: int, most: int = 4) -> str:
+        """Where bytes lie, for messages: paths and bytes."""
+        spans = self.spans(offset, nbytes)
+        told = [
+            f"{each.file.path} bytes [{each.file_offset}, {each.file_offset + each.nbytes})"
+            for each in spans[:most]
+        ]
+        return ", ".join(told) + (f" and {len(spans) - most} more" if len(spans) > most else "")
+
+    def close(self) -> None:
+        """Close all of them; idempotent."""
+        for file in self.files:
+            file.close()
 
 
 def weights_of(
@@ -115,3 +260,111 @@ class DriveHandles:
     def close(self) -> None:
         """Close those that it made; idempotent."""
         do_all(handle.close for handle in self._own)
+
+
+# Of a file over several drives, for each of them: what is put there is dealt to all.
+_BAND_BYTES = 2 << 20
+# It grows by a quarter, and by no less: allocating takes a lock of the file system's.
+_LEAST_GROWTH_BYTES = 64 << 20
+
+
+class ScratchFile:
+    """Room that is taken and given back. One thread, or several in turn.
+
+    Args:
+        directories: One on each of the drives; they exist.
+
+    Raises:
+        OSError: A file cannot be made there.
+    """
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        self._weights = weights_of(directories, reads=1.0, writes=1.0)
+        self._files: list[File] = []
+        self._lengths = [0] * len(directories)
+        self._striped: StripedFile | None = None
+        self._free = FreeBlocks(0)
+        self.nbytes = 0  # of all files
+        try:
+            for each in directories:
+                self._files.append(open_nameless(each))
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, nbytes: int) -> int:
+        """Where there is room, which is whole pages.
+
+        Raises:
+            TransferError: There is none left on a drive (ENOSPC).
+        """
+        wanted = round_up(nbytes, PAGE_BYTES)
+        place = self._free.take(wanted)
+        if place is None:
+            self._grow(wanted)
+            place = self._free.take(wanted)
+            assert place is not None
+        return place
+
+    def give_back(self, place: int, nbytes: int) -> None:
+        """Nothing reads or writes there any more."""
+        self._free.put(place, round_up(nbytes, PAGE_BYTES))
+
+    def spans(self, place: int, nbytes: int) -> list[FileSpan]:
+        """The parts of files that are there, in order."""
+        assert self._striped is not None
+        return self._striped.spans(place, nbytes)
+
+    def describe(self, place: int, nbytes: int) -> str:
+        """The same for messages."""
+        assert self._striped is not None
+        return self._striped.describe(place, nbytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken."""
+        return self.nbytes - self._free.nbytes
+
+    def _grow(self, wanted: int) -> None:
+        band = _BAND_BYTES * len(self._files) if len(self._files) > 1 else PAGE_BYTES
+        generous = max(wanted, _LEAST_GROWTH_BYTES, self.nbytes // 4)
+        try:
+            self._extend(round_up(generous, band), band)
+        except TransferError as full:
+            if full.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            self._extend(round_up(wanted, band), band)
+
+    def _extend(self, more: int, band: int) -> None:
+        # Of one drive a band may be of any length; of several, what lies where does not change.
+        bands = [self.nbytes + more]
+        if len(self._files) > 1:
+            bands = [band] * ((self.nbytes + more) // band)
+        striping = Striping(self._weights, bands)
+        try:
+            for file, length in zip(self._files, striping.lengths, strict=True):
+                with _descriptor(file) as fd:
+                    durable.reserve(fd, length, file.path)
+        except BaseException:  # the other drives keep no room that this one has not
+            for file, length in zip(self._files, self._lengths, strict=True):
+                with contextlib.suppress(OSError), _descriptor(file) as fd:
+                    os.ftruncate(fd, length)
+            raise
+        self._lengths = striping.lengths
+        self._striped = StripedFile(self._files, striping)
+        self._free.put(self.nbytes, more)
+        self.nbytes += more
+
+    def close(self) -> None:
+        """Close the files, which are gone then; idempotent."""
+        for file in self._files:
+            file.close()
+
+
+@contextlib.contextmanager
+def _descriptor(file: File) -> Iterator[int]:
+    opened = file.acquire(True)
+    try:
+        yield opened.any_fd()
+    finally:
+        opened.release()

@@ -1,14 +1,7 @@
 """A public call that moves many bytes: how far it is, what is logged of it, its range in a profile.
 
-One object for each such call, made by the caller's thread and used there in a ``with`` statement,
-while the thread that moves the bytes tells it of them:
-
-- `expect` and `moved` tell the caller's ``progress=``; `finished` is what an `InFlight` takes;
-- leaving the ``with`` block well logs one line, with bytes, seconds and rate;
-- entering it begins a range in torch's profile;
-- it is the `Cancellation` of the call.
-
-Nothing of this is done for each operation where no progress is asked for.
+A profile sees the thread that began it. So a range lies around a public call in its caller's
+thread, and around what that thread waits for; not around what our own threads do.
 """
 
 from __future__ import annotations
@@ -18,12 +11,25 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from nvmeio._io.profiling import profiled
+import torch
+
 from nvmeio._threads.caller import Cancellation
 from nvmeio.operation import Operation
 from nvmeio.progress import Progress
+
+_autograd: Any = torch.autograd
+_NOTHING = contextlib.nullcontext()
+
+
+def profiled(what: str, of: str = "") -> AbstractContextManager[object]:
+    """A range ``nvmeio::what of``; 0.25 us where this thread is not profiled."""
+    if not _autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"nvmeio::{what} {of}" if of else f"nvmeio::{what}")
+
 
 logger = logging.getLogger("nvmeio")
 

@@ -1,6 +1,6 @@
 """Spans of a file that all ranks want, each byte read by one of them: `spans.read`, together.
 
-What `span_plan` lays out in memory is cut into rounds, each round into even parts, one a rank. A
+What `spans.plan_reads` lays out in memory is cut into rounds, each round into even parts, one a rank. A
 rank reads its parts ahead (a few rounds of them are in flight), and once all have read those of a
 round, each sends its own to the others (`exchange`). So the drives and the connections work at the
 same time, and of each byte that is wanted there is one read in all.
@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio._io.inflight import InFlight
+from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.prefault import Prefault
-from nvmeio._io.span_plan import Region, Run, Span, inside, named, plan
-from nvmeio._io.spans import Copies
-from nvmeio._io.staging import Stagings
+from nvmeio._io.spans import Copies, Region, Run, Span, inside, named, plan_reads
 from nvmeio._memory import devices, mappings, system
 from nvmeio._ranks.exchange import Exchange
 from nvmeio.files import File
@@ -198,7 +196,7 @@ def read_together(
     call.then(flight.cancel)
     with contextlib.ExitStack() as opened, flight:
         with exchange.agreeing():
-            regions = plan(spans, [0] * len(spans), [file.size()])
+            regions = plan_reads(spans, [0] * len(spans), [file.size()])
             sizes = [region.nbytes for region in regions]
             parts = list(
                 rounds_by_source(regions, sources, exchange.size, PART_BYTES)

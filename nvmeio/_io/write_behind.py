@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_down
-from nvmeio._io.inflight import InFlight
-from nvmeio._io.staging import Stagings
+from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._shim import memory_at
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import ClosedError

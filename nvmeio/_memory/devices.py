@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from nvmeio import _checks, buffers
+from nvmeio import _checks
 from nvmeio._memory import mappings
 
 logger = logging.getLogger("nvmeio")
@@ -118,12 +118,12 @@ class CudaCopier:
 
     def page_locked(self, nbytes: int, device: torch.device) -> torch.Tensor:
         with torch.cuda.device(device):
+            mapping = mappings.Mapping(nbytes)
             try:
-                return buffers.empty_pinned(nbytes, dtype=torch.uint8)
+                mapping.lock()
             except OSError as refused:
                 # The limit is mlock's; CUDA page-locks by itself, and does not count against it.
                 logger.info("page-locking through CUDA alone: %s", refused)
-            mapping = mappings.Mapping(nbytes)
             mapping.populate()
             mapping.register_with_cuda()
             return mapping.tensor(0, (nbytes,), torch.uint8)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nvmeio import buffers
 from nvmeio._memory import devices, holds, mappings
 from nvmeio._memory.devices import Copier, Mark
 from nvmeio._shim import copy_foreign, ffi
@@ -234,7 +233,7 @@ def _is_foreign(storage: torch.UntypedStorage, address: int, nbytes: int) -> boo
     if storage.resizable():  # by torch's allocator, in a torch whose storages cannot be held
         return False
     # Short memory of nvmeio's is not looked up: the kernel copies that as fast.
-    return nbytes < LOOKED_UP_BYTES or not buffers.owns(address, nbytes)
+    return nbytes < LOOKED_UP_BYTES or not mappings.owns(address, nbytes)
 
 
 def device_source(tensor: torch.Tensor, copier: Copier) -> Memory:
@@ -339,7 +338,7 @@ def _check_access(tensor: torch.Tensor, writing: bool) -> None:
     held = holds.hold(storage)
     known = holds.is_torchs(storage, held)
     holds.end(held)
-    if not known and not mappings.accessible(*buffers.span(tensor), writing):
+    if not known and not mappings.accessible(*mappings.span(tensor), writing):
         what = "written to" if writing else "read"
         raise OSError(errno.EFAULT, f"the tensor's memory cannot be {what}")
 

@@ -28,9 +28,8 @@ from nvmeio._formats.torch_file import TorchFile, read_buffered, scan_pickle, sp
 from nvmeio._formats.torch_part import HEAD_BYTES, head_of
 from nvmeio._formats.torch_zip import ZipEntry
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.inflight import InFlight
+from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.spans import Load
-from nvmeio._io.staging import Stagings
 from nvmeio._storage import crc32
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.jobs import run_interruptible

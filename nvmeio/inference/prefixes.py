@@ -26,7 +26,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._blocks.store import BlockStore
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.staging import new_staging
+from nvmeio._io.inflight import new_staging
 from nvmeio._residency import calls
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle

@@ -28,7 +28,7 @@ import torch
 from nvmeio import _checks
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.profiling import profiled
+from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.saved import Origin, in_backward
 from nvmeio._threads.closing import Closing

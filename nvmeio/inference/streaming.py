@@ -16,7 +16,7 @@ from nvmeio._checks import Paths
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.profiling import profiled
+from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle

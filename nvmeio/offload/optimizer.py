@@ -11,7 +11,7 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._checks import Paths, switch
-from nvmeio._io.profiling import profiled
+from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._threads import endings
 from nvmeio._threads.closing import Closing

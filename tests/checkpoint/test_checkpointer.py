@@ -29,7 +29,7 @@ from faults._support import MIB
 from support import PATIENCE_S, HeldEngine, on_every_loop, spin_until, thread, until
 
 import nvmeio
-from nvmeio._memory import registry
+from nvmeio._memory import mappings
 from nvmeio.testing import FakeEngine
 
 OBJECTS = {**SAFE, **UNSAFE}
@@ -97,10 +97,10 @@ def test_the_state_is_let_go_of_before_it_is_durable(
     address = tensor.data_ptr()
     held.save_sync({"a": tensor}, 1)
     engine_held.wait_until_begun()
-    assert registry.mapped.covers(address, MIB)
+    assert mappings.mapped.covers(address, MIB)
     del tensor
     # A thread that has just handed its work on may still be letting go of it.
-    spin_until(lambda: gc.collect() >= 0 and not registry.mapped.covers(address, MIB))
+    spin_until(lambda: gc.collect() >= 0 and not mappings.mapped.covers(address, MIB))
     assert held.steps() == []
     engine_held.gate.set()
     held.wait_sync()

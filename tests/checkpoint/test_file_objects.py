@@ -22,7 +22,7 @@ from support import random_bytes, spin_until
 
 import nvmeio
 from nvmeio._io.write_behind import WriteBehind
-from nvmeio._memory import registry
+from nvmeio._memory import mappings
 
 
 def names_in(directory: Path) -> list[str]:
@@ -180,7 +180,7 @@ def test_an_interrupted_save_gives_its_memory_back(path: Path) -> None:
     """torch's writer never lets go of the traceback of an interrupt within `write`."""
     state = {"weights": noise(1 << 20)}
     gc.collect()
-    before = len(registry.mapped)
+    before = len(mappings.mapped)
     for after in range(3, 12):
         writer = nvmeio.FastFileWriter(path)
         left = [after]
@@ -202,7 +202,7 @@ def test_an_interrupted_save_gives_its_memory_back(path: Path) -> None:
         with contextlib.suppress(nvmeio.NvmeioError, OSError, ValueError):
             writer.close()
         del writer
-    spin_until(lambda: gc.collect() >= 0 and len(registry.mapped) <= before)
+    spin_until(lambda: gc.collect() >= 0 and len(mappings.mapped) <= before)
 
 
 def test_an_archive_within_other_bytes_is_not_the_end(path: Path) -> None:

@@ -33,7 +33,7 @@ import nvmeio
 from nvmeio._formats import torch_file
 from nvmeio._formats.sniff import kind_of
 from nvmeio._io.spans import Load
-from nvmeio._memory import registry, system
+from nvmeio._memory import mappings, system
 from nvmeio.checkpoint._load import loading as loading_module
 from nvmeio.checkpoint._load import unpickling
 
@@ -244,21 +244,21 @@ def test_storages_lie_where_they_were_read_to(path: Path) -> None:
     nvmeio.save({"large": noise(3_000_000), "small": noise(10)}, path)
     found = load(path)
     for tensor in found.values():
-        assert registry.mapped.covers(tensor.data_ptr(), tensor.nbytes)
+        assert mappings.mapped.covers(tensor.data_ptr(), tensor.nbytes)
 
 
 def test_what_is_dropped_is_given_back(path: Path) -> None:
     """A large storage keeps only itself alive, a small one only its arena."""
     nvmeio.save({i: noise(2_500_000, seed=i) for i in range(4)} | {"small": noise(10)}, path)
     gc.collect()
-    before = len(registry.mapped)
+    before = len(mappings.mapped)
     found = load(path)
-    spin_until(lambda: gc.collect() >= 0 and len(registry.mapped) <= before + 5)
+    spin_until(lambda: gc.collect() >= 0 and len(mappings.mapped) <= before + 5)
     places = {name: tensor.data_ptr() for name, tensor in found.items()}
 
     def mapped() -> list[Any]:
         gc.collect()
-        return [name for name, at in places.items() if registry.mapped.covers(at, 1)]
+        return [name for name, at in places.items() if mappings.mapped.covers(at, 1)]
 
     assert mapped() == [0, 1, 2, 3, "small"]
     del found[2]
@@ -424,7 +424,7 @@ def test_a_torch_without_the_seam(how: str, path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(unpickling, "_SEAM", ["zip_file", "something", "new"])
     found = load(path)
     assert_same(found, wanted)
-    assert not registry.mapped.covers(found["big"].data_ptr(), 1)
+    assert not mappings.mapped.covers(found["big"].data_ptr(), 1)
 
 
 def test_torch_still_has_the_seam() -> None:

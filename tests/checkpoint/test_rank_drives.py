@@ -21,7 +21,7 @@ from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.shared_spans import RankSpan, rounds_by_source
-from nvmeio._io.span_plan import Region, Run, Span, plan
+from nvmeio._io.spans import Region, Run, Span, plan_reads
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio.checkpoint._manager import job_parts
 from nvmeio.checkpoint._manager.job_parts import PartOfEachRank
@@ -215,7 +215,7 @@ def test_rounds_of_ranks_are_all_of_it_once_each_of_who_has_it(
         for owner, low, high in zip(owners, bounds, bounds[1:], strict=False)
         if low < high
     ]
-    regions = plan(spans, [0] * len(spans), [ends[-1]])
+    regions = plan_reads(spans, [0] * len(spans), [ends[-1]])
     covered = [bytearray(region.nbytes // PAGE_BYTES) for region in regions]
     for parts in rounds_by_source(regions, sources, 3, most * PAGE_BYTES):
         assert len({part.rank for part in parts}) == len(parts)  # all of them read at once

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nvmeio
-from nvmeio._memory import mappings, registry
+from nvmeio._memory import mappings
 from nvmeio.compat import deepspeed as compat
 from nvmeio.compat.deepspeed import (
     AsyncIOBuilder,
@@ -98,7 +98,7 @@ def test_finalizer_finds_the_memory_that_it_frees() -> None:
         base,
         lambda: seen.append(
             (
-                registry.mapped.covers(address, 1),
+                mappings.mapped.covers(address, 1),
                 pins.free_cpu_locked_tensor_by_ptr(address),
             )
         ),

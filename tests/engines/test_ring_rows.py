@@ -29,7 +29,7 @@ from support import (
 )
 
 import nvmeio
-from nvmeio._memory import devices
+from nvmeio._memory.mappings import Mapping
 from nvmeio.testing import FakeEngine
 
 PAGE = 4096
@@ -444,13 +444,13 @@ def test_through_streams_of_cuda_and_memory_that_the_host_cannot_touch(
 ) -> None:
     """Whoever touches `out` on the host dies of it; all that is page-locked is the ring."""
     locked: list[int] = []
-    pinned = nvmeio.buffers.empty_pinned
+    lock = Mapping.lock
 
-    def counting(nbytes: int, *, dtype: torch.dtype) -> torch.Tensor:
-        locked.append(nbytes)
-        return pinned(nbytes, dtype=dtype)
+    def counting(mapping: Mapping) -> None:
+        locked.append(mapping.nbytes)
+        lock(mapping)
 
-    monkeypatch.setattr(devices.buffers, "empty_pinned", counting)
+    monkeypatch.setattr(Mapping, "lock", counting)
     with fake_cuda.asynchronous(monkeypatch) as cuda:
         handle = new_handle("threads", ring_bytes=SMALL_RING)
         out = cuda.tensor(torch.zeros(700, 300, dtype=torch.uint8))

@@ -24,7 +24,7 @@ from nvmeio import cli
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats import packed_index
 from nvmeio._formats.packed_drives import Dealing
-from nvmeio._io import striping
+from nvmeio._io import drives
 from nvmeio._io.drives import DriveHandles
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.engines.threads import Block, ThreadsEngine
@@ -95,8 +95,8 @@ def test_models_compute_the_same(
     name: str, tmp_path: Path, folders: list[Path], stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tied heads, experts, several stacks; pieces so small that tables and experts are cut."""
-    monkeypatch.setattr(striping, "LEAST_CHUNK_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(striping, "MOST_STRIPE_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(drives, "LEAST_CHUNK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(drives, "MOST_STRIPE_BYTES", 8 * PAGE_BYTES)
     models.saved(models.MODELS[name], tmp_path / "model")
     pack(tmp_path / "model", folders)
     whole = models.loaded(tmp_path / "model")
@@ -201,7 +201,7 @@ def test_each_drive_has_a_handle_of_its_own(
                 each.close()
 
     monkeypatch.setattr("nvmeio.inference.stream.DriveHandles", PerDirectory)
-    monkeypatch.setattr(striping, "LEAST_CHUNK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(drives, "LEAST_CHUNK_BYTES", PAGE_BYTES)
     models.saved(models.mixtral, tmp_path / "model")
     pack(tmp_path / "model", folders)
     whole = models.loaded(tmp_path / "model")

@@ -121,10 +121,10 @@ def test_slots_are_used_again(tmp_path: Path, stream: Make) -> None:
     saved(llama, tmp_path)
     model = stream(tmp_path, resident_bytes=200_000)
     logits(model, prompt())
-    before = set(nvmeio._memory.registry.mapped._table[0])
+    before = set(nvmeio._memory.mappings.mapped._table[0])
     for _ in range(3):
         logits(model, prompt())
-    assert set(nvmeio._memory.registry.mapped._table[0]) <= before  # others' mappings may go
+    assert set(nvmeio._memory.mappings.mapped._table[0]) <= before  # others' mappings may go
 
 
 # The budget

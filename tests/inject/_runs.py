@@ -23,7 +23,7 @@ from interrupts import _checkpoints, _inference, _offload, _operations
 from interrupts._trials import Scenario
 
 import nvmeio
-from nvmeio._memory import registry
+from nvmeio._memory import mappings
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "operations": _operations.SyncOperations,
@@ -193,7 +193,7 @@ def main() -> int:
         "right": runs.right,
         "errors": runs.errors,
         "faults": runs.faults,
-        "mappings": len(registry.mapped),
+        "mappings": len(mappings.mapped),
     }
     print(json.dumps(report), flush=True)
     return 0

@@ -25,7 +25,7 @@ from interrupts import _disturbing as disturbing
 from support import PATIENCE_S, HeldEngine, nvmeio_threads, open_descriptors
 
 import nvmeio
-from nvmeio._memory import registry
+from nvmeio._memory import mappings
 
 MODES = ("timer", "opcodes", "hooks", "cancel", "cancel-later", "twice")
 # A second Ctrl-C is to get through within one; a machine with much else to do may take longer.
@@ -169,7 +169,7 @@ class Trials:
         before = _held()
         scenario = self.fresh()
         span = self._measure(scenario)
-        self._most = len(open_descriptors()), len(nvmeio_threads()), len(registry.mapped)
+        self._most = len(open_descriptors()), len(nvmeio_threads()), len(mappings.mapped)
         phase = chance.random()
         for number in range(trials):
             faulthandler.dump_traceback_later(self._limit_s, exit=True, file=sys.__stderr__)
@@ -288,7 +288,7 @@ class Trials:
     def _watch(self, where: str) -> None:
         """Whether more is held than after the trial before: tells where to look for a leak."""
         gc.collect()
-        held = len(open_descriptors()), len(nvmeio_threads()), len(registry.mapped)
+        held = len(open_descriptors()), len(nvmeio_threads()), len(mappings.mapped)
         if any(now > then for now, then in zip(held, self._most, strict=True)):
             if len(self._report.grew) < 20:
                 self._report.grew.append(f"{where}: descriptors, threads, mappings {held}")
@@ -317,7 +317,7 @@ def _told(error: BaseException) -> str:
 
 
 def _held() -> tuple[dict[int, str], set[threading.Thread], int]:
-    return open_descriptors(), nvmeio_threads(), len(registry.mapped)
+    return open_descriptors(), nvmeio_threads(), len(mappings.mapped)
 
 
 def _left(before: tuple[dict[int, str], set[threading.Thread], int]) -> str:

@@ -13,8 +13,7 @@ from support import HeldEngine, bytes_tensor, random_bytes, raw, spin_until, thr
 
 import nvmeio
 from nvmeio._io import inflight
-from nvmeio._io.inflight import Cancelled, InFlight
-from nvmeio._io.staging import Stagings
+from nvmeio._io.inflight import Cancelled, InFlight, Stagings
 from nvmeio.errors import ShortTransferError
 
 KIB = 1 << 10

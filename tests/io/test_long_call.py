@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch.profiler import profile
 
-from nvmeio._io.long_call import LongCall, completed
-from nvmeio._io.profiling import profiled
+from nvmeio._io.long_call import LongCall, completed, profiled
 
 Told = list[tuple[str, int, int]]
 

@@ -12,7 +12,7 @@ from support import random_bytes
 import nvmeio
 from nvmeio import files
 from nvmeio._io.inflight import Cancelled, InFlight
-from nvmeio._io.scattered import read_scattered
+from nvmeio._io.spans import read_scattered
 
 
 def test_bytes_at_any_place_and_in_any_order(path: Path) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import nvmeio
-from nvmeio._io import scratch_file
-from nvmeio._io.scratch_file import ScratchFile
+from nvmeio._io import drives
+from nvmeio._io.drives import ScratchFile
 from nvmeio._storage import durable
 
 
 @pytest.fixture(autouse=True)
 def grows_by_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_file, "_LEAST_GROWTH_BYTES", 4096)
+    monkeypatch.setattr(drives, "_LEAST_GROWTH_BYTES", 4096)
 
 
 def made(*directories: Path) -> ScratchFile:

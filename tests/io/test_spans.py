@@ -30,11 +30,11 @@ from support import (
 
 import nvmeio
 from nvmeio._files.plan import PAGE_BYTES
-from nvmeio._io import prefault, span_plan
+from nvmeio._io import prefault
 from nvmeio._io import spans as span_reads
+from nvmeio._io import spans as spans_module
 from nvmeio._io.prefault import Prefault
-from nvmeio._io.span_plan import Span, inside, plan
-from nvmeio._io.spans import Load, read
+from nvmeio._io.spans import Load, Span, inside, plan_reads, read
 from nvmeio._memory import mappings
 from nvmeio._threads.jobs import in_thread
 
@@ -48,8 +48,8 @@ GAPS = [0, 0, 1, 64, 300, 4096, 100_000]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits small enough for small files to meet all of them."""
-    monkeypatch.setattr(span_plan, "OWN_BYTES", 256 << 10)
-    monkeypatch.setattr(span_plan, "ARENA_BYTES", 128 << 10)
+    monkeypatch.setattr(spans_module, "OWN_BYTES", 256 << 10)
+    monkeypatch.setattr(spans_module, "ARENA_BYTES", 128 << 10)
     monkeypatch.setattr(span_reads, "CHUNK_BYTES", 96 << 10)
     monkeypatch.setattr(span_reads, "GROUP_BYTES", 64 << 10)
 
@@ -110,7 +110,7 @@ def test_a_plan_reads_every_span_once_to_its_place(
 ) -> None:
     spans, keys, sizes = case
     placed: set[int] = set()
-    for region in plan(spans, keys, sizes):
+    for region in plan_reads(spans, keys, sizes):
         assert region.nbytes % PAGE_BYTES == 0
         ends = 0
         for run in region.runs:
@@ -131,16 +131,16 @@ def test_a_plan_reads_every_span_once_to_its_place(
                 and at - run.at == span.offset - run.start
                 for run in region.runs
             )
-        own = [index for index, _ in region.places if spans[index].nbytes >= span_plan.OWN_BYTES]
+        own = [index for index, _ in region.places if spans[index].nbytes >= spans_module.OWN_BYTES]
         assert not own or len(region.places) == 1
-        assert own or region.nbytes <= span_plan.ARENA_BYTES
+        assert own or region.nbytes <= spans_module.ARENA_BYTES
     assert placed == {index for index, span in enumerate(spans) if span.nbytes}
 
 
 @given(span_lists())
 def test_what_is_inside_a_run_is_found(case: tuple[list[Span], list[int], list[int]]) -> None:
     spans, keys, sizes = case
-    for region in plan(spans, keys, sizes):
+    for region in plan_reads(spans, keys, sizes):
         for run in region.runs:
             first, last = run.at, run.at + run.end - run.start
             assert inside(run, region, spans) == [
@@ -152,13 +152,13 @@ def test_what_is_inside_a_run_is_found(case: tuple[list[Span], list[int], list[i
 
 def test_neighbours_are_read_in_one_go() -> None:
     spans = [Span("f", 100 + 5000 * n, 4000) for n in range(100)]
-    regions = plan(spans, [0] * 100, [1 << 20])
+    regions = plan_reads(spans, [0] * 100, [1 << 20])
     assert [len(region.runs) for region in regions] == [1]
 
 
 def test_a_wide_hole_is_not_read() -> None:
     spans = [Span("f", 0, 10), Span("f", 1 << 20, 10)]
-    (region,) = plan(spans, [0, 0], [2 << 20])
+    (region,) = plan_reads(spans, [0, 0], [2 << 20])
     assert [(run.start, run.end) for run in region.runs] == [(0, 4096), (1 << 20, (1 << 20) + 4096)]
     assert region.nbytes == 8192
 
@@ -166,8 +166,8 @@ def test_a_wide_hole_is_not_read() -> None:
 def test_spans_that_overlap_are_refused() -> None:
     spans = [Span("f", 0, 10, "first"), Span("f", 9, 10, "second")]
     with pytest.raises(ValueError, match=r"first \[0, 10\) and second \[9, 19\) overlap"):
-        plan(spans, [0, 0], [100])
-    assert plan(spans, [0, 1], [100, 100])  # in two files they do not
+        plan_reads(spans, [0, 0], [100])
+    assert plan_reads(spans, [0, 1], [100, 100])  # in two files they do not
 
 
 # Reading

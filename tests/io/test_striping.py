@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nvmeio
-from nvmeio._io.striping import LEAST_CHUNK_BYTES, MOST_STRIPE_BYTES, StripedFile, Striping
+from nvmeio._io.drives import LEAST_CHUNK_BYTES, MOST_STRIPE_BYTES, StripedFile, Striping
 
 PAGE = 4096
 WEIGHTS = st.lists(st.integers(1, 1000), min_size=1, max_size=5)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import nvmeio
-from nvmeio._io import scratch_file
+from nvmeio._io import drives
 from nvmeio._residency import calls
 from nvmeio._storage import durable
 from nvmeio.offload import SwappedActivations, SwappedModule
@@ -288,7 +288,7 @@ def test_a_graph_that_is_dropped_gives_all_back(swapped: SwappedActivations) -> 
 def test_the_file_does_not_grow_with_steps(
     tmp_path: Path, handle: nvmeio.AioHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch_file, "_LEAST_GROWTH_BYTES", 4096)
+    monkeypatch.setattr(drives, "_LEAST_GROWTH_BYTES", 4096)
     module, x = made("mlp")
     x = x.repeat(64, 1)
     with small(tmp_path, handle, resident_bytes="64K") as swapped:

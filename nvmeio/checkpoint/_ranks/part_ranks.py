@@ -23,8 +23,8 @@ from nvmeio._formats import torch_zip
 from nvmeio._formats.torch_file import is_asked_for, read_buffered
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, head_of
 from nvmeio._io.inflight import InFlight
-from nvmeio._io.scattered import read_scattered
 from nvmeio._io.shared_spans import RankSpan
+from nvmeio._io.spans import read_scattered
 from nvmeio._ranks.exchange import NoExchange
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.locks import open_reading

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 
 from nvmeio import buffers
-from nvmeio._memory import holds, system
+from nvmeio._memory import holds, mappings, system
 from nvmeio._memory.copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtection, whole_pages
 from nvmeio._memory.mappings import Mapping
 from nvmeio._storage import crc32
@@ -87,7 +87,7 @@ class Protected:
         kept = [
             index
             for place, index in enumerate(large)
-            if place not in unheld or buffers.owns(*_memory_of(spans[index]))
+            if place not in unheld or mappings.owns(*_memory_of(spans[index]))
         ]
         self._protection = WriteProtection([_memory_of(spans[index]) for index in kept], directory)
         self.taken = [

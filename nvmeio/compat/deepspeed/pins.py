@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._memory import mappings, registry
+from nvmeio._memory import mappings
 
 
 class pin_handle:
@@ -45,7 +45,7 @@ class pin_handle:
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """`free_cpu_locked_tensor` for the tensor that begins at this address."""
-        return registry.unpin(address)
+        return mappings.unpin(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether all of it is page-locked, by any handle or by torch; true for views as well."""

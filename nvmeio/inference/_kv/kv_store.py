@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio._io.drives import DriveHandles, weights_of
-from nvmeio._io.staging import new_staging
-from nvmeio._io.striping import LEAST_CHUNK_BYTES, StripedFile, Striping
+from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, StripedFile, Striping, weights_of
+from nvmeio._io.inflight import new_staging
 from nvmeio._storage import crc32
 from nvmeio._storage.private import open_nameless
 from nvmeio.errors import IntegrityError

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
-from nvmeio._io.span_plan import HOLE_BYTES, read_to
+from nvmeio._io.spans import HOLE_BYTES, read_to
 from nvmeio.inference._plan.recipes import FileExtent, WeightPart
 
 

@@ -10,8 +10,7 @@ import bisect
 
 import torch
 
-from nvmeio._io.drives import DriveHandles
-from nvmeio._io.scratch_file import ScratchFile
+from nvmeio._io.drives import DriveHandles, ScratchFile
 from nvmeio._residency.lent import LentPool
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._storage import crc32

@@ -27,9 +27,8 @@ import torch
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
-from nvmeio._io.drives import DriveHandles
-from nvmeio._io.profiling import profiled
-from nvmeio._io.scratch_file import ScratchFile
+from nvmeio._io.drives import DriveHandles, ScratchFile
+from nvmeio._io.long_call import profiled
 from nvmeio._storage import crc32, directories, private
 from nvmeio._threads.endings import Ending, open_owned
 from nvmeio._threads.owner import Claim, OwnerThread

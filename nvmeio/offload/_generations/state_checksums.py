@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvmeio._io.striping import StripedFile
+from nvmeio._io.drives import StripedFile
 from nvmeio._storage import crc32
 from nvmeio.errors import IntegrityError
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotSpan

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.striping import StripedFile
+from nvmeio._io.drives import StripedFile
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 from nvmeio.offload._generations import state_checksums

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._io.drives import DriveHandles
-from nvmeio._io.striping import StripedFile
+from nvmeio._io.drives import DriveHandles, StripedFile
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._step.pipeline import Move, failure_of, started
 from nvmeio.offload._swap_files.extents import moves_of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES
-from nvmeio._io.striping import FileSpan, StripedFile
+from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio.offload._module.stages import Unit
 from nvmeio.offload._step.pipeline import Move
 from nvmeio.offload._swap_files.extents import Extent, extents_of, moves_of, parts_of

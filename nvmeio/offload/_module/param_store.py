@@ -25,7 +25,7 @@ import torch
 
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
-from nvmeio._io.profiling import profiled
+from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
 from nvmeio._residency.direct import DirectWindow, OrderedReads
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nvmeio._io.striping import FileSpan, StripedFile
+from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio.files import File
 from nvmeio.offload._step.pipeline import Move
 from nvmeio.offload._swap_files.file_tensors import FilePart

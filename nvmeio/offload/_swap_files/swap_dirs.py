@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
-from nvmeio._io.drives import weights_of
-from nvmeio._io.striping import StripedFile, Striping
+from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, private
 from nvmeio._storage.small_files import SETTINGS_BYTES, detail_of, read_small
