@@ -30,11 +30,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from nvmeio import _checks, files
-from nvmeio._blocks.catalog import Catalog
-from nvmeio._blocks.in_place import InPlace
-from nvmeio._blocks.names import Key, names_of
-from nvmeio._blocks.slots import BlockPlace
-from nvmeio._blocks.transfers import SlotPiece, Transfers
+from nvmeio._blocks.catalog import BlockPlace, Catalog
+from nvmeio._blocks.table import Key, names_of
+from nvmeio._blocks.transfers import InPlace, SlotPiece, Transfers
 from nvmeio._blocks.worker import Worker, may_be_interrupted
 from nvmeio._files.plan import round_up
 from nvmeio._io.handles import new_handle

@@ -15,7 +15,7 @@ from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_errors import as_package
 from nvmeio._formats.safetensors_files import bytes_at, header_of, shards_of
 from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._storage.unchanged import Unchanged
+from nvmeio._storage.guarded import Unchanged
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nvmeio._formats.safetensors_errors import missing
-from nvmeio._storage.small_files import INDEX_BYTES, read_small
+from nvmeio._storage.guarded import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 
 SUFFIX = ".safetensors"

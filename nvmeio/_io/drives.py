@@ -25,7 +25,7 @@ from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.leases import FreeBlocks
 from nvmeio._storage import durable
-from nvmeio._storage.private import open_nameless
+from nvmeio._storage.guarded import open_nameless
 from nvmeio._threads.endings import do_all
 from nvmeio.errors import TransferError
 from nvmeio.files import File

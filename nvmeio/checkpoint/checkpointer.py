@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
 from nvmeio._io.long_call import LongCall, profiled
-from nvmeio._storage.directories import check_above
+from nvmeio._storage.durable import check_above
 from nvmeio._threads.caller import run_with_caller
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future

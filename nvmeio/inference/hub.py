@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nvmeio._storage.small_files import INDEX_BYTES, read_small
+from nvmeio._storage.guarded import INDEX_BYTES, read_small
 from nvmeio.errors import BackendUnavailableError
 
 # As huggingface_hub's `validate_repo_id` takes them; the oldest have no owner ("gpt2").

@@ -22,7 +22,7 @@ import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import DriveHandles
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage.durable import make_directory
 from nvmeio._threads.threads import Thread
 from nvmeio.handle import AioHandle
 from nvmeio.inference._kv.kv_store import KVBlock, room_for

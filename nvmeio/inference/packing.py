@@ -28,9 +28,8 @@ from nvmeio._io.handles import handle_for
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage import crc32
-from nvmeio._storage.directories import make_directory
-from nvmeio._storage.durable import rename, sync_directory, sync_file
-from nvmeio._storage.small_files import INDEX_BYTES, read_small
+from nvmeio._storage.durable import make_directory, rename, sync_directory, sync_file
+from nvmeio._storage.guarded import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub

@@ -32,8 +32,8 @@ from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
-from nvmeio._storage.directories import make_directory
-from nvmeio._storage.private import create, make_private_directory
+from nvmeio._storage.durable import make_directory
+from nvmeio._storage.guarded import create, make_private_directory
 from nvmeio.handle import AioHandle
 from nvmeio.inference._modules import hooks
 from nvmeio.inference._modules.binding import shown_as

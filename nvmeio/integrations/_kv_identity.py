@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from nvmeio._blocks.store import DIRECTORY
 from nvmeio._formats.weight_files import HOWS, ChangingError, look_at
-from nvmeio._storage.directories import make_directory
-from nvmeio._storage.private import make_private_directory
+from nvmeio._storage.durable import make_directory
+from nvmeio._storage.guarded import make_private_directory
 from nvmeio.errors import TransferError
 
 logger = logging.getLogger("nvmeio")

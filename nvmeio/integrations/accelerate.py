@@ -33,8 +33,7 @@ from nvmeio._residency.lent import LentPool, LentSlot
 from nvmeio._residency.order import Cyclic
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.window import Keeper, Window
-from nvmeio._storage.small_files import INDEX_BYTES, read_small
-from nvmeio._storage.unchanged import Unchanged
+from nvmeio._storage.guarded import INDEX_BYTES, Unchanged, read_small
 from nvmeio._threads.endings import Ending
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, IntegrityError, TransferError, with_context

@@ -49,9 +49,9 @@ from torch.futures import Future
 from nvmeio import _checks
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage.durable import make_directory
+from nvmeio._storage.guarded import detail_of, read_small
 from nvmeio._storage.replace import replace_file
-from nvmeio._storage.small_files import detail_of, read_small
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.handle import AioHandle

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nvmeio._residency import calls
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage.durable import make_directory
 from nvmeio.integrations._clients import joined, lightning_modules
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload.converting import follow, swapped_like

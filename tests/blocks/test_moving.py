@@ -16,7 +16,7 @@ from support import PATIENCE_S, HeldEngine, spin_until, thread
 from torch.overrides import TorchFunctionMode
 
 from nvmeio import AioHandle, buffers
-from nvmeio._blocks import in_place
+from nvmeio._blocks import transfers
 from nvmeio._blocks.store import BlockStore
 from nvmeio._blocks.table import Table
 from nvmeio.errors import ClosedError
@@ -182,7 +182,7 @@ def test_memory_that_is_not_aligned_is_copied_by_whoever_asks(own: BlockStore) -
 
 
 def test_long_runs_and_scattered_blocks_are_the_engines(own: BlockStore) -> None:
-    number = in_place.MOST_BYTES // PAGE + 1
+    number = transfers.MOST_BYTES // PAGE + 1
     given, found = rows(number), rows(number)
     assert all(own.store(names(number), list(given)))
     assert operations(own) > 0

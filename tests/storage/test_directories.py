@@ -14,7 +14,7 @@ from torch import nn
 
 import nvmeio
 from nvmeio._blocks.store import BlockStore
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage.durable import make_directory
 from nvmeio.inference.spilling import Spiller
 
 STATE = {"weight": torch.ones(40, 30)}

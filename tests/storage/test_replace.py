@@ -14,7 +14,8 @@ import torch
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio._storage import attributes, replace
+from nvmeio._storage import replace
+from nvmeio._storage import replace as replace_module
 from nvmeio._storage.replace import Replacement, replace_file
 from nvmeio.engines.base import Options
 from nvmeio.errors import TransferError
@@ -77,7 +78,7 @@ def test_an_acl_that_cannot_be_carried_over_leaves_no_more_than_it_granted(
             raise OSError(95, "Operation not supported")
         real(file, name, value)
 
-    monkeypatch.setattr(attributes.os, "setxattr", refuse)
+    monkeypatch.setattr(replace_module.os, "setxattr", refuse)
     save(old)
     assert stat.S_IMODE(old.stat().st_mode) == 0o600
     assert ACL not in os.listxattr(old)
@@ -113,10 +114,10 @@ def test_a_group_that_cannot_be_carried_over_loses_its_permissions(
     def refuse(*_: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(attributes.os, "stat", of_another_group)
-    monkeypatch.setattr(attributes.os, "fchown", refuse)
+    monkeypatch.setattr(replace_module.os, "stat", of_another_group)
+    monkeypatch.setattr(replace_module.os, "fchown", refuse)
     with open(old.parent / "new", "w") as new:
-        attributes.take_over(new.fileno(), str(old))
+        replace_module.take_over(new.fileno(), str(old))
     assert stat.S_IMODE(real(old.parent / "new").st_mode) == 0o644
 
 

@@ -14,7 +14,7 @@ import pytest
 import nvmeio
 from nvmeio import tuned
 from nvmeio._formats import safetensors_shards
-from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
+from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio.checkpoint._manager import restoring, retention
 from nvmeio.checkpoint._save.safetensors_save import _holds
 from nvmeio.cli._tune import space

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Generic
 
 from nvmeio._io.long_call import LongCall
+from nvmeio._storage.guarded import INDEX_BYTES, detail_of, read_small
 from nvmeio._storage.locks import leads_to, reading
-from nvmeio._storage.small_files import INDEX_BYTES, detail_of, read_small
 from nvmeio.checkpoint._load.load_options import HowToLoad
 from nvmeio.checkpoint._load.loading import load_file
 from nvmeio.checkpoint._manager import retention

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nvmeio._storage.durable import rename, write_all
+from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import lock_alone
-from nvmeio._storage.private import create
 from nvmeio._storage.replace import (
     SUFFIX,
     remove_leftovers,

@@ -20,7 +20,7 @@ from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
 from nvmeio._ranks.rank_store import RankStore
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads import endings, jobs, threads

@@ -20,9 +20,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage.durable import make_directory
+from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
-from nvmeio._storage.private import create
 from nvmeio._storage.replace import temporary_name
 from nvmeio.checkpoint._manager import retention
 from nvmeio.errors import TransferError

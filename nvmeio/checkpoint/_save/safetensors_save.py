@@ -20,8 +20,8 @@ from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._storage.durable import sync_directory
+from nvmeio._storage.guarded import read_small
 from nvmeio._storage.replace import Replacement
-from nvmeio._storage.small_files import read_small
 from nvmeio.handle import AioHandle
 
 

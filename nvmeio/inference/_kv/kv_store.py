@@ -14,7 +14,7 @@ from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import LEAST_CHUNK_BYTES, DriveHandles, StripedFile, Striping, weights_of
 from nvmeio._io.inflight import new_staging
 from nvmeio._storage import crc32
-from nvmeio._storage.private import open_nameless
+from nvmeio._storage.guarded import open_nameless
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -13,7 +13,7 @@ import os
 import re
 from pathlib import Path
 
-from nvmeio._storage.small_files import read_small
+from nvmeio._storage.guarded import read_small
 
 METADATA = ".metadata"
 METADATA_BYTES = 2 << 30  # at most: some hundred bytes for each part of each tensor

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvmeio._storage.small_files import SETTINGS_BYTES, read_small
+from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 
 _OWN = ("nvme_path", "resident_bytes", "window", "aio")
 _AIO = (

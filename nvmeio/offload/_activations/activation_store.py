@@ -29,7 +29,7 @@ from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles, ScratchFile
 from nvmeio._io.long_call import profiled
-from nvmeio._storage import crc32, directories, private
+from nvmeio._storage import crc32, durable, guarded
 from nvmeio._threads.endings import Ending, open_owned
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError, TransferError, with_context
@@ -86,7 +86,7 @@ class ActivationStore:
         ending = Ending(self._owner, self._close)
         paths = _checks.directory_paths("swap_dir", swap_dir)
         for path in paths:
-            directories.make_directory(path, mode=private.DIRECTORY_MODE, durable=False)
+            durable.make_directory(path, mode=guarded.DIRECTORY_MODE, durable=False)
         self._file = ScratchFile(paths)
         self._resources.callback(self._file.close)
         self._handles = DriveHandles(handle, paths)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._memory import devices
-from nvmeio._storage import private
-from nvmeio._storage.small_files import detail_of, read_small
+from nvmeio._storage import guarded
+from nvmeio._storage.guarded import detail_of, read_small
 from nvmeio.errors import IntegrityError, TransferError
 
 _MAGIC = b"nvmeio-swap 2\n"
@@ -155,7 +155,7 @@ def place(directory: str, generation: int) -> str:
 
 def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
     try:
-        fd = private.open_own(path)
+        fd = guarded.open_own(path)
         try:
             view = memoryview(data)
             at = 0

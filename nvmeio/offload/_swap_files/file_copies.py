@@ -11,8 +11,8 @@ from typing import Any
 
 from nvmeio import _checks
 from nvmeio._checks import Paths
-from nvmeio._storage import durable, private
-from nvmeio._storage.directories import make_directory
+from nvmeio._storage import durable, guarded
+from nvmeio._storage.durable import make_directory
 from nvmeio.errors import TransferError
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
@@ -87,8 +87,8 @@ def copy(
 
 def _make(above: str, target: str) -> None:
     try:
-        make_directory(above, mode=private.DIRECTORY_MODE)
-        private.make_private_directory(target)
+        make_directory(above, mode=guarded.DIRECTORY_MODE)
+        guarded.make_private_directory(target)
         if any(entry != LOCK for entry in os.listdir(target)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     except OSError as failed:
@@ -121,7 +121,7 @@ def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None
     """
     reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        writing = private.create(target)
+        writing = guarded.create(target)
         try:
             try:
                 fcntl.ioctl(writing, _FICLONE, reading)

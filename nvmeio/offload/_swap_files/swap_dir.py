@@ -9,7 +9,8 @@ import os
 from collections.abc import Sequence
 
 from nvmeio import _checks, files
-from nvmeio._storage import directories, durable, private
+from nvmeio._storage import durable, guarded
+from nvmeio._storage import durable as durable_module
 from nvmeio._threads import endings
 from nvmeio.errors import TransferError
 from nvmeio.files import File
@@ -40,7 +41,7 @@ class SwapDir:
         above = _checks.directory_path("swap_dir", parent)
         self._above = ""  # that was made for this
         if not os.path.lexists(above):
-            directories.make_directory(above, mode=private.DIRECTORY_MODE)
+            durable_module.make_directory(above, mode=guarded.DIRECTORY_MODE)
             self._above = above
         elif not os.path.isdir(above):
             raise TransferError(
@@ -67,9 +68,9 @@ class SwapDir:
     def _locked(self) -> int:
         lock = self.file(LOCK)
         while True:
-            private.make_private_directory(self.path)
+            guarded.make_private_directory(self.path)
             try:
-                fd = private.open_own(lock)
+                fd = guarded.open_own(lock)
             except FileNotFoundError:
                 continue  # its owner removed the directory meanwhile
             try:
@@ -104,7 +105,7 @@ class SwapDir:
         """
         for name in OURS:
             if os.path.lexists(self.file(name)):
-                os.close(private.open_own(self.file(name)))
+                os.close(guarded.open_own(self.file(name)))
 
     def clean(self, names: Sequence[str] = OURS) -> None:
         """Remove what a dead process left. What is not ours by its name stays.
@@ -143,7 +144,7 @@ class SwapDir:
         path = self.file(name)
         fresh = not os.path.lexists(path)
         try:
-            fd = private.open_own(path)
+            fd = guarded.open_own(path)
             try:
                 durable.reserve(fd, nbytes, path)
             finally:

@@ -24,8 +24,8 @@ from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._ranks.rank_store import several
-from nvmeio._storage import durable, private
-from nvmeio._storage.small_files import SETTINGS_BYTES, detail_of, read_small
+from nvmeio._storage import durable, guarded
+from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -111,7 +111,7 @@ class SwapDirs:
         }
         place = os.path.join(path, RECORD)
         try:
-            fd = private.create(place)
+            fd = guarded.create(place)
             try:
                 durable.write_all(fd, json.dumps(record).encode())
                 os.fsync(fd)

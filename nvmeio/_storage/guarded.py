@@ -1,10 +1,13 @@
-"""Files and directories that are nobody else's business: swapped state, caches, spilled weights.
+"""Files where others may write, too: private ones, ones read whole, ones that must not change.
 
 Names that we choose can be known beforehand, and where others may write, one of them may have put
-a symbolic link, a pipe or a file of his own there. So what is private lies in a directory that is
-ours and that nobody else may enter, its files are ours alone, and no link is ever followed.
+a symbolic link, a pipe or a file of his own there. So what is private (swapped state, caches,
+spilled weights) lies in a directory that is ours and that nobody else may enter, its files are ours
+alone, and no link is ever followed. What is read whole (settings, indices, manifests) is a regular
+file of limited length: open(2) waits for a pipe, and a device never ends.
 
-Source: man 2 open (O_NOFOLLOW, O_EXCL), man 2 mkdir; "sticky" directories: man 1 chmod.
+Source: man 2 open (O_NOFOLLOW, O_EXCL, O_NONBLOCK on a FIFO), man 2 mkdir, man 7 inode; "sticky"
+directories: man 1 chmod.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import stat
 import tempfile
 
 from nvmeio import files
-from nvmeio.errors import TransferError
+from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 
 DIRECTORY_MODE = 0o700
@@ -150,3 +153,98 @@ def open_own(path: str | os.PathLike[str]) -> int:
         os.close(fd)
         raise
     return fd
+
+
+SETTINGS_BYTES = 1 << 20
+# An index of 100,000 tensors has 10 MB; safetensors has this limit of a header.
+INDEX_BYTES = 100_000_000
+_CHUNK_BYTES = 1 << 20
+
+
+def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a regular file, links followed; never waits for a writer.
+
+    Args:
+        path: Its name.
+        most: Bytes that such a file has at most.
+
+    Raises:
+        OSError: It cannot be opened or read; it is no regular file (EINVAL, or EISDIR); it is
+            larger (EFBIG). Says which.
+    """
+    name = os.fspath(path)
+    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        facts = os.fstat(fd)
+        if stat.S_ISDIR(facts.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        if not stat.S_ISREG(facts.st_mode):
+            kind = "a pipe" if stat.S_ISFIFO(facts.st_mode) else "a device or a socket"
+            raise OSError(errno.EINVAL, f"it is {kind}, and no regular file: remove it", name)
+        data = bytearray()
+        while len(data) <= most and facts.st_size <= most:
+            chunk = os.read(fd, min(_CHUNK_BYTES, most + 1 - len(data)))
+            if not chunk:
+                return bytes(data)
+            data += chunk
+        detail = f"it has {max(facts.st_size, len(data))} bytes, and such a file at most {most}"
+        raise OSError(errno.EFBIG, f"{detail}: it is another file, or damaged", name)
+    finally:
+        os.close(fd)
+
+
+def detail_of(failed: OSError) -> str:
+    """What `read_small` says beside the number; "" where the system said it."""
+    plain = failed.errno is None or failed.strerror == os.strerror(failed.errno)
+    return "" if plain else str(failed.strerror)
+
+
+class Unchanged:
+    """What a file was like when this was made.
+
+    Args:
+        file: Open, and stays so for as long as this is asked.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._before = _facts(file)
+
+    def check(self, what: str) -> None:
+        """Raise if the file is another by now.
+
+        Args:
+            what: What was read from it, for the message.
+
+        Raises:
+            IntegrityError: Its size or its time of modification is another.
+
+        Cost: one fstat, about 1 us.
+        """
+        before, path = self._before, self._file.path
+        try:
+            now = _facts(self._file)
+        except OSError as failed:
+            code = failed.errno or errno.EIO
+            raise TransferError(code, operation="open", path=path) from failed
+        if now != before:
+            changed = "its size" if now[0] != before[0] else "its time of modification"
+            raise IntegrityError(
+                f"{path} changed while weights were streamed from it: {changed} is another than "
+                f"when it was opened. What was read for {what} is not used. Write a changed model "
+                "under another name, and open that",
+                expected=before,
+                found=now,
+            )
+
+
+def _facts(file: File) -> tuple[int, int]:
+    """What changes when an open file is written to or cut: its size and time of modification."""
+    # A file that is replaced or unlinked is still whole for whoever has it open: its link count and
+    # with it st_ctime change, so ctime says nothing here.
+    opened = file.acquire(False)
+    try:
+        found = os.fstat(opened.any_fd())
+    finally:
+        opened.release()
+    return found.st_size, found.st_mtime_ns
