@@ -1,10 +1,10 @@
 """How torch.save pickles: what watches it, and a shorter way for plain tensors.
 
-torch.save is made to skip the storages by `torch.serialization.skip_data`, and to put them on page
-boundaries by `torch.utils.serialization.config.save.storage_alignment`. Both are prototypes, and
-both would also reach a torch.save that the object's own `__reduce__` makes (skorch and others do,
-into a buffer that they then return): it would write a buffer of holes. So both are in force only
-before and after the pickling, never during it; the pickler, which torch subclasses, switches.
+An object is pickled once, in the thread of its user, whose modes its own code must see (`Pickled`).
+What torch writes around a pickle is made after that, in whichever thread, of an object whose
+pickling runs nobody's code (`Replay`): only then are torch's settings changed, which would reach a
+torch.save of the object's own `__reduce__` too (skorch and others do that, into a buffer that they
+return: it would be a buffer of holes).
 
 A plain tensor (dense, in CPU memory, without hooks or attributes) takes torch's `__reduce_ex__` and
 what it asks of its storage some 25 us. `_Quick` answers in its place, with the same, in 4. That it
@@ -22,14 +22,13 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES
-from nvmeio._threads.caller import InCaller, at_once
 
 Seen = dict[str, torch.UntypedStorage]
 """The storages that were pickled, by the key of their record."""
@@ -37,33 +36,6 @@ Seen = dict[str, torch.UntypedStorage]
 # The alignment is global in torch before 2.10 or so, of the context since. Two saves at once must
 # not restore each other's value; no foreign code runs while this is held.
 _aligning = threading.RLock()
-
-
-class Switch:
-    """Puts the two torch settings in force for the body, but not while the pickler works."""
-
-    def __init__(self, skip_data: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._skip_data = skip_data
-        self._active: contextlib.ExitStack | None = None
-
-    def on(self) -> None:
-        """Put them in force."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_aligned_storages())
-            stack.enter_context(self._skip_data())
-            self._active = stack.pop_all()
-
-    def off(self) -> None:
-        """As they were before."""
-        active, self._active = self._active, None
-        if active is not None:
-            active.close()
-
-    def __enter__(self) -> None:
-        self.on()
-
-    def __exit__(self, *error: object) -> None:
-        self.off()
 
 
 def save_settings() -> Any:
@@ -77,8 +49,11 @@ def save_settings() -> Any:
 
 
 @contextlib.contextmanager
-def _aligned_storages() -> Iterator[None]:
-    """torch.save puts storages on page boundaries; where it cannot, nothing changes."""
+def aligned_storages() -> Iterator[None]:
+    """torch.save puts storages on page boundaries; where it cannot, nothing changes.
+
+    Not for a main thread: an interrupt could leave it so.
+    """
     settings = save_settings()
     if settings is None:
         yield
@@ -92,18 +67,52 @@ def _aligned_storages() -> Iterator[None]:
             settings.storage_alignment = before
 
 
-class PickleModule:
-    """The user's pickle module, with a Pickler that notes which storage each record is."""
+class Pickled(Exception):
+    """Ends a torch.save whose pickle is all that is wanted; it is in the pickler's file."""
 
-    def __init__(self, module: Any, seen: Seen, switch: Switch | None, in_caller: InCaller) -> None:
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self.data = data
+
+
+class PickleModule:
+    """The user's pickle module, with a Pickler that notes which storage each record is.
+
+    Args:
+        module: The user's.
+        seen: Where they are noted.
+        ends: Whether `Pickled` is raised once the object was pickled.
+    """
+
+    def __init__(self, module: Any, seen: Seen, ends: bool) -> None:
         self._module = module
         base = module.Pickler
         if base is pickle.Pickler and _KINDS:
             base = _quick()
-        self.Pickler = _watching(base, seen, switch, in_caller)
+        self.Pickler = _watching(base, seen, ends)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+class Replay:
+    """A pickle module that "pickles" the storages of an object to the pickle that this has."""
+
+    __name__ = "replay"
+
+    def __init__(self, data: bytes) -> None:
+        class Pickler:
+            def __init__(self, file: Any, protocol: int) -> None:
+                self._file = file
+
+            def dump(self, storages: Seen) -> None:
+                for key, storage in storages.items():
+                    told: Any = self.persistent_id(storage)  # type: ignore[attr-defined]
+                    if told[2] != key:
+                        raise RuntimeError(f"storage {key} is numbered {told[2]} now")
+                self._file.write(data)
+
+        self.Pickler = Pickler
 
 
 class _NoHooks:
@@ -123,7 +132,7 @@ _NO_STORAGES = frozenset(
 )
 
 
-def _watching(base: Any, seen: Seen, switch: Switch | None, in_caller: InCaller) -> Any:
+def _watching(base: Any, seen: Seen, ends: bool) -> Any:
     no_storages = _NO_STORAGES
 
     class Pickler(base):  # type: ignore[misc]
@@ -143,14 +152,16 @@ def _watching(base: Any, seen: Seen, switch: Switch | None, in_caller: InCaller)
 
             cls.persistent_id = persistent_id
 
-        def dump(self, obj: Any) -> Any:
-            if switch is None:
-                return super().dump(obj)
-            switch.off()
-            try:
-                return in_caller(super().dump, obj)
-            finally:
-                switch.on()
+        def __init__(self, file: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(file, *arguments, **options)
+            self._file = file
+
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            if ends:
+                # The class lives on in a cycle; what it answers by knows all storages.
+                del type(self).persistent_id
+                raise Pickled(self._file.getvalue())
 
     return Pickler
 
@@ -273,7 +284,7 @@ def _agrees() -> bool:
 
 @functools.cache
 def _found_to_agree() -> bool:
-    told: Any = PickleModule(pickle, {}, None, at_once)
+    told: Any = PickleModule(pickle, {}, ends=False)
     told.Pickler.dump = _dump_quick
     return _pickle_of(pickle) == _pickle_of(told)
 

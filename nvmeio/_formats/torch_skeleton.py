@@ -31,9 +31,13 @@ _DIGITS = 20
 _MOST_KEPT_BYTES = 32 << 20
 
 
-def unknown_torch(reason: str) -> BackendUnavailableError:
+class UnknownWriterError(BackendUnavailableError):
+    """torch writes its files in a way that is not known here: it has to save by itself."""
+
+
+def unknown_torch(reason: str) -> UnknownWriterError:
     """What is raised where torch does what it never did."""
-    return BackendUnavailableError(
+    return UnknownWriterError(
         f"torch {torch.__version__} writes checkpoints in a way that is not known here",
         attempts=[("skip_data", reason)],
     )

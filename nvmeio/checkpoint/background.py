@@ -24,9 +24,9 @@ from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import endings
-from nvmeio._threads.caller import Cancellation, InCaller, run_with_caller
-from nvmeio._threads.jobs import begun
-from nvmeio.checkpoint._manager.job import SaveJob, Setup
+from nvmeio._threads.caller import Cancellation
+from nvmeio._threads.jobs import begun, run_interruptible
+from nvmeio.checkpoint._manager.job import Plan, SaveJob, Setup, pickled_state
 from nvmeio.checkpoint._manager.report import SaveReport
 from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, store_of
 from nvmeio.checkpoint._save import safetensors_save
@@ -80,19 +80,17 @@ class BackgroundSaver:
             Exception: An earlier save failed, or what `Checkpointer.save` raises. Nothing of this
                 one is left.
         """
-
-        def planned(job: SaveJob, in_caller: InCaller) -> FileLayout:
-            return SaveJob.planned(job, state, in_caller)
-
-        return self._save(planned, path, self._checksum)
+        began = time.perf_counter()
+        return self._save(pickled_state(state), path, self._checksum, began)
 
     def save_safetensors(
         self, tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None
     ) -> SaveReport:
         """The same as one safetensors file; tensors and metadata as for `save_safetensors`."""
         # Aligned, as all of `NvmeTrainer`'s: the files do not depend on when they are written.
+        began = time.perf_counter()
         wanted = safetensors_save.checked(tensors, path, metadata, None, True)
-        return self._save(lambda *_: safetensors_save.layout_of(wanted), path, False)
+        return self._save(lambda _: safetensors_save.layout_of(wanted), path, False, began)
 
     def after(self, work: Callable[[], object]) -> None:
         """Have something done once all that was begun is durable; not at all if that failed."""
@@ -149,24 +147,15 @@ class BackgroundSaver:
         """Of the save that was begun last; with what its writing took, once it is durable."""
         return self._last
 
-    def _save(
-        self, planned: Callable[[SaveJob, InCaller], FileLayout], path: str, checksum: bool
-    ) -> SaveReport:
-        began = time.perf_counter()
+    def _save(self, plan: Plan, path: str, checksum: bool, began: float) -> SaveReport:
         call = Cancellation()
-        return run_with_caller(
-            lambda in_caller: self._begin(planned, path, checksum, began, call, in_caller),
-            call.cancel,
+        pickled_s = time.perf_counter() - began
+        return run_interruptible(
+            lambda: self._begin(plan, path, checksum, (began, pickled_s), call), call.cancel
         )
 
     def _begin(
-        self,
-        planned: Callable[[SaveJob, InCaller], FileLayout],
-        path: str,
-        checksum: bool,
-        began: float,
-        call: Cancellation,
-        in_caller: InCaller,
+        self, plan: Plan, path: str, checksum: bool, times: tuple[float, float], call: Cancellation
     ) -> SaveReport:
         with self._turn:
             while concurrent.futures.wait(self._pending, _LOOK_S).not_done:
@@ -184,11 +173,11 @@ class BackgroundSaver:
                 own.get,
                 lambda: None,
             )
-            job = _NamedFile(setup, path, planned, own.close)
+            job = _NamedFile(setup, path, own.close)
             call.then(job.cancel)
             future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             try:
-                self._last = job.take(None, began, in_caller)
+                self._last = job.take(plan, *times)
             finally:
                 if job.going_on:
                     self._pending.append(future)
@@ -224,26 +213,15 @@ class _NamedFile(SaveJob):
 
     LAYOUT = "file"
 
-    def __init__(
-        self,
-        setup: Setup,
-        path: str,
-        plan: Callable[[SaveJob, InCaller], FileLayout],
-        written: Callable[[], None],
-    ) -> None:
+    def __init__(self, setup: Setup, path: str, written: Callable[[], None]) -> None:
         self._path = path  # its own, before what asks for `path`
         super().__init__(setup, 0, 1)
-        self._plan = plan
         self._written = written
 
     @property
     def path(self) -> str:
         """Where the file will be."""
         return self._path
-
-    def planned(self, state: object, in_caller: InCaller) -> FileLayout:
-        """The layout of what is saved."""
-        return self._plan(self, in_caller)
 
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """All of it."""

@@ -254,9 +254,8 @@ class Checkpointer(ClosingWork):
         call = self._save_call(step, progress)
         self._saver.check_open()
         with profiled("snapshot"):
-            return run_with_caller(
-                lambda in_caller: self._saver.save(call, state, in_caller), call.cancel
-            )
+            call.pickle(state)  # nothing that follows asks the state's own code
+            return run_interruptible(lambda: self._saver.save(call), call.cancel)
 
     def _save_call(self, step: int, progress: Progress | None) -> SaveCall:
         try:
@@ -265,11 +264,13 @@ class Checkpointer(ClosingWork):
                     f"the Checkpointer of {self.directory} was made with read_only=True, and saves "
                     "nothing: make another one without"
                 )
-            return SaveCall(_checked_step(step), progress)
+            return SaveCall(_checked_step(step), progress, self._store.size)
         except Exception as refused:
             if self._store.size == 1:
                 raise
-            return SaveCall(-1, None, refused)  # in its turn, for the other ranks wait for it
+            return SaveCall(
+                -1, None, self._store.size, refused
+            )  # in its turn, for the other ranks wait for it
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Deprecated: does nothing. `save` leaves all of the state where it lies, by itself."""

@@ -35,7 +35,6 @@ import nvmeio
 from nvmeio._formats import torch_layout, torch_pickling
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.long_call import LongCall
-from nvmeio._threads.caller import at_once
 from nvmeio.checkpoint._save import saving as saving_module
 
 
@@ -516,7 +515,7 @@ def test_cancelled_between_the_last_write_and_the_rename(
 
     monkeypatch.setattr(saving_module.Replacement, "truncate", late)
     with pytest.raises(Cancelled):
-        saving_module._save({"a": noise(10)}, path, (pickle, 2), True, None, stop, at_once)
+        saving_module._save({"a": noise(10)}, path, (pickle, 2), True, None, stop)
     assert names_in(path.parent) == []
 
 

@@ -2,7 +2,7 @@
 
     the caller's thread, or one that a coroutine awaits   the save's own thread
     ───────────────────────────────────────────────────   ─────────────────────────────────────────
-    plan the layout                  torch_layout
+    plan the layout of the pickle    torch_layout
     the ranks agree                  _agreement, _ranks
     protect or copy the storages  _state_snapshot ──────▶ take the oldest file, or a new one
     return: the state may change                          write it, with checksums  torch_writing
@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, plan_layout
-from nvmeio._formats.torch_skeleton import KeptSkeleton
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, pickled
+from nvmeio._formats.torch_skeleton import KeptSkeleton, UnknownWriterError
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._ranks.rank_store import RankStore
-from nvmeio._threads.caller import InCaller
 from nvmeio._threads.future import Future
 from nvmeio._threads.threads import Thread, unlist
 from nvmeio.checkpoint._manager import writer_choice
@@ -43,7 +42,7 @@ from nvmeio.checkpoint._ranks.drives import OwnDrives
 from nvmeio.checkpoint._ranks.ranks import Messages
 from nvmeio.checkpoint._snapshot.copies import SnapshotPart
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, StateSnapshot
-from nvmeio.errors import BackendUnavailableError, TransferError
+from nvmeio.errors import TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
@@ -144,10 +143,6 @@ class SaveJob(ABC):
     def write(self) -> bool | None:
         """Write, make durable, name; whether something was recycled. In the background."""
 
-    def planned(self, state: object, in_caller: InCaller) -> FileLayout:
-        """The layout of what is saved."""
-        return _planned(state, in_caller, self.setup.kept)
-
     def claim(self) -> None:
         """Become the one that saves there; before the ranks agree."""
         if self.messages.rank == 0:
@@ -174,20 +169,19 @@ class SaveJob(ABC):
 
     # In the foreground
 
-    def take(self, state: object, began: float, in_caller: InCaller) -> SaveReport:
+    def take(self, plan: Plan, began: float, pickled_s: float = 0.0) -> SaveReport:
         """Take the snapshot, and let the background go on with it.
 
         Args:
-            state: What to save.
+            plan: Makes the layout of what is saved.
             began: When the caller called (`time.perf_counter`).
-            in_caller: Pickles in the thread whose modes the state's own code must see.
+            pickled_s: How long the pickling took before, in seconds.
 
         Raises:
             ValueError: The ranks do not save the same.
             TransferError: Another rank failed; or writing did, while the snapshot streamed.
             MemoryError: There is no room for the snapshot.
             Cancelled: `cancel` was called.
-            Exception: What pickling the state raises.
 
         After an error nothing is in flight, and no checkpoint has changed.
         """
@@ -195,7 +189,7 @@ class SaveJob(ABC):
         self._began = times[0]
         try:
             self.claim()
-            source = self._agreed(self.planned(state, in_caller))
+            source = self._agreed(plan(self.setup.kept))
             times.append(time.perf_counter())
             snapshot = self._new_snapshot(source)
             times.append(time.perf_counter())
@@ -213,8 +207,8 @@ class SaveJob(ABC):
                 protected_bytes=snapshot.protected_bytes,
                 snapshot_bytes=self.setup.snapshots.copies.nbytes,
                 held_s=self._taken_at - began,
-                waited_s=times[0] - began,
-                planned_s=times[1] - times[0],
+                waited_s=times[0] - began - pickled_s,
+                planned_s=times[1] - times[0] + pickled_s,
                 memory_s=times[2] - times[1],
                 stalled_s=snapshot.stalled_s,
             )
@@ -435,15 +429,37 @@ class SaveJob(ABC):
             self.messages.wait_for_others("seen", _PARTING_S)
 
 
-def _planned(state: object, in_caller: InCaller, kept: KeptSkeleton | None) -> FileLayout:
+Plan = Callable[[KeptSkeleton | None], FileLayout]
+"""Makes a layout, with what the save before this one left; called once, in any thread."""
+
+
+def pickled_state(state: object) -> Plan:
+    """Pickle a state, in the thread whose modes its own code must see; what goes on with that.
+
+    Raises:
+        Exception: What pickling it raises.
+    """
     try:
-        return plan_layout(state, in_caller=in_caller, kept=kept)
-    except BackendUnavailableError as unknown:
-        logger.warning("saving through torch.save, which is slower: %s", unknown)
-        whole = io.BytesIO()
-        in_caller(torch.save, state, whole)
-        data = whole.getvalue()
-        return FileLayout(len(data), [KnownBytes(0, data)], [])
+        pickling = pickled(state)
+    except UnknownWriterError as unknown:
+        layout = _saved_by_torch(state, unknown)
+        return lambda _: layout
+
+    def plan(kept: KeptSkeleton | None) -> FileLayout:
+        try:
+            return pickling.layout(kept)
+        except UnknownWriterError as unknown:
+            return _saved_by_torch(state, unknown)
+
+    return plan
+
+
+def _saved_by_torch(state: object, unknown: UnknownWriterError) -> FileLayout:
+    logger.warning("saving through torch.save, which is slower: %s", unknown)
+    whole = io.BytesIO()
+    torch.save(state, whole)
+    data = whole.getvalue()
+    return FileLayout(len(data), [KnownBytes(0, data)], [])
 
 
 def _warn_of_waiting(report: SaveReport) -> None:

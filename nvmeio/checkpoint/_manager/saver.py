@@ -24,10 +24,9 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
 from nvmeio._storage.replace import check_writable
 from nvmeio._threads import endings, jobs, threads
-from nvmeio._threads.caller import InCaller, at_once
 from nvmeio._threads.future import Future
 from nvmeio.checkpoint._manager import retention
-from nvmeio.checkpoint._manager.job import SaveJob, Setup
+from nvmeio.checkpoint._manager.job import Plan, SaveJob, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
 from nvmeio.checkpoint._manager.report import SaveReport
@@ -121,14 +120,15 @@ class Saver:
         def work() -> SaveReport:
             for each in before:
                 each.wait()
-            return self.save(call, state, at_once)
+            call.pickle(state)
+            return self.save(call)
 
         begun = jobs.begun(work, "nvmeio-save", call.cancel)
         self.under_way = [*self.under_way, begun]
         return begun
 
-    def save(self, call: SaveCall, state: object, in_caller: InCaller) -> SaveReport:
-        """Take a snapshot, once the save before is durable; see `Checkpointer.save_sync`."""
+    def save(self, call: SaveCall) -> SaveReport:
+        """Take the snapshot of what was pickled, once the save before is durable."""
         self.check_open()
         while not self._turn.acquire(timeout=_LOOK_S):
             if self.setup.store.size == 1:
@@ -141,15 +141,21 @@ class Saver:
             if not call.cancelled:
                 self.result(job)
             self._saves += 1
-            if call.refused is not None:
-                self.setup.messages(self._saves).fail(call.refused)
-                raise call.refused
+            refused, call.refused = call.refused, None
+            plan, call.plan = call.plan, None
+            if refused is not None:
+                self.setup.messages(self._saves).fail(refused)
+                try:
+                    raise refused
+                finally:
+                    del refused  # no cycle with the traceback
             call.job = job = self._new_job(self.setup, call.step, self._saves, call.progress)
             if call.cancelled:
                 job.give_up()  # in its turn, for the other ranks wait for it
                 raise Cancelled
+            assert plan is not None
             try:
-                return job.take(state, call.began, in_caller)
+                return job.take(plan, call.began, call.pickled_s)
             finally:  # also when Ctrl-C comes between the two
                 if job.going_on:
                     self._job = job
@@ -391,18 +397,40 @@ class SaveCall:
     Args:
         step: Of the checkpoint.
         progress: As for `Checkpointer.save`.
+        ranks: How many save together.
         refused: Why there is none; told to the other ranks in its turn, and raised.
     """
 
     def __init__(
-        self, step: int, progress: Progress | None, refused: Exception | None = None
+        self,
+        step: int,
+        progress: Progress | None,
+        ranks: int,
+        refused: BaseException | None = None,
     ) -> None:
+        self._ranks = ranks
         self.refused = refused
+        self.plan: Plan | None = None
+        self.pickled_s = 0.0
         self.step = step
         self.progress = long_call.checked(progress)
         self.began = time.perf_counter()
         self.job: SaveJob | None = None
         self.cancelled = False
+
+    def pickle(self, state: object) -> None:
+        """Pickle what is saved; in the thread whose modes its own code must see."""
+        if self.refused is not None:
+            return
+        began = time.perf_counter()
+        try:
+            self.plan = pickled_state(state)
+        except BaseException as failed:
+            if self._ranks == 1:
+                raise
+            self.refused = failed  # the other ranks wait for this one, and are told in its turn
+            self.cancelled = not isinstance(failed, Exception)
+        self.pickled_s = time.perf_counter() - began
 
     def cancel(self) -> None:
         """Stop soon; from any thread."""

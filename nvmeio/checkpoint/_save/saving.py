@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, plan_layout
+from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, Pickling, pickled
+from nvmeio._formats.torch_skeleton import UnknownWriterError
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.replace import Replacement
-from nvmeio._threads.caller import InCaller, at_once, run_with_caller
-from nvmeio._threads.jobs import in_thread
+from nvmeio._threads.jobs import in_thread, run_interruptible
 from nvmeio.checkpoint.file_objects import FastFileWriter
-from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
 from nvmeio.progress import Progress
 
@@ -68,10 +67,7 @@ def save(
     """
     pickled_by = (pickle_module, pickle_protocol)
     with LongCall("save", path, progress) as call:
-        run_with_caller(
-            lambda in_caller: _save(obj, path, pickled_by, checksum, handle, call, in_caller),
-            call.cancel,
-        )
+        _save(obj, path, pickled_by, checksum, handle, call)
 
 
 async def async_save(
@@ -94,9 +90,7 @@ async def async_save(
     """
     pickled_by = (pickle_module, pickle_protocol)
     with LongCall("save", path, progress) as call:
-        await in_thread(
-            lambda: _save(obj, path, pickled_by, checksum, handle, call, at_once), call.cancel
-        )
+        await in_thread(lambda: _save(obj, path, pickled_by, checksum, handle, call), call.cancel)
 
 
 def _save(
@@ -106,18 +100,30 @@ def _save(
     checksum: bool,
     handle: AioHandle | None,
     call: LongCall,
-    in_caller: InCaller,
+) -> None:
+    """Pickle in this thread, and write in one that no interrupt cuts short."""
+    try:
+        pickling = pickled(obj, *pickled_by)
+        call.check()
+        run_interruptible(lambda: _write(pickling, path, checksum, handle, call), call.cancel)
+    except UnknownWriterError as unknown:
+        logger.warning("saving through torch.save, which is slower: %s", unknown)
+        with FastFileWriter(path, handle=handle) as writer:
+            torch.save(obj, writer, *pickled_by)  # type: ignore[arg-type]
+
+
+def _write(
+    pickling: Pickling,
+    path: str | os.PathLike[str],
+    checksum: bool,
+    handle: AioHandle | None,
+    call: LongCall,
 ) -> None:
     with (
         Replacement(path) as replacement,
         CallHandle(handle, replacement.temporary) as call_handle,
     ):
-        try:
-            layout = plan_layout(obj, *pickled_by, in_caller)
-        except BackendUnavailableError as unknown:
-            logger.warning("saving through torch.save, which is slower: %s", unknown)
-            in_caller(_save_through_torch, obj, path, pickled_by, call_handle.get())
-            return
+        layout = pickling.layout()
         nbytes = padded_nbytes(layout)
         replacement.reserve(nbytes)
         flight = InFlight(finished=call.finished)
@@ -128,10 +134,3 @@ def _save(
         replacement.truncate(layout.nbytes)
         call.check()
         replacement.commit()
-
-
-def _save_through_torch(
-    obj: object, path: str | os.PathLike[str], pickled_by: tuple[Any, int], handle: AioHandle
-) -> None:
-    with FastFileWriter(path, handle=handle) as writer:
-        torch.save(obj, writer, *pickled_by)  # type: ignore[arg-type]
