@@ -92,6 +92,11 @@ class RankStore:
         prefixed = dist.distributed_c10d.PrefixStore(f"nvmeio/{name}", shared)
         return cls(prefixed, rank, size, path, operation)
 
+    @classmethod
+    def of_one(cls, path: str, operation: str) -> RankStore:
+        """That of a process alone."""
+        return cls(None, 0, 1, path, operation)
+
     @property
     def alone(self) -> bool:
         """Whether there is nobody to tell anything."""
@@ -135,6 +140,35 @@ class RankStore:
         value: bytes = self._ask(self._store.get, key)
         return value
 
+    def fail(self, key: str, failed: BaseException | str, **more: Any) -> None:
+        """Tell all ranks, under a key, why this one does not go on. Never raises.
+
+        Where one has said so before, that stays: it is the cause.
+
+        Args:
+            key: That everybody looks at.
+            failed: What went wrong.
+            more: What else there is to say, for JSON.
+        """
+        if self._store is None:
+            return
+        code = failed.errno if isinstance(failed, OSError) else None
+        text = str(failed)
+        if isinstance(failed, BaseException):
+            text = f"{type(failed).__name__}: {failed}" if text else type(failed).__name__
+        told = {"rank": self.rank, "errno": code, "text": text[:4096], **more}
+        with contextlib.suppress(Exception):
+            if not self._store.check([key]):
+                self._store.set(key, json.dumps(told).encode())
+
+    def failure(self, key: str) -> dict[str, Any] | None:
+        """What a rank has told by `fail`; None if none has.
+
+        Raises:
+            TransferError: The store cannot be reached.
+        """
+        return json.loads(self.get(key)) if self.check([key]) else None
+
     def add(self, key: str, number: int) -> int:
         """Count a key up, from 0; what it is then."""
         return int(self._ask(self._store.add, key, number))
@@ -166,8 +200,8 @@ class Calls:
 
     Args:
         operation: What is done, as errors say it; a part of the keys' names.
-        failed: The keys, below the number, under which a rank tells all others (in JSON, with
-            "errno") that it does not go on: of whatever comes first.
+        failed: The keys, below the number, under which a rank tells all others (`RankStore.fail`)
+            that it does not go on: of whatever comes first.
     """
 
     def __init__(self, operation: str, *failed: str) -> None:
@@ -235,9 +269,8 @@ class Calls:
 
     def _given_up(self, store: RankStore, number: int) -> bool:
         """Whether the others have waited for this rank, and do so no longer."""
-        keys = [f"{number}/{failed}" for failed in self._failed]
-        told = [json.loads(store.get(key)) for key in keys if store.check([key])]
-        return any(each["errno"] == errno.ETIMEDOUT for each in told)
+        told = [store.failure(f"{number}/{failed}") for failed in self._failed]
+        return any(each is not None and each["errno"] == errno.ETIMEDOUT for each in told)
 
 
 def _prefixed(name: str, store: Any) -> Any:

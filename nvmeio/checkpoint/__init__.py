@@ -1,22 +1,21 @@
 """Checkpoints: torch and safetensors files through direct I/O.
 
 Reading order for newcomers: `nvmeio._formats` (what a torch checkpoint is, how one is laid out
-and written), `nvmeio._storage.replace` (a file into its place), `_saving`; then `nvmeio._io.spans`
-(many parts of files into memory), `_loading`, `_loading_ranks`.
-For saves in the background: `_retention` (the directory), `_state_snapshot` (`_protected`,
-`_snapshot`, `_device_copies`), `_ranks`, `_writers`, `_job`, `_job_files`, `_saver`,
-`checkpointer`; `background` is the same under any names, `frozen` the snapshot by itself.
+and written), `nvmeio._storage.replace` (a file into its place), `saving`; then `nvmeio._io.spans`
+(many parts of files into memory) and `_load`. Saves in the background: `_manager` (the directory,
+one save, one after another), `_snapshot` (the state as it was), `_ranks` (several processes),
+behind `checkpointer`; `background` is the same under any names, `frozen` the snapshot by itself.
 `file_objects` serves code that calls torch.save itself, `safetensors` is the other format.
 """
 
 from nvmeio.checkpoint._load.loading import async_load as async_load
 from nvmeio.checkpoint._load.loading import load as load
-from nvmeio.checkpoint._manager.report import SaveReport as SaveReport
-from nvmeio.checkpoint._save.saving import async_save as async_save
-from nvmeio.checkpoint._save.saving import save as save
+from nvmeio.checkpoint._manager.job import SaveReport as SaveReport
 from nvmeio.checkpoint.checkpointer import Checkpointer as Checkpointer
 from nvmeio.checkpoint.file_objects import FastFileReader as FastFileReader
 from nvmeio.checkpoint.file_objects import FastFileWriter as FastFileWriter
+from nvmeio.checkpoint.saving import async_save as async_save
+from nvmeio.checkpoint.saving import save as save
 
 __all__ = [
     "Checkpointer",

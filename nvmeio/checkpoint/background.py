@@ -22,14 +22,14 @@ from nvmeio import _checks
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
+from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
+from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import endings
 from nvmeio._threads.caller import Cancellation
 from nvmeio._threads.jobs import begun, run_interruptible
-from nvmeio.checkpoint._manager.job import Plan, SaveJob, Setup, pickled_state
-from nvmeio.checkpoint._manager.report import SaveReport
-from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, store_of
-from nvmeio.checkpoint._save import safetensors_save
+from nvmeio.checkpoint import safetensors
+from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.handle import AioHandle
 
@@ -89,8 +89,8 @@ class BackgroundSaver:
         """The same as one safetensors file; tensors and metadata as for `save_safetensors`."""
         # Aligned, as all of `NvmeTrainer`'s: the files do not depend on when they are written.
         began = time.perf_counter()
-        wanted = safetensors_save.checked(tensors, path, metadata, None, True)
-        return self._save(lambda _: safetensors_save.layout_of(wanted), path, False, began)
+        wanted = safetensors.checked(tensors, path, metadata, None, True)
+        return self._save(lambda _: safetensors.layout_of(wanted), path, False, began)
 
     def after(self, work: Callable[[], object]) -> None:
         """Have something done once all that was begun is durable; not at all if that failed."""
@@ -168,7 +168,7 @@ class BackgroundSaver:
                 False,
                 checksum,
                 self._of_directory(os.path.dirname(path)),
-                store_of(None, path),
+                RankStore.of_one(path, "save"),
                 DEFAULT_TIMEOUT_S,
                 own.get,
                 lambda: None,

@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvmeio import _checks
 from nvmeio._io.long_call import LongCall, profiled
+from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.durable import check_above
 from nvmeio._threads.caller import run_with_caller
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.jobs import begun, in_thread, run_interruptible
 from nvmeio.checkpoint._load.load_options import HowToLoad, LoadOptions, MapLocation
-from nvmeio.checkpoint._manager import retention, writer_choice
-from nvmeio.checkpoint._manager.job import SaveJob
-from nvmeio.checkpoint._manager.report import SaveReport
-from nvmeio.checkpoint._manager.restoring import Wanted, restore
-from nvmeio.checkpoint._manager.restoring_parts import restore_parts, whole_saves
+from nvmeio.checkpoint._manager import retention
+from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
+from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts, whole_saves
 from nvmeio.checkpoint._manager.saver import JOBS, SaveCall, Saver
+from nvmeio.checkpoint._ranks.agreement import being_made, checked_writers, ranks_of, store_of
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, Attempts
-from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S, being_made, ranks_of, store_of
 from nvmeio.checkpoint._snapshot.state_snapshot import checked_way
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
@@ -163,7 +162,7 @@ class Checkpointer(ClosingWork):
             _checks.timeout(timeout_s)
             if handle is not None and not isinstance(handle, AioHandle):
                 raise TypeError(f"handle must be an nvmeio.AioHandle, not {handle!r:.80}")
-            writers = writer_choice.checked(writers, layout, ranks_of(process_group))
+            writers = checked_writers(writers, layout, ranks_of(process_group))
             way = checked_way(snapshot)
             self._store = store_of(process_group, path)
         self._keep = keep

@@ -34,9 +34,10 @@ import torch.distributed as dist
 import nvmeio
 import nvmeio.checkpoint
 from nvmeio._formats import torch_writing
+from nvmeio._ranks import messages as ranks_module
 from nvmeio._ranks import rank_store as rank_store_module
-from nvmeio.checkpoint._manager import job, writer_choice
-from nvmeio.checkpoint._ranks import ranks as ranks_module
+from nvmeio.checkpoint._manager import job
+from nvmeio.checkpoint._ranks import agreement
 from nvmeio.checkpoint._snapshot import copies
 from nvmeio.testing import FakeEngine
 
@@ -273,7 +274,7 @@ class Training:
 def some_write(me: Rank) -> None:
     """Fewer ranks write than there are, and all of it is there; ranks that differ are told."""
     nodes = ["left", "right"]
-    writer_choice.node = lambda: nodes[me.rank * 2 // me.world]
+    agreement.this_node = lambda: nodes[me.rank * 2 // me.world]
     half = me.world // 2
     for number, (writers, writing) in enumerate(
         (("all", range(me.world)), ("per_node", (0, half)), (1, (0,)), (2, (0, half)))

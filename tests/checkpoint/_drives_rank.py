@@ -31,9 +31,10 @@ from checkpoint._checkpointer_rank import (
 )
 
 import nvmeio
+from nvmeio._ranks import messages as messages_module
 from nvmeio._storage import locks
-from nvmeio.checkpoint._manager import job_parts, restoring_parts
-from nvmeio.checkpoint._ranks import part_ranks, ranks
+from nvmeio.checkpoint._manager import job_parts, restoring
+from nvmeio.checkpoint._ranks import part_ranks
 
 
 def with_drives(me: Rank, name: str, layout: str) -> None:
@@ -140,13 +141,13 @@ def refused(me: Rank) -> None:
     with_drives(me, "refused", "one")
     program.refused_calls(me)
     with me.new() as checkpointer:
-        seam = restoring_parts.seam
+        seam = restoring.seam
         if me.rank == 0:
-            restoring_parts.seam = lambda: None
+            restoring.seam = lambda: None
         error = nvmeio.BackendUnavailableError if me.rank == 0 else nvmeio.TransferError
         with me.raises(error, "beneath torch's unpickler"):
             checkpointer.restore()
-        restoring_parts.seam = seam
+        restoring.seam = seam
         assert same(checkpointer.restore(), me.state(10))
         assert checkpointer.latest_step() == 10
 
@@ -155,7 +156,7 @@ def early(me: Rank, shared: bool) -> None:
     """A write fails before the last rank has looked whether one has: all are told by `wait`."""
     if not shared:
         with_drives(me, "early", "one")
-    check = ranks.Messages.check
+    check = messages_module.Messages.check
 
     def check_late(messages: Any) -> None:
         until = time.monotonic() + 1
@@ -165,7 +166,7 @@ def early(me: Rank, shared: bool) -> None:
 
     me.errno = errno.ENOSPC if me.rank == 0 else 0
     if me.rank == me.world - 1:
-        ranks.Messages.check = check_late  # type: ignore[assignment, method-assign]
+        messages_module.Messages.check = check_late  # type: ignore[assignment, method-assign]
     with me.new() as checkpointer:
         checkpointer.save_sync(me.state(1), 1)
         with me.raises(nvmeio.TransferError, "ENOSPC"):

@@ -36,6 +36,7 @@ import nvmeio
 from nvmeio._io import shared_spans
 from nvmeio._io.inflight import Cancelled
 from nvmeio._memory import system
+from nvmeio._ranks import messages as messages_module
 from nvmeio.checkpoint._ranks import loading_ranks
 from nvmeio.testing import FakeEngine
 
@@ -384,16 +385,16 @@ def interrupted(me: Rank) -> None:
         assert "rank 0 of" in str(raised[0]) and "it was cancelled" in str(raised[0]), raised
     me.meet_others()
     if me.rank == 0:  # it waits for rank 1, which has not come
-        gather = loading_ranks.Messages.gather
+        gather = messages_module.Messages.gather
 
         def press_and_gather(messages: Any, name: str) -> list[bytes]:
             os.kill(os.getpid(), signal.SIGINT)
             return gather(messages, name)
 
-        loading_ranks.Messages.gather = press_and_gather  # type: ignore[assignment, method-assign]
+        messages_module.Messages.gather = press_and_gather  # type: ignore[assignment, method-assign]
         with me.raises(KeyboardInterrupt):
             load(path, handle=handle)
-        loading_ranks.Messages.gather = gather  # type: ignore[assignment, method-assign]
+        messages_module.Messages.gather = gather  # type: ignore[assignment, method-assign]
     me.meet_others()
     if me.rank != 0:
         with me.raises(nvmeio.TransferError, "rank 0 of", "it was cancelled"):
@@ -402,12 +403,12 @@ def interrupted(me: Rank) -> None:
     assert same(load(path, handle=handle), state)
 
     # Between its telling what it sees and its connecting, where others wait for it
-    exchange = loading_ranks.Exchange
+    exchange = messages_module.Exchange
     if me.rank == 0:
-        loading_ranks.Exchange = cancelled  # type: ignore[assignment, misc]
+        messages_module.Exchange = cancelled  # type: ignore[assignment, misc]
     with me.raises(Cancelled if me.rank == 0 else nvmeio.TransferError, within_s=PATIENCE_S - 20):
         load(path, handle=handle)
-    loading_ranks.Exchange = exchange  # type: ignore[misc]
+    messages_module.Exchange = exchange  # type: ignore[misc]
     assert same(load(path, handle=handle), state)
 
     async def cancel() -> None:
@@ -512,7 +513,7 @@ def replaced(me: Rank) -> None:
         for step in (1, 2):
             me.saved(checkpointer, step)
             me.meet_others()
-        get = loading_ranks.Messages.get
+        get = messages_module.Messages.get
         gone: list[str] = []
 
         def remove_before(messages: Any, name: str, rank: int) -> bytes:
@@ -523,7 +524,7 @@ def replaced(me: Rank) -> None:
                 (me.folder / "step-00000002.pt").unlink()
             return value
 
-        loading_ranks.Messages.get = remove_before  # type: ignore[assignment, method-assign]
+        messages_module.Messages.get = remove_before  # type: ignore[assignment, method-assign]
         found = checkpointer.restore(together=True)
         # Who had opened it may have seen that, too; in the end all have the same one.
         assert same(found, replicated(1)) and len(gone) == (me.rank == 1)

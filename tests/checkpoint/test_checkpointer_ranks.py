@@ -20,7 +20,7 @@ from checkpoint._ranks import running_ranks
 import nvmeio
 from nvmeio._formats.torch_layout import plan_layout
 from nvmeio._formats.torch_writing import padded_nbytes
-from nvmeio.checkpoint._manager import writer_choice
+from nvmeio.checkpoint._ranks import agreement
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
@@ -134,13 +134,13 @@ def test_some_of_the_ranks_write(world: int, ranks: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize("pages", [0, 1, 3, 1000])
 def test_shares_of_those_that_write(nodes: list[str], pages: int) -> None:
     for writers in ("all", "per_node", *range(1, len(nodes) + 1)):
-        writing = writer_choice.chosen(writers, nodes)
+        writing = agreement.chosen_writers(writers, nodes)
         assert writing == sorted(set(writing)) and writing[0] == 0
         if writers == "per_node":
             assert sorted(nodes[rank] for rank in writing) == sorted(set(nodes))
         else:
             assert len(writing) == (len(nodes) if writers == "all" else writers)
-        shares = writer_choice.shares(pages, len(nodes), writing)
+        shares = agreement.shares_of_writers(pages, len(nodes), writing)
         assert [start for start, _ in shares] == [0, *(end for _, end in shares[:-1])]
         assert shares[-1][1] == pages
         sizes = {shares[rank][1] - shares[rank][0] for rank in writing}

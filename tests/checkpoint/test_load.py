@@ -287,7 +287,7 @@ def test_memory_of_save_and_load_is_bounded(tmp_path: Path) -> None:
     ran = run_python(
         f"""
         import resource, torch, nvmeio, nvmeio.checkpoint
-        from nvmeio.checkpoint._save import saving as _saving
+        from nvmeio.checkpoint import saving as _saving
         def peak():
             with open("/proc/self/status") as status:
                 return next(int(l.split()[1]) << 10 for l in status if l.startswith("VmHWM"))

@@ -12,8 +12,8 @@ from support import needs_protection
 
 from nvmeio._formats.torch_layout import StorageRecord
 from nvmeio.checkpoint._snapshot import protected as protected_module
+from nvmeio.checkpoint._snapshot.copies import RecordSpan
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
-from nvmeio.checkpoint._snapshot.spans import RecordSpan
 
 pytestmark = needs_protection
 

@@ -22,12 +22,12 @@ from nvmeio._formats.torch_part import HEAD_BYTES, MAGIC
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.shared_spans import RankSpan, rounds_by_source
 from nvmeio._io.spans import Region, Run, Span, plan_reads
+from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio.checkpoint._manager import job_parts
 from nvmeio.checkpoint._manager.job_parts import PartOfEachRank
 from nvmeio.checkpoint._ranks import drives
 from nvmeio.checkpoint._ranks.drives import Save, Survey, decide
-from nvmeio.checkpoint._ranks.ranks import Messages
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.cli import app
 
@@ -68,7 +68,7 @@ def test_who_waits_for_why_another_rank_gave_up_beats_and_can_be_cancelled(
     monkeypatch.setattr(job_parts, "_NEXT_WORD_S", PATIENCE_S)
     store = RankStore(dist.HashStore(), 0, 2, str(tmp_path), "save")
     job = PartOfEachRank.__new__(PartOfEachRank)
-    job.messages = Messages(store, 1, PATIENCE_S, str(tmp_path))
+    job.messages = Messages(store, 1, PATIENCE_S)
     job._cancelled = True
     with pytest.raises(Cancelled):
         job._raise_cause()

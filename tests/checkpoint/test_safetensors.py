@@ -440,12 +440,12 @@ def test_a_set_that_fails_leaves_the_old_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """At whichever of its files: the third and last is the index."""
-    from nvmeio.checkpoint._save import safetensors_save
+    from nvmeio.checkpoint import safetensors
 
     old = ten()
     save_safetensors(old, tmp_path, max_shard_size="70kB")
     before = set(os.listdir(tmp_path))
-    commit = safetensors_save.Replacement.commit
+    commit = safetensors.Replacement.commit
     done = 0
 
     def fail(self: Any) -> None:
@@ -455,7 +455,7 @@ def test_a_set_that_fails_leaves_the_old_set(
             raise nvmeio.TransferError(errno.EIO, operation="fsync", path=self.path)
         commit(self)
 
-    monkeypatch.setattr(safetensors_save.Replacement, "commit", fail)
+    monkeypatch.setattr(safetensors.Replacement, "commit", fail)
     with pytest.raises(nvmeio.TransferError):
         save_safetensors({"new": torch.ones(3, 40000), **ten()}, tmp_path, max_shard_size="150kB")
     monkeypatch.undo()

@@ -35,7 +35,7 @@ import nvmeio
 from nvmeio._formats import torch_layout, torch_pickling
 from nvmeio._io.inflight import Cancelled
 from nvmeio._io.long_call import LongCall
-from nvmeio.checkpoint._save import saving as saving_module
+from nvmeio.checkpoint import saving as saving_module
 
 
 def names_in(directory: Path) -> list[str]:

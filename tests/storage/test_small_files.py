@@ -16,7 +16,7 @@ from nvmeio import tuned
 from nvmeio._formats import safetensors_shards
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio.checkpoint._manager import restoring, retention
-from nvmeio.checkpoint._save.safetensors_save import _holds
+from nvmeio.checkpoint.safetensors import _holds
 from nvmeio.cli._tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating

@@ -38,6 +38,7 @@ from nvmeio._formats.torch_zip import LOCAL_MAGIC
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
+from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
 from nvmeio._threads.caller import run_with_caller
 from nvmeio._threads.jobs import in_thread
@@ -49,7 +50,6 @@ from nvmeio.checkpoint._load.load_options import (
     nothing_to_read,
 )
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks
-from nvmeio.checkpoint._ranks.ranks import DEFAULT_TIMEOUT_S
 from nvmeio.errors import IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

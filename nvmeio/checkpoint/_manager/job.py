@@ -15,13 +15,12 @@ The right side is in `_job_files`.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +30,14 @@ from nvmeio._formats.torch_skeleton import KeptSkeleton, UnknownWriterError
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
+from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._threads.future import Future
 from nvmeio._threads.threads import Thread, unlist
-from nvmeio.checkpoint._manager import writer_choice
-from nvmeio.checkpoint._manager.report import SaveReport
 from nvmeio.checkpoint._manager.retention import Lineage
+from nvmeio.checkpoint._ranks import agreement
 from nvmeio.checkpoint._ranks.agreement import Disagreement, agree, with_pieces_of_first
 from nvmeio.checkpoint._ranks.drives import OwnDrives
-from nvmeio.checkpoint._ranks.ranks import Messages
 from nvmeio.checkpoint._snapshot.copies import SnapshotPart
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots, StateSnapshot
 from nvmeio.errors import TransferError
@@ -53,6 +51,56 @@ logger = logging.getLogger("nvmeio")
 # The rank with the store may end its process once all know that the save is over: they ask for it
 # every 20 ms. One that died meanwhile is not waited for any longer than this.
 _PARTING_S = 5.0
+
+
+class SaveReport(NamedTuple):
+    """What a save did, and how long it took.
+
+    Attributes:
+        step: The number it was given.
+        path: Where the checkpoint is, or will be.
+        nbytes: The size of the file; of this rank's own file with ``layout="per_rank"``.
+        copied_bytes: What this rank copied into the snapshot.
+        snapshot_bytes: The memory of the snapshot; with less than the part to save, it streamed.
+        held_s: How long `save` took, in seconds: all of the following, and the copying.
+        waited_s: Of that, for the save before to become durable.
+        planned_s: Of that, for pickling and, with several ranks, for the others to come.
+        memory_s: Of that, for new memory: in the first save, and where the state grew.
+        stalled_s: Of that, for memory to become free, because the snapshot streamed.
+        durable: Whether all of it is durable; the next two are None until then.
+        recycled: Whether the oldest checkpoint's blocks were overwritten, rather than new ones
+            allocated; known by rank 0, and with ``layout="per_rank"`` by each for its own file.
+        guarded_bytes: What was not copied before `save` returned: `protected_bytes`, and what is on
+            devices.
+        moved_bytes: Of `protected_bytes`, copied aside because somebody wrote there before it was
+            read; with `step_held_s` 0 until all is durable.
+        step_held_s: How long those who wrote were stopped for that, together, in seconds.
+        protected_bytes: What was left in protected host memory; 0 where all of it was copied.
+        written_s: From the end of `save` until all was durable, in seconds.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    copied_bytes: int
+    snapshot_bytes: int
+    held_s: float
+    waited_s: float
+    planned_s: float
+    memory_s: float
+    stalled_s: float
+    durable: bool = False
+    recycled: bool | None = None
+    written_s: float | None = None
+    guarded_bytes: int = 0
+    moved_bytes: int = 0
+    step_held_s: float = 0.0
+    protected_bytes: int = 0
+
+    @property
+    def snapshot(self) -> str:
+        """How it was taken: "protect" where memory was protected, else "copy"."""
+        return "protect" if self.protected_bytes else "copy"
 
 
 class Setup(NamedTuple):
@@ -90,7 +138,40 @@ class Setup(NamedTuple):
 
     def messages(self, number: int) -> Messages:
         """Those of one save; `number`: the same on all ranks."""
-        return Messages(self.store, number, self.timeout_s, self.directory)
+        return Messages(self.store, number, self.timeout_s)
+
+
+Plan = Callable[[KeptSkeleton | None], FileLayout]
+"""Makes a layout, with what the save before this one left; called once, in any thread."""
+
+
+def pickled_state(state: object) -> Plan:
+    """Pickle a state, in the thread whose modes its own code must see; what goes on with that.
+
+    Raises:
+        Exception: What pickling it raises.
+    """
+    try:
+        pickling = pickled(state)
+    except UnknownWriterError as unknown:
+        layout = _saved_by_torch(state, unknown)
+        return lambda _: layout
+
+    def plan(kept: KeptSkeleton | None) -> FileLayout:
+        try:
+            return pickling.layout(kept)
+        except UnknownWriterError as unknown:
+            return _saved_by_torch(state, unknown)
+
+    return plan
+
+
+def _saved_by_torch(state: object, unknown: UnknownWriterError) -> FileLayout:
+    logger.warning("saving through torch.save, which is slower: %s", unknown)
+    whole = io.BytesIO()
+    torch.save(state, whole)
+    data = whole.getvalue()
+    return FileLayout(len(data), [KnownBytes(0, data)], [])
 
 
 class SaveJob(ABC):
@@ -227,10 +308,12 @@ class SaveJob(ABC):
             self.settle([self.plan()])
             return layout
         plan = {"step": self.step, "layout": self.LAYOUT, "checksum": self.setup.checksum}
-        plan |= {"writers": self.setup.writers, "node": writer_choice.node(), **self.plan()}
+        plan |= {"writers": self.setup.writers, "node": agreement.this_node(), **self.plan()}
         before = self.setup.messages(self.number - 1)
         plans, same_pieces = agree(self.messages, before, self.path, plan, layout)
-        self.writing = writer_choice.chosen(self.setup.writers, [each["node"] for each in plans])
+        self.writing = agreement.chosen_writers(
+            self.setup.writers, [each["node"] for each in plans]
+        )
         self.settle(plans)
         self.messages.put("agreed", b"")
         if same_pieces or self.LAYOUT != "one":
@@ -363,15 +446,6 @@ class SaveJob(ABC):
                 return first
         return failed
 
-    @contextlib.contextmanager
-    def telling_others(self) -> Iterator[None]:
-        """A failure of the body is told before anything is removed."""
-        try:
-            yield
-        except BaseException as failed:
-            self.messages.fail(failed)
-            raise
-
     def _forget(self) -> None:
         """Let go of the snapshot's memory."""
         snapshot, self.snapshot = self.snapshot, None
@@ -427,39 +501,6 @@ class SaveJob(ABC):
         """Where this rank has committed for all: until they know. For a limited time; quiet."""
         if self.messages.rank == 0 and self.done() and self.over.error is None:
             self.messages.wait_for_others("seen", _PARTING_S)
-
-
-Plan = Callable[[KeptSkeleton | None], FileLayout]
-"""Makes a layout, with what the save before this one left; called once, in any thread."""
-
-
-def pickled_state(state: object) -> Plan:
-    """Pickle a state, in the thread whose modes its own code must see; what goes on with that.
-
-    Raises:
-        Exception: What pickling it raises.
-    """
-    try:
-        pickling = pickled(state)
-    except UnknownWriterError as unknown:
-        layout = _saved_by_torch(state, unknown)
-        return lambda _: layout
-
-    def plan(kept: KeptSkeleton | None) -> FileLayout:
-        try:
-            return pickling.layout(kept)
-        except UnknownWriterError as unknown:
-            return _saved_by_torch(state, unknown)
-
-    return plan
-
-
-def _saved_by_torch(state: object, unknown: UnknownWriterError) -> FileLayout:
-    logger.warning("saving through torch.save, which is slower: %s", unknown)
-    whole = io.BytesIO()
-    torch.save(state, whole)
-    data = whole.getvalue()
-    return FileLayout(len(data), [KnownBytes(0, data)], [])
 
 
 def _warn_of_waiting(report: SaveReport) -> None:

@@ -27,8 +27,9 @@ from nvmeio._storage.replace import (
     Replacement,
     temporary_name,
 )
-from nvmeio.checkpoint._manager import retention, writer_choice
+from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
+from nvmeio.checkpoint._ranks import agreement
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 
@@ -48,7 +49,7 @@ class OneFile(SaveJob):
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """Even parts of whole pages, of the ranks that write; nothing of the others."""
         pages = padded_nbytes(layout) // PAGE_BYTES
-        shares = writer_choice.shares(pages, self.messages.size, self.writing)
+        shares = agreement.shares_of_writers(pages, self.messages.size, self.writing)
         return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
@@ -77,7 +78,8 @@ class OneFile(SaveJob):
     def _write_and_commit(self) -> bool:
         setup = self.setup
         old = _make_room(self)
-        with Replacement(self.path, recycle=old) as replacement, self.telling_others():
+        # What fails is told before anything is removed.
+        with Replacement(self.path, recycle=old) as replacement, self.messages.telling():
             layout = self.layout()
             if old is not None and not replacement.recycled:
                 with contextlib.suppress(OSError):
@@ -131,7 +133,7 @@ class FileOfEachRank(SaveJob):
         setup = self.setup
         temporary = self._make_directory()
         try:
-            with self.telling_others():
+            with self.messages.telling():
                 self.messages.put("place", os.path.basename(temporary).encode())
                 recycled = self._write_file(temporary)
                 names = [_rank_name(rank) for rank in range(self.messages.size)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import struct
@@ -38,9 +37,8 @@ from nvmeio._io.inflight import Cancelled
 from nvmeio._ranks.rank_store import pauses
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
-from nvmeio.checkpoint._manager import writer_choice
-from nvmeio.checkpoint._manager.job import SaveJob
-from nvmeio.checkpoint._manager.report import SaveReport
+from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
+from nvmeio.checkpoint._ranks import agreement
 from nvmeio.checkpoint._ranks.agreement import Disagreement
 from nvmeio.checkpoint._ranks.drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
 from nvmeio.errors import TransferError
@@ -83,7 +81,7 @@ class PartOfEachRank(SaveJob):
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
         """Even parts of whole pages, of the ranks that write; nothing of the others."""
         pages = padded_nbytes(layout) // PAGE_BYTES
-        shares = writer_choice.shares(pages, self.messages.size, self.writing)
+        shares = agreement.shares_of_writers(pages, self.messages.size, self.writing)
         return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
@@ -144,8 +142,7 @@ class PartOfEachRank(SaveJob):
             for rank, each in enumerate(plans)
             if rank != own and each["mark"] and os.path.lexists(os.path.join(mine, each["mark"]))
         ]
-        told = [json.loads(each) for each in self._tell("same", json.dumps(seen).encode())]
-        self.messages.check()
+        told = self.messages.agree("same", seen)
         for rank, others in enumerate(told):
             if others:
                 raise Disagreement(
@@ -154,13 +151,6 @@ class PartOfEachRank(SaveJob):
                     "each rank one of its own, or leave shared=False out where all ranks see one"
                 )
         self._drives.apart = True
-
-    def _tell(self, name: str, mine: bytes) -> list[bytes]:
-        """Tell all ranks something, and hear it of all, by rank."""
-        if self.messages.size == 1:
-            return [mine]
-        self.messages.put(name, mine)
-        return self.messages.gather(name)
 
     # In the background
 
@@ -220,7 +210,7 @@ class PartOfEachRank(SaveJob):
             replacement.truncate(head.file_nbytes)
             sync_data(replacement.file)
             self.check_cancelled()
-            self._tell("durable", b"1")
+            self.messages.tell_all("durable", 1)
             replacement.commit()
         return replacement.recycled
 
@@ -232,7 +222,7 @@ class PartOfEachRank(SaveJob):
                 os.unlink(old)
         self.messages.put("part", b"")
         self.check_cancelled()
-        self._tell("durable", b"1")
+        self.messages.tell_all("durable", 1)
 
     def _make_room(self) -> str | None:
         """Delete what is one too many; the path of what is to be overwritten."""

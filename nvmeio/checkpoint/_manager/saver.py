@@ -19,6 +19,7 @@ from nvmeio._formats.torch_skeleton import KeptSkeleton
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
+from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.durable import make_directory
 from nvmeio._storage.locks import leads_to, lock_directory, unlock_directory
@@ -26,14 +27,12 @@ from nvmeio._storage.replace import check_writable
 from nvmeio._threads import endings, jobs, threads
 from nvmeio._threads.future import Future
 from nvmeio.checkpoint._manager import retention
-from nvmeio.checkpoint._manager.job import Plan, SaveJob, Setup, pickled_state
+from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state
 from nvmeio.checkpoint._manager.job_files import FileOfEachRank, OneFile
 from nvmeio.checkpoint._manager.job_parts import OwnFileOfEachRank, PartOfEachRank
-from nvmeio.checkpoint._manager.report import SaveReport
 from nvmeio.checkpoint._ranks.drives import OwnDrives
 from nvmeio.checkpoint._ranks.loading_ranks import LoadingRanks
 from nvmeio.checkpoint._ranks.part_ranks import PartRanks
-from nvmeio.checkpoint._ranks.ranks import Messages
 from nvmeio.checkpoint._snapshot.state_snapshot import Snapshots
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.handle import AioHandle
@@ -257,7 +256,7 @@ class Saver:
         except BaseException as failed:
             restores = setup.store.within("restore", self.directory, "restore")
             for store in (setup.store, restores):
-                Messages(store, 1, setup.timeout_s, self.directory).fail(failed)
+                Messages(store, 1, setup.timeout_s).fail(failed)
             raise
 
     def stop_opening(self) -> None:

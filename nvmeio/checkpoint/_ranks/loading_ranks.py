@@ -27,10 +27,10 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.shared_spans import RankSpan, read_together
 from nvmeio._io.spans import Span
 from nvmeio._ranks.exchange import Exchange
+from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._threads.caller import Cancellation
 from nvmeio.checkpoint._manager.retention import Generation
-from nvmeio.checkpoint._ranks.ranks import Messages
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
@@ -57,9 +57,8 @@ class LoadingRanks:
     def __init__(self, store: RankStore, number: int, timeout_s: float) -> None:
         self._store = store
         self._number = number
-        self._timeout_s = timeout_s
         self._stop = Cancellation()
-        self._messages = Messages(store, number, timeout_s, store.path)
+        self._messages = Messages(store, number, timeout_s)
         self._exchange: Exchange | None = None
         self._is_over = store.alone
         if not store.alone:
@@ -101,16 +100,14 @@ class LoadingRanks:
             self._messages.put("which", json.dumps(told | {"step": first.step}).encode())
         told = json.loads(self._messages.get("which", 0))
         path = os.path.join(directory, os.path.basename(told["path"]))
-        self._messages.put("there", b"1" if os.path.exists(path) else b"")
-        there = self._messages.gather("there")
-        self._messages.check()
+        there = self._messages.agree("there", os.path.exists(path))
         if not all(there):
             self._is_over = True  # all ranks find that
             raise TransferError(
                 errno.ESTALE,
                 operation="open",
                 path=path,
-                detail=f"rank 0 has found this checkpoint, and rank {there.index(b'')} does not "
+                detail=f"rank 0 has found this checkpoint, and rank {there.index(False)} does not "
                 "find it: it was replaced meanwhile, or that rank does not see the same directory",
             )
         return Generation(0, told["step"], path, told["of_ranks"])
@@ -163,28 +160,17 @@ class LoadingRanks:
         tail = min(nbytes, _TAIL_BYTES)
         digest = sha256(read_buffered(file, nbytes - tail, tail)).hexdigest()
         mine = {"nbytes": nbytes, "tail": digest, "together": together}
-        self._messages.put("file", json.dumps(mine).encode())
-        told = [json.loads(each) for each in self._messages.gather("file")]
-        self._messages.check()  # one may have told what it sees, and then given up
+        told = self._messages.agree("file", mine)
         self._forget_last()
         self._compare(file.path, told)
         if not together:
             self._is_over = True
             return
-        self._exchange = self._connected(file.path)
+        self._exchange = self._messages.exchange(self._stop)
 
     def _forget_last(self) -> None:
         """All ranks have come to this load, so they have left the one before."""
-        Messages(self._store, self._number - 1, self._timeout_s, "").forget(_MESSAGES)
-
-    def _connected(self, path: str) -> Exchange:
-        return Exchange(
-            self._store.within(f"exchange/{self._number}", path, self._store.operation),
-            self._timeout_s,
-            self._messages.check,
-            self._messages.fail,
-            self._stop,
-        )
+        Messages(self._store, self._number - 1, self._messages.timeout_s).forget(_MESSAGES)
 
     def _compare(self, path: str, told: Sequence[dict[str, Any]]) -> None:
         """All ranks find the same, so nobody has to tell."""
@@ -292,4 +278,4 @@ class Attempts(Generic[Ranks]):
         return self._new() if begun else self._first
 
 
-ALONE = LoadingRanks(RankStore(None, 0, 1, "", "load"), 0, 1.0)
+ALONE = LoadingRanks(RankStore.of_one("", "load"), 0, 1.0)

@@ -89,7 +89,7 @@ class PartRanks(LoadingRanks):
         Raises:
             ValueError: The ranks want different things.
         """
-        told = [json.loads(each) for each in self._tell("which", drives.has() | {"wanted": wanted})]
+        told = self._agree("which", drives.has() | {"wanted": wanted})
         self._is_over = True  # from here to `resume`, all ranks find the same
         if self._messages.rank:
             with contextlib.suppress(TransferError):  # it did not wait for us
@@ -108,14 +108,10 @@ class PartRanks(LoadingRanks):
         """All ranks have found that they can go on, and wait for each other again."""
         self._is_over = self.is_alone
 
-    def _tell(self, name: str, mine: dict[str, Any]) -> list[bytes]:
-        text = json.dumps(mine).encode()
-        if self.is_alone:
-            return [text]
-        self._messages.put(name, text)
-        told = self._messages.gather(name)
-        self._messages.check()  # one may have told it, and then given up
-        self._forget_last()
+    def _agree(self, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        told = self._messages.agree(name, mine)
+        if not self.is_alone:
+            self._forget_last()
         return told
 
     def connect(self, mine: Sequence[OpenPart], path: str, nothing: bool) -> int:
@@ -134,7 +130,7 @@ class PartRanks(LoadingRanks):
             ValueError: Some ranks want no bytes, and others do.
         """
         heads = [part.head for part in mine]
-        told = [json.loads(e) for e in self._tell("file", {"heads": heads, "nothing": nothing})]
+        told = self._agree("file", {"heads": heads, "nothing": nothing})
         self._is_over = True
         if any(each["nothing"] != told[0]["nothing"] for each in told):
             raise ValueError(
@@ -144,7 +140,7 @@ class PartRanks(LoadingRanks):
         self._sources = _sources_of(told, mine, self._messages.rank, path)
         nbytes = PartHead(*next(each["heads"][0] for each in told if each["heads"])).nbytes
         self.resume()
-        self._exchange = NoExchange() if self.is_alone else self._connected(path)
+        self._exchange = NoExchange() if self.is_alone else self._messages.exchange(self._stop)
         return nbytes
 
     def fill(self, image: Image, get_handle: Callable[[], AioHandle]) -> None:
@@ -321,4 +317,4 @@ def open_part(path: str, save: Save, number: int, opened: contextlib.ExitStack) 
 
 def of_one() -> PartRanks:
     """For parts that this rank has itself: no other one is asked."""
-    return PartRanks(RankStore(None, 0, 1, "", "restore"), 0, 1.0)
+    return PartRanks(RankStore.of_one("", "restore"), 0, 1.0)

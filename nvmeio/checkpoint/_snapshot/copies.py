@@ -1,18 +1,24 @@
-"""A copy of a state's bytes in memory that is kept: what is saved while training goes on.
+"""Copies of a state's bytes in memory that is kept: what is saved while training goes on.
 
-The snapshot of a part [start, end) of a file is a window that moves over it. Byte `o` of the file
-lies at ``(o - start) % capacity`` of one arena, so memory keeps the alignment of the file, and all
-that has to be known is how far the copying and the writing have come:
+The copies of some spans of a file are a window that moves over them, packed one behind the other
+(`Spans`), so memory keeps the pages of the file. Place `o` lies at ``o % size`` of one arena, and
+all that has to be known is how far the copying and the writing have come:
 
-    start        written                  copied                    end
-      ├─ free again ─┼─ copied, to be written ─┼─ not copied yet ───────┤
-                     └──── at most capacity ────┘
+    0         written                  copied                     end
+    ├─ free again ─┼─ copied, to be written ─┼─ not copied yet ───────┤
+                   └───── at most the size ──────┘
 
-Where the arena holds the whole part nothing is ever waited for. Where it does not, copying goes on
-as writes finish: slower, and never with more memory.
+Where the arena holds all of it nothing is ever waited for. Where it does not, copying goes on as
+writes finish: slower, and never with more memory.
 
-The arena is nvmeio's own memory: on huge pages, touched once, and reused by every later snapshot.
-Copies are memmoves of some MiB each, without the GIL, by a few threads.
+From host memory (`HostCopies`) they are memmoves of some MiB each, without the GIL, by a few
+threads. What is in a device's memory has to cross the bus in any case: a stream beside copies it
+(`DeviceCopies`), behind what the caller's stream was asked before the save, and before what it is
+asked after it. So the bytes are those of the save, whatever kernels come next, and the host waits
+for none of it but for room.
+
+The arena is nvmeio's own memory: on huge pages, touched once, and reused by every later snapshot;
+for a device page-locked.
 """
 
 from __future__ import annotations
@@ -22,8 +28,9 @@ import ctypes
 import logging
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +50,9 @@ _CPU = torch.device("cpu")
 
 # Two chunks in flight and two being copied (`torch_writing.CHUNK_BYTES`): it needs as much.
 LEAST_BYTES = 64 << 20
+
+# Of a device: two operations on their way to the drive, one read, and a step.
+_LEAST_DEVICE_BYTES = LEAST_BYTES - (4 << 20)
 
 # Wait for this much free memory before copying on: a smaller step costs more than it brings.
 STEP_BYTES = 8 << 20
@@ -177,45 +187,71 @@ def with_aside(read: ReadBytes, aside: Aside) -> ReadBytes:
     return read_either
 
 
-class Snapshot:
-    """The bytes of a layout's storages in host memory within a part of the file, as they are now.
+RecordSpan = tuple[StorageRecord, int, int]
+"""A record, and which of its bytes: the first, and the first behind them, in the file."""
 
-    One thread calls `take`; another writes `layout`, and tells by `written` how far it is.
+
+class Spans:
+    """Pieces of a file, one after the other: each on the same place of its page as in the file.
 
     Args:
-        memory: Where it may live.
-        part: What of the file.
-
-    Attributes:
-        layout: The same layout on the snapshot's memory.
-        copied_bytes: Bytes that `take` has copied.
-        stalled_s: How long `take` waited for memory, in seconds.
-
-    Raises:
-        MemoryError: There is no room for it.
+        spans: (start, end) in the file, in its order, disjoint.
     """
 
-    def __init__(self, memory: SnapshotMemory, part: SnapshotPart) -> None:
-        source, start, end, _ = part
-        self._records = [record for record in source.records if overlap(record, start, end)]
-        self._start, self._end = start, end
-        self._arena = memory.arena(end - start)
-        self._copied = self._written = start
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self.spans = spans
+        self.places: list[int] = []
+        self.end = 0
+        self._starts = [start for start, _ in spans]
+        for start, end in spans:
+            place = self.end + (start - self.end) % PAGE_BYTES
+            self.places.append(place)
+            self.end = place + end - start
+
+    def reached(self, position: int) -> int:
+        """How far one is here who has come to a position in the file."""
+        index = bisect_left(self._starts, position) - 1
+        if index < 0:
+            return 0
+        start, end = self.spans[index]
+        return self.places[index] + min(position, end) - start
+
+
+class Copies(ABC):
+    """Spans of records in host memory, as they are now.
+
+    One thread calls `take`; another reads, and tells by `written` how far it is.
+
+    Args:
+        records: Each with its span of the file.
+        arena: Where they are copied to.
+
+    Attributes:
+        spans: How they lie there.
+        nbytes: How much they have.
+        stalled_s: How long `take` waited for memory, in seconds.
+    """
+
+    def __init__(self, records: Sequence[RecordSpan], arena: torch.Tensor) -> None:
+        self._records = list(records)
+        self._offsets = [record.offset for record, _, _ in records]
+        self.spans = Spans([(low, high) for _, low, high in records])
+        self.nbytes = sum(high - low for _, low, high in records)
+        self._arena = arena
+        self._size = round_down(arena.nbytes, PAGE_BYTES)
+        self._copied = self._written = 0
         self._stopped = False
         self._changed = threading.Condition()
-        self.copied_bytes = 0
         self.stalled_s = 0.0
-        self.layout = source._replace(
-            records=[record._replace(data=self._reader(record)) for record in source.records]
-        )
 
     # The copying side
 
     @property
     def fits(self) -> bool:
         """Whether all of it is held at once; else the writer has to run beside `take`."""
-        return self._end - self._start <= self._arena.nbytes
+        return self.spans.end <= self._size
 
+    @abstractmethod
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
         """Copy all of it; waits for memory where not everything fits.
 
@@ -225,46 +261,36 @@ class Snapshot:
         Raises:
             Cancelled: `stop` was called.
         """
-        while self._copied < self._end:
-            window = self._wait_for_room()
-            tasks = list(self._tasks(self._copied, window))
-            copy_all(tasks, lambda: self._stopped)
-            progress()
-            with self._changed:
-                self._copied = window
-                self._changed.notify_all()
-        self._records = []  # the state is the caller's again
-        if self._stopped:
-            raise Cancelled
 
     def _wait_for_room(self) -> int:
-        """Up to where the file's bytes can be copied now."""
-        wanted = min(self._end - self._copied, STEP_BYTES)
+        """Up to where it can be copied now."""
+        copied, end = self._copied, self.spans.end
+        wanted = min(end - copied, STEP_BYTES)
         with self._changed:
-            began = time.perf_counter()
             while not self._stopped:
-                free = self._arena.nbytes - (self._copied - self._written)
+                free = self._size - (copied - self._written)
                 if free >= wanted:
-                    break
+                    return min(copied + free, end)
+                began = time.perf_counter()
                 self._changed.wait(SLICE_S)  # `stop` may have been interrupted
-            if self._copied > self._start:
                 self.stalled_s += time.perf_counter() - began
-            if self._stopped:
-                raise Cancelled
-            return min(self._copied + free, self._end)
+        raise Cancelled
 
-    def _tasks(self, start: int, end: int) -> Iterator[Copy]:
-        """The copies of the file's bytes in [start, end)."""
-        for record in self._records:
-            if not overlap(record, start, end):
-                continue
-            position, stop = max(record.offset, start), min(record.end, end)
+    def _tasks(self, low: int, high: int) -> Iterator[Copy]:
+        """The copies of the places in [low, high)."""
+        for (record, start, end), place in zip(self._records, self.spans.places, strict=True):
+            position, stop = max(place, low), min(place + end - start, high)
             while position < stop:
-                at = self._at(position)
-                nbytes = min(stop - position, COPY_BYTES, self._arena.nbytes - at)
-                yield Copy(self._arena, at, record, position - record.offset, nbytes)
-                self.copied_bytes += nbytes
+                at = position % self._size
+                nbytes = min(stop - position, COPY_BYTES, self._size - at)
+                offset = start - record.offset + position - place
+                yield Copy(self._arena, at, record, offset, nbytes)
                 position += nbytes
+
+    def _came_to(self, place: int) -> None:
+        with self._changed:
+            self._copied = place
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Wake whoever waits, with `Cancelled`; from any thread."""
@@ -274,38 +300,130 @@ class Snapshot:
 
     # The writing side
 
-    def written(self, end: int) -> None:
-        """All of the file's bytes before `end` are in the file: their memory is free again."""
+    def written(self, position: int) -> None:
+        """All before a position of the file is in the file: its memory is free again."""
         with self._changed:
-            self._written = max(self._written, min(end, self._end))
+            self._written = max(self._written, self.spans.reached(position))
             self._changed.notify_all()
 
     @property
     def most_in_flight_bytes(self) -> int:
         """What may be in flight at once, so that there is memory to copy into beside it."""
-        return MOST_BYTES if self.fits else min(self._arena.nbytes // 2, MOST_BYTES)
+        return MOST_BYTES if self.fits else min(self._size // 2, MOST_BYTES)
 
-    def _reader(self, record: StorageRecord) -> ReadBytes:
-        offset = record.offset
-        return lambda at, nbytes: self._read(offset + at, nbytes)
+    def read(self, number: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of a record, by its number here; waits until they are there.
 
-    def _read(self, position: int, nbytes: int) -> torch.Tensor:
-        end = position + nbytes
-        if not self._start <= position <= end <= self._end:
-            raise ValueError(f"[{position}, {end}) is not of the part [{self._start}, {self._end})")
+        Raises:
+            Cancelled: `stop` was called.
+        """
+        low, high = self.spans.spans[number]
+        first = self._offsets[number] + offset
+        if not low <= first <= first + nbytes <= high:
+            raise ValueError(f"[{first}, {first + nbytes}) is not of the span [{low}, {high})")
+        place = self.spans.places[number] + first - low
+        self._wait_for(place + nbytes)
+        at = place % self._size
+        found = self._arena[at : min(at + nbytes, self._size)]
+        if found.nbytes == nbytes:
+            return found
+        return torch.cat((found, self._arena[: nbytes - found.nbytes]))  # around the end
+
+    def _wait_for(self, end: int) -> None:
         with self._changed:
             while self._copied < end and not self._stopped:
                 self._changed.wait(SLICE_S)
             if self._stopped:
                 raise Cancelled
-        at = self._at(position)
-        first = self._arena[at : at + nbytes]
-        if first.nbytes == nbytes:
-            return first
-        return torch.cat((first, self._arena[: nbytes - first.nbytes]))  # around the arena's end
 
-    def _at(self, position: int) -> int:
-        return (position - self._start) % self._arena.nbytes
+
+class HostCopies(Copies):
+    """Copies of host memory.
+
+    Args:
+        records: Each with its span of the file.
+        memory: Where they may live.
+
+    Raises:
+        MemoryError: There is no room for it.
+    """
+
+    def __init__(self, records: Sequence[RecordSpan], memory: SnapshotMemory) -> None:
+        end = Spans([(low, high) for _, low, high in records]).end
+        super().__init__(records, memory.arena(end))
+
+    def take(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Copy all of it; waits for memory where not everything fits."""
+        while self._copied < self.spans.end:
+            until = self._wait_for_room()
+            copy_all(list(self._tasks(self._copied, until)), lambda: self._stopped)
+            progress()
+            self._came_to(until)
+        self._records = []  # the state is the caller's again
+        if self._stopped:
+            raise Cancelled
+
+
+class DeviceCopies(Copies):
+    """Copies of device memory.
+
+    Args:
+        records: Each with its span of the file.
+        memory: Where they are copied to.
+        most_bytes: What may be used of that; None for what it allows.
+
+    Raises:
+        MemoryError: There is no room.
+    """
+
+    def __init__(
+        self, records: Sequence[RecordSpan], memory: SnapshotMemory, most_bytes: int | None
+    ) -> None:
+        self._streams = _streams_of(record for record, _, _ in records)
+        end = Spans([(low, high) for _, low, high in records]).end
+        nbytes = end + PAGE_BYTES
+        if most_bytes is not None and most_bytes < nbytes:
+            nbytes = most_bytes
+            if memory.nbytes > most_bytes:
+                memory.release()
+        super().__init__(records, memory.arena(nbytes, _locked_for(self._streams)))
+        if self._size < min(end, _LEAST_DEVICE_BYTES):
+            raise MemoryError(f"{self._arena.nbytes} bytes are too few to copy {self.nbytes} to")
+        self._marks: list[tuple[int, list[devices_module.Mark]]] = []  # behind copies up to a place
+
+    def take(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Begin all copies, behind what the calling thread's stream was asked; it waits for them.
+
+        Waits for room where the window does not hold all of it.
+        """
+        for stream in self._streams.values():
+            stream.follow()
+        try:
+            while self._copied < self.spans.end:
+                until = min(self._wait_for_room(), self._copied + COPY_BYTES)
+                for copy in self._tasks(self._copied, until):
+                    copy.begin(self._streams)
+                self._marks.append((until, [stream.mark() for stream in self._streams.values()]))
+                self._came_to(until)
+        finally:
+            self._records = []
+            for stream in self._streams.values():
+                stream.precede()
+
+    def _wait_for(self, end: int) -> None:
+        super()._wait_for(end)
+        for mark in next(marks for until, marks in list(self._marks) if until >= end):
+            mark.wait()
+
+    def over(self) -> None:
+        """Nobody reads it any more; waits for what is on the bus: the memory is the next one's.
+
+        A device that has failed copies no more. Whoever reads what it had not copied has its error.
+        """
+        self.stop()
+        for stream in self._streams.values():
+            with contextlib.suppress(RuntimeError):
+                stream.mark().wait()
 
 
 class Copy(NamedTuple):
@@ -375,13 +493,13 @@ def device_of(record: StorageRecord) -> torch.device:
     return devices_module.device_of(tensor_of(record))
 
 
-def streams_of(records: Sequence[StorageRecord]) -> Streams:
+def _streams_of(records: Iterable[StorageRecord]) -> Streams:
     """What copies from each device that has any of these."""
     devices = {device_of(record) for record in records}
     return {device: devices_module.beside(device) for device in devices - {_CPU}}
 
 
-def locked_for(streams: Streams) -> torch.device:
+def _locked_for(streams: Streams) -> torch.device:
     """The device for whose copies memory is to be page-locked; the CPU where for none."""
     return next((device for device in streams if device.type == "cuda"), _CPU)
 

@@ -22,8 +22,7 @@ from nvmeio._memory import holds, mappings, system
 from nvmeio._memory.copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtection, whole_pages
 from nvmeio._memory.mappings import Mapping
 from nvmeio._storage import crc32
-from nvmeio.checkpoint._snapshot.copies import Aside, tensor_of
-from nvmeio.checkpoint._snapshot.spans import RecordSpan
+from nvmeio.checkpoint._snapshot.copies import Aside, RecordSpan, tensor_of
 from nvmeio.errors import TransferError
 
 

@@ -2,9 +2,9 @@
 
 Most of it is not copied. What a record becomes depends on where its bytes are:
 
-- host memory that the kernel can write-protect stays where it is (`_protected`);
-- other host memory, and what is small, is copied at once (`_snapshot`);
-- a device's memory is copied by a stream beside (`_device_copies`).
+- host memory that the kernel can write-protect stays where it is (`protected`);
+- other host memory, and what is small, is copied at once (`copies.HostCopies`);
+- a device's memory is copied by a stream beside (`copies.DeviceCopies`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from functools import partial
 
 import torch
 
-from nvmeio._formats.torch_layout import Data, FileLayout, StorageRecord
+from nvmeio._formats.torch_layout import Data, StorageRecord
 from nvmeio._memory.copy_on_write import HOW_TO_ALLOW, support
 from nvmeio._threads.jobs import begun
 from nvmeio.checkpoint._snapshot.copies import (
     LEAST_BYTES,
+    Copies,
+    DeviceCopies,
+    HostCopies,
     ReadBytes,
-    Snapshot,
+    RecordSpan,
     SnapshotMemory,
     SnapshotPart,
     device_of,
     overlap,
-    tensor_of,
     with_aside,
 )
-from nvmeio.checkpoint._snapshot.device_copies import DeviceCopies
 from nvmeio.checkpoint._snapshot.protected import AsideMemory, Protected
-from nvmeio.checkpoint._snapshot.spans import RecordSpan, Spans
 from nvmeio.errors import BackendUnavailableError
 
 WAYS = ("auto", "protect", "copy")
@@ -146,9 +146,7 @@ class StateSnapshot:
         here = set(on_host)
         copied = {i: span for i, span in spans.items() if i in here and i not in stays}
         on_device = {i: span for i, span in spans.items() if i not in here}
-        self._spans = Spans([(low, high) for _, low, high in copied.values()])
-        packed = SnapshotPart(_packed(copied.values(), self._spans), 0, self._spans.end)
-        self._copied = Snapshot(memories.copies, packed)
+        self._copied = HostCopies(list(copied.values()), memories.copies)
         self._device: DeviceCopies | None = None
         budget = memories.copies.budget_bytes
         if on_device:
@@ -162,12 +160,14 @@ class StateSnapshot:
         for index in left:
             assert protected is not None
             reads[index] = protected.data(spans[index], aside.get(index, ()))
-        for number, index in enumerate(on_device):
-            assert self._device is not None
-            reads[index] = with_aside(partial(self._device.read, number), aside.get(index, ()))
-        copies = self._copied.layout.records
-        for (index, (record, low, _)), copy in zip(copied.items(), copies, strict=True):
-            reads[index] = with_aside(_shifted(copy, low - record.offset), aside.get(index, ()))
+        here_and_there: list[tuple[Copies | None, Iterable[int]]] = [
+            (self._copied, copied),
+            (self._device, on_device),
+        ]
+        for copies, indices in here_and_there:
+            for number, index in enumerate(indices):
+                assert copies is not None
+                reads[index] = with_aside(partial(copies.read, number), aside.get(index, ()))
 
         def record_of(index: int, record: StorageRecord) -> StorageRecord:
             data = reads.get(index)
@@ -210,7 +210,7 @@ class StateSnapshot:
     @property
     def copied_bytes(self) -> int:
         """Bytes that `take` has copied."""
-        return self._copied.copied_bytes
+        return self._copied.nbytes
 
     @property
     def stalled_s(self) -> float:
@@ -231,7 +231,7 @@ class StateSnapshot:
     # Its life
 
     def take(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy what is neither protected nor on a device; see `Snapshot.take`."""
+        """Copy what is neither protected nor on a device; see `Copies.take`."""
         if self._device is None:
             self._copied.take(progress)
         elif self.fits:
@@ -250,7 +250,7 @@ class StateSnapshot:
 
     def written(self, end: int) -> None:
         """All of the file's bytes before `end` are in the file."""
-        self._copied.written(self._spans.reached(end))
+        self._copied.written(end)
         if self._device is not None:
             self._device.written(end)
 
@@ -271,13 +271,6 @@ class StateSnapshot:
             self._device.over()
 
 
-def _shifted(copy: StorageRecord, by: int) -> ReadBytes:
-    """Reads a copy of a record without its first bytes, by places in all of it."""
-    data = copy.data
-    assert callable(data)  # of a snapshot
-    return lambda at, nbytes: data(at - by, nbytes)
-
-
 def _outside(name: str) -> ReadBytes:
     """Refuses to read a record of which nothing is in the part."""
 
@@ -285,14 +278,3 @@ def _outside(name: str) -> ReadBytes:
         raise ValueError(f"{name} is not of this part of the file")
 
     return refuse
-
-
-def _packed(records: Iterable[RecordSpan], spans: Spans) -> FileLayout:
-    """Spans of records as a file of their own."""
-    packed: list[StorageRecord] = []
-    for (record, low, high), place in zip(records, spans.places, strict=True):
-        data = tensor_of(record)
-        if high - low < record.nbytes:
-            data = data[low - record.offset : high - record.offset]
-        packed.append(StorageRecord(record.name, place, high - low, data, record.crc_at))
-    return FileLayout(spans.end, [], packed)

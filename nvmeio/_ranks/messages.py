@@ -1,9 +1,10 @@
-"""How the ranks of a process group agree on one save or load: messages, with a time limit.
+"""How ranks do one thing together: who is there, agree, fail together, hand bytes on.
 
-Every one has keys of its own in the store that the ranks share (`nvmeio._ranks.rank_store`): set
-once, read by whoever needs them. Missing keys are asked for again and again. Each rank counts up a
-key of its own while it makes progress; the one that others wait for and that stops counting is
-given up after the time limit, by all. Whoever fails says so under one key that everybody looks at.
+Each save, load or stream has messages of its own, with a time limit: keys in the store that the
+ranks share (`rank_store`), set once, read by whoever needs them. Missing keys are asked for again
+and again. Each rank counts up a key of its own while it makes progress; the one that others wait
+for and that stops counting is given up after the time limit, by all. Whoever fails says so under
+one key that everybody looks at. Bytes go another way (`exchange`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import contextlib
 import errno
 import json
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nvmeio._io.inflight import Cancelled
-from nvmeio._ranks.rank_store import MOST_PAUSE_S, Calls, RankStore, checked_group, pauses
+from nvmeio._ranks.exchange import Exchange
+from nvmeio._ranks.rank_store import MOST_PAUSE_S, RankStore, pauses
+from nvmeio._threads.caller import Cancellation
 from nvmeio.errors import TransferError
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -27,63 +29,28 @@ _BEAT_S = 0.5
 # TCPStore refuses values of 8 MiB and more.
 _MOST_VALUE_BYTES = 1 << 20
 
-_NO_MEMBER = "make no Checkpointer"
-
-# Checkpointers that were made; whoever does not come is missed by the first save or restore.
-_made = Calls("save", "1/failed", "restore/1/failed")
-
-
-def being_made(group: Any) -> AbstractContextManager[None]:
-    """Around the making of a Checkpointer, `store_of` at its end: one that is refused is counted.
-
-    Args:
-        group: As for `store_of`.
-    """
-    return _made.asked(group)
-
-
-def ranks_of(group: Any) -> int:
-    """How many ranks save together. Raises as `store_of`."""
-    return 1 if group is None else checked_group(group, _NO_MEMBER)[1]
-
-
-def store_of(group: Any, directory: str) -> RankStore:
-    """What the ranks that save into a directory share.
-
-    Args:
-        group: A `torch.distributed.ProcessGroup`, of any backend; None for a process alone.
-        directory: Where this one saves, for errors. Not part of the keys' names: ranks that take
-            directories of their own for a shared one are to find that out from each other.
-
-    Raises:
-        TypeError: `group` is no process group.
-        ValueError: This process is no member of it.
-    """
-    found = _made.begin(group, _NO_MEMBER, directory)
-    if found is None:
-        return RankStore(None, 0, 1, directory, "save")
-    store, number = found
-    return store.within(str(number), directory, "save")
-
 
 class Messages:
-    """The messages of one save or load; for a process alone, none are sent.
+    """The messages of one thing that ranks do together; for a process alone, none are sent.
 
     Args:
-        store: What the ranks share.
-        number: Of the save or load: the same on all ranks.
+        store: What the ranks share; what errors say of path and operation.
+        number: Of the save, load or stream: the same on all ranks.
         timeout_s: How long a rank may go without progress, in seconds.
-        directory: Where they save or load, for errors.
+        could_not: What one that fails could not do, as the others' errors say it; "" for the
+            store's operation.
 
     Used by one thread at a time, but for `beat`, `fail` and `stop`, which may come from any.
     """
 
-    def __init__(self, store: RankStore, number: int, timeout_s: float, directory: str) -> None:
+    def __init__(
+        self, store: RankStore, number: int, timeout_s: float, could_not: str = ""
+    ) -> None:
         self.rank, self.size = store.rank, store.size
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._store = store
         self._number = number
-        self._directory = directory
+        self._could_not = could_not or store.operation
         self._beaten = 0.0
         self._stopped = False
         self._said: dict[int, tuple[int, float]] = {}  # rank → its count, when that was new
@@ -120,17 +87,18 @@ class Messages:
 
         Where one has said so before, that stays: it is the cause.
         """
-        if self._store.alone:
-            return
-        code = failed.errno if isinstance(failed, OSError) else None
         if isinstance(failed, Cancelled):
             failed = Cancelled("it was cancelled")
-        text = f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__
-        told = json.dumps({"rank": self.rank, "errno": code, "text": text[:4096]})
-        key = f"{self._number}/failed"
-        with contextlib.suppress(Exception):
-            if not self._store.check([key]):
-                self._store.set(key, told.encode())
+        self._store.fail(self._failed, failed)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What the body raises is told to the others, who wait for this rank."""
+        try:
+            yield
+        except BaseException as failed:
+            self.fail(failed)
+            raise
 
     def stop(self) -> None:
         """Let this rank wait for nobody any more: whatever waits raises `Cancelled`."""
@@ -156,6 +124,40 @@ class Messages:
         """What each rank told, by rank. Raises as `get`."""
         return [self.get(name, rank) for rank in range(self.size)]
 
+    def tell_all(self, name: str, told: Any) -> list[Any]:
+        """Tell all ranks something in JSON, and hear what each tells, by rank. Raises as `get`."""
+        text = json.dumps(told).encode()
+        if self._store.alone:
+            return [json.loads(text)]
+        self.put(name, text)
+        return [json.loads(each) for each in self.gather(name)]
+
+    def agree(self, name: str, told: Any) -> list[Any]:
+        """`tell_all`, where one may have told it, and then failed: that is raised."""
+        heard = self.tell_all(name, told)
+        self.check()
+        return heard
+
+    def exchange(self, stop: Cancellation) -> Exchange:
+        """What they send each other bytes through; for whoever ends it.
+
+        Args:
+            stop: Ends the waiting soon.
+
+        Raises:
+            TransferError: A rank failed, or did not come.
+            BackendUnavailableError: torch is built without gloo.
+        """
+        store = self._store
+        name = f"exchange/{self._number}"
+        return Exchange(
+            store.within(name, store.path, store.operation),
+            self.timeout_s,
+            self.check,
+            self.fail,
+            stop,
+        )
+
     def has_told(self, name: str, value: bytes) -> bool:
         """Whether a rank has told just this; of those that have told something so far.
 
@@ -172,9 +174,15 @@ class Messages:
 
     def check(self) -> None:
         """Raise if a rank has failed, as `get` does."""
-        key = f"{self._number}/failed"
-        if not self._store.alone and self._store.check([key]):
-            raise self._failure(json.loads(self._store.get(key)))
+        told = None if self._store.alone else self._store.failure(self._failed)
+        if told is not None:
+            raise TransferError(
+                told["errno"] or errno.ECANCELED,
+                operation=self._store.operation,
+                path=self._store.path,
+                detail=f"rank {told['rank']} of {self.size} could not {self._could_not}: "
+                f"{told['text']}",
+            )
 
     def wait_for_others(self, name: str, limit_s: float) -> None:
         """Until all others have told something; for a limited time, and never raises."""
@@ -200,31 +208,27 @@ class Messages:
     def _check_progress(self, rank: int) -> None:
         now = time.monotonic()
         count, since = self._said.get(rank, (-1, now))
-        if now - since < min(_BEAT_S, self._timeout_s) and count >= 0:
+        if now - since < min(_BEAT_S, self.timeout_s) and count >= 0:
             return
         new = int(self._store.add(self._key("beat", rank), 0))
         if new != count:
             self._said[rank] = (new, now)
-        elif now - since > self._timeout_s:
+        elif now - since > self.timeout_s:
             failed = TransferError(
                 errno.ETIMEDOUT,
                 operation=self._store.operation,
-                path=self._directory,
-                detail=f"rank {rank} of {self.size} made no progress for {self._timeout_s:g} s: "
+                path=self._store.path,
+                detail=f"rank {rank} of {self.size} made no progress for {self.timeout_s:g} s: "
                 f"it died, hangs, or did not call {self._store.operation}, or without this "
                 "process_group; older checkpoints are as they were",
             )
             self.fail(failed)
             raise failed
 
-    def _failure(self, told: dict[str, Any]) -> TransferError:
-        return TransferError(
-            told["errno"] or errno.ECANCELED,
-            operation=self._store.operation,
-            path=self._directory,
-            detail=f"rank {told['rank']} of {self.size} could not {self._store.operation}: "
-            f"{told['text']}",
-        )
+    @property
+    def _failed(self) -> str:
+        """The key that everybody looks at."""
+        return f"{self._number}/failed"
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._number}/{name}/{rank}"
@@ -238,7 +242,7 @@ class Messages:
             return
         keys = [self._key(name, self.rank) for name in names]
         if self.rank == 0:
-            keys.append(f"{self._number}/failed")
+            keys.append(self._failed)
         for key in keys:
             with contextlib.suppress(Exception):  # a store that cannot: a few bytes stay
                 if not self._store.check([key]):

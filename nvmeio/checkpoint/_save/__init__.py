@@ -1,1 +1,0 @@
-"""Saving at once: torch archives and safetensors files."""
