@@ -20,12 +20,12 @@ from nvmeio._formats.pickle_values import (
     Global,
     PickledCall,
     PickleError,
+    Scan,
     StorageRef,
     check_keys,
     shape_of,
     shown,
 )
-from nvmeio._formats.torch_pickle import Scan
 
 # Characters, bytes and elements that calls may make beyond a multiple of the pickle's length. What
 # is written in earnest has each of them in the pickle, once.

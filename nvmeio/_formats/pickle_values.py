@@ -68,6 +68,50 @@ class StorageRef(NamedTuple):
         return _DTYPES.get(self.kind)
 
 
+def storage_of(pid: Any) -> StorageRef:
+    """The storage that a persistent id says.
+
+    Raises:
+        PickleError: It says none.
+    """
+    if type(pid) is not tuple or len(pid) != 5 or as_text(pid[0]) != "storage":
+        raise PickleError(f"a persistent id that is no storage: {shown(pid)}")
+    _, kind, key, location, numel = pid
+    if type(kind) is not Global or not isinstance(numel, int) or numel < 0:
+        raise PickleError(f"a storage that is none: {shown(pid)}")
+    return StorageRef(kind.name, as_text(key), as_text(location), numel)
+
+
+def as_text(value: Any) -> str:
+    """A name in a pickle; Python 2 wrote bytes."""
+    if type(value) is str:
+        return value
+    if not isinstance(value, bytes):
+        raise PickleError(f"expected a text, not {shown(value)}")
+    return value.decode("ascii")
+
+
+class Scan(NamedTuple):
+    """What a pickle says.
+
+    Attributes:
+        value: The object, out of the types above, dicts (as lists of pairs in `PickledCall` where
+            a key cannot be one), lists, tuples, sets and plain values.
+        globals: All names that would be imported.
+        storages: All storages that are referred to, each once, by key, in order.
+        calls: All calls, in the order in which they would be made; of a plain pickle none.
+        nbytes: The length of the pickle.
+        plain: Whether it is plain (`plain_pickle`): nothing of it needs another look.
+    """
+
+    value: object
+    globals: set[Global]
+    storages: dict[str, StorageRef]
+    calls: list[PickledCall]
+    nbytes: int
+    plain: bool
+
+
 # The attributes `dtype` of the storage classes, which torch deprecates asking for.
 _DTYPES: dict[str, torch.dtype] = {
     "UntypedStorage": torch.uint8,

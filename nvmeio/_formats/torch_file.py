@@ -14,6 +14,7 @@ import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._formats import pickle_calls, pickle_values, torch_pickle, torch_zip
+from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system
@@ -143,7 +144,7 @@ def is_asked_for(name: str, nbytes: int) -> bool:
     return name == _PICKLE or (not name.startswith("data/") and nbytes <= _MAX_TEXT_BYTES)
 
 
-def scan_pickle(checkpoint: TorchFile) -> torch_pickle.Scan:
+def scan_pickle(checkpoint: TorchFile) -> Scan:
     """What the checkpoint's pickle refers to, found without running any of it.
 
     Raises:
@@ -159,7 +160,7 @@ def scan_pickle(checkpoint: TorchFile) -> torch_pickle.Scan:
         ) from wrong
 
 
-def check_calls(checkpoint: TorchFile, scan: torch_pickle.Scan) -> None:
+def check_calls(checkpoint: TorchFile, scan: Scan) -> None:
     """Refuse a pickle whose calls make far more than it holds, which torch lets it do.
 
     Raises:
@@ -173,7 +174,7 @@ def check_calls(checkpoint: TorchFile, scan: torch_pickle.Scan) -> None:
         )
 
 
-def spans_of(checkpoint: TorchFile, file: File, scan: torch_pickle.Scan) -> dict[str, Span]:
+def spans_of(checkpoint: TorchFile, file: File, scan: Scan) -> dict[str, Span]:
     """Where each storage lies that the pickle refers to, by key.
 
     Raises:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvmeio import _checks
-from nvmeio._formats import pickle_values, torch_pickle
+from nvmeio._formats import pickle_values
+from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.sniff import check_older
 from nvmeio._formats.torch_file import (
     TorchFile,
@@ -249,7 +250,7 @@ def _is_registered(location: str) -> bool:
     return True
 
 
-def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) -> None:
+def _check_locations(scan: Scan, file: File, where: MapLocation) -> None:
     """Refuse devices that there cannot be; torch's own error names no file.
 
     Raises:
@@ -274,9 +275,7 @@ def _check_locations(scan: torch_pickle.Scan, file: File, where: MapLocation) ->
             ) from None
 
 
-def _devices(
-    scan: torch_pickle.Scan, checkpoint: TorchFile, where: MapLocation
-) -> dict[str, torch.device]:
+def _devices(scan: Scan, checkpoint: TorchFile, where: MapLocation) -> dict[str, torch.device]:
     """The device that storages are read to, by the location that they were saved from.
 
     torch tells, given a storage of no bytes: so a device that is not there is refused by it,
@@ -288,7 +287,7 @@ def _devices(
 
 
 def _read_as_one(
-    scan: torch_pickle.Scan, devices: dict[str, torch.device], ranks: LoadingRanks
+    scan: Scan, devices: dict[str, torch.device], ranks: LoadingRanks
 ) -> list[list[str]]:
     """The keys of storages that are read as one: to one device.
 
