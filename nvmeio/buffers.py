@@ -7,8 +7,8 @@ of the device's block size can go through O_DIRECT without a copy. Direct reads 
 Page-locking adds nothing to that: Linux pins the pages of a direct transfer itself. It matters to
 copies between host and GPU only.
 
-`PinnedPool` (pool.py) reuses such memory; _memory/mappings.py has the mappings,
-_memory/registry.py which addresses they have.
+`PinnedPool` (pool.py) reuses such memory; _memory/mappings.py has the mappings and which addresses
+they have.
 """
 
 from __future__ import annotations

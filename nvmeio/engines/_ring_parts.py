@@ -21,7 +21,6 @@ from nvmeio._memory.devices import Mark
 from nvmeio._shim import ffi, lib
 from nvmeio._threads.threads import start
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
-from nvmeio.engines._rows_failure import RowsFailure, planning_failure
 from nvmeio.engines.base import (
     CompletionQueue,
     DeviceTransfer,
@@ -29,7 +28,9 @@ from nvmeio.engines.base import (
     Outcome,
     Request,
     Rows,
+    RowsFailure,
     Transfer,
+    planning_failure,
 )
 
 _FEW_ROWS = 2048  # sorted in less time than a thread needs to begin

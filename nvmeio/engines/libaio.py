@@ -13,7 +13,6 @@ from typing import Any
 from nvmeio._shim import KernelAio, ffi, lib, open_kernel_aio
 from nvmeio._threads.jobs import Job
 from nvmeio._threads.threads import Thread
-from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
     BatchRequest,
     CompletionQueue,
@@ -25,6 +24,7 @@ from nvmeio.engines.base import (
     ShortPlace,
     ShortRequest,
     Transfer,
+    with_cause,
 )
 from nvmeio.errors import BackendUnavailableError
 

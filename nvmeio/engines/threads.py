@@ -23,7 +23,6 @@ from nvmeio._memory import copy_on_write
 from nvmeio._shim import copy_foreign, ffi, lib, memory_at
 from nvmeio._threads.threads import Thread
 from nvmeio.engines._queued import QueuedEngine, QueuedRequest
-from nvmeio.engines._rows_failure import with_cause
 from nvmeio.engines.base import (
     CompletionQueue,
     Opcode,
@@ -32,6 +31,7 @@ from nvmeio.engines.base import (
     Request,
     Rows,
     Transfer,
+    with_cause,
 )
 
 WORKERS_PER_LANE = 4

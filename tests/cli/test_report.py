@@ -18,7 +18,7 @@ import nvmeio
 from nvmeio.cli import _problems, app, report
 from nvmeio.cli.measure import cufile_facts, machine
 from nvmeio.engines import select
-from nvmeio.engines.cufile import locate
+from nvmeio.engines.cufile import library as library_module
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import DirectSupport, probe_direct
 
@@ -293,8 +293,10 @@ def test_gravest_problem_comes_first(facts: machine.Facts) -> None:
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for variable in ("NVMEIO_CUFILE", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(locate, "linker_cache", lambda prefix: iter(()))
-    monkeypatch.setattr(locate, "_loaded", lambda: iter(()))  # by other tests of this process
+    monkeypatch.setattr(library_module, "linker_cache", lambda prefix: iter(()))
+    monkeypatch.setattr(
+        library_module, "_loaded", lambda: iter(())
+    )  # by other tests of this process
     return monkeypatch
 
 
@@ -332,7 +334,7 @@ def test_cufile_of_the_python_packages_comes_before_cuda_home(
     bare.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     found_spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
     found_spec.submodule_search_locations = [str(tmp_path / "site/nvidia")]
-    bare.setattr(locate.importlib.util, "find_spec", lambda name: found_spec)
+    bare.setattr(library_module.importlib.util, "find_spec", lambda name: found_spec)
     found = machine.find_cufile()
     assert (found.path, found.source) == (str(packaged), "nvidia/cufile/lib")
 
@@ -340,7 +342,7 @@ def test_cufile_of_the_python_packages_comes_before_cuda_home(
 @pytest.mark.parametrize("below", ["lib64", "targets/x86_64-linux/lib"])
 def test_cufile_is_found_in_cuda_path(tmp_path: Path, bare: pytest.MonkeyPatch, below: str) -> None:
     library = cufile_in(tmp_path / below)
-    bare.setattr(locate, "_packaged", lambda: iter(()))  # pip may have one here
+    bare.setattr(library_module, "_packaged", lambda: iter(()))  # pip may have one here
     bare.setenv("CUDA_PATH", str(tmp_path))
     found = machine.find_cufile()
     assert (found.path, found.source) == (str(library), "$CUDA_PATH")

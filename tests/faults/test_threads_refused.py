@@ -22,7 +22,7 @@ from nvmeio._residency.reader import Reader
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.checkpoint._snapshot import copies
 from nvmeio.engines.base import Options
-from nvmeio.engines.cufile import limited
+from nvmeio.engines.cufile import driver
 from nvmeio.engines.ring import RingEngine
 from nvmeio.inference._stream.in_lockstep import Lockstep
 from nvmeio.offload import SwappedOptimizer
@@ -80,7 +80,7 @@ def lockstep(folder: Path) -> None:
 
 
 def cufile(folder: Path) -> None:
-    limited.call(int, 60, "nvmeio-cufile-call")
+    driver.call_limited(int, 60, "nvmeio-cufile-call")
 
 
 NEEDED: dict[str, Callable[[Path], None]] = {

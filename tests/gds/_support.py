@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import nvmeio
-from nvmeio.engines.cufile import locate
+from nvmeio.engines.cufile import library as library_module
 
 FAKES = Path(__file__).parents[1] / "fakes"
 ROOT = Path(nvmeio.__file__).parent.parent
@@ -67,7 +67,7 @@ class FakeCuFile:
 def real_library() -> str:
     """libcufile's path; skips the test where it is not installed."""
     try:
-        return locate.find().path
+        return library_module.find_library().path
     except nvmeio.BackendUnavailableError as missing:
         pytest.skip(f"libcufile is not installed (pip install nvidia-cufile): {missing}")
 

@@ -11,7 +11,8 @@ from fake_device import FakeDevice, fake_device
 from gds._support import FakeCuFile, compiled
 
 import nvmeio
-from nvmeio.engines.cufile import driver, engine, preflight
+from nvmeio.engines.cufile import driver, engine
+from nvmeio.engines.cufile import driver as driver_module
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +36,8 @@ def fake(
     modules = tmp_path / "modules"
     modules.touch()
     monkeypatch.setenv("NVMEIO_CUFILE", str(path))
-    monkeypatch.setattr(preflight, "MODULES", modules)
-    monkeypatch.setattr(preflight, "NVIDIA_FS", tmp_path / "no-nvidia-fs")
+    monkeypatch.setattr(driver_module, "MODULES", modules)
+    monkeypatch.setattr(driver_module, "NVIDIA_FS", tmp_path / "no-nvidia-fs")
     monkeypatch.setattr(engine, "DRIVER", driver._Driver())
     made = FakeCuFile(path)
     yield made

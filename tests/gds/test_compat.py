@@ -11,12 +11,12 @@ from gds._support import FakeCuFile
 from support import random_bytes, raw
 
 from nvmeio.compat.deepspeed import GDSBuilder, gds_handle
-from nvmeio.engines.cufile import preflight
+from nvmeio.engines.cufile import driver
 
 
 @pytest.fixture
 def handle(fake: FakeCuFile, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> gds_handle:
-    monkeypatch.setattr(preflight, "check", lambda needs_cuda: None)
+    monkeypatch.setattr(driver, "check", lambda needs_cuda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         "nvmeio.engines.cufile.driver._open_in_context", lambda lib, _: lib.open_driver()

@@ -28,7 +28,9 @@ from support import (
 )
 
 import nvmeio
-from nvmeio.engines.cufile import driver, engine, locate, preflight, registry
+from nvmeio.engines.cufile import driver, engine, registry
+from nvmeio.engines.cufile import driver as driver_module
+from nvmeio.engines.cufile import library as library_module
 
 PAGE = 4096
 TASK = 16384
@@ -542,7 +544,7 @@ def test_library_that_is_none(
     with pytest.raises(nvmeio.BackendUnavailableError, match=r"names .*gone\.so, no file"):
         new_gds()
     monkeypatch.delenv("NVMEIO_CUFILE")
-    monkeypatch.setattr(locate, "candidates", lambda: iter(()))
+    monkeypatch.setattr(library_module, "library_candidates", lambda: iter(()))
     with pytest.raises(nvmeio.BackendUnavailableError, match="pip install nvidia-cufile"):
         new_gds()
 
@@ -563,7 +565,7 @@ def test_kernel_without_modules_is_refused_before_anything_hangs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight, "MODULES", tmp_path / "nowhere")
+    monkeypatch.setattr(driver_module, "MODULES", tmp_path / "nowhere")
     with pytest.raises(nvmeio.BackendUnavailableError, match="would never return"):
         new_gds()
     assert fake.opens == 0
@@ -572,12 +574,12 @@ def test_kernel_without_modules_is_refused_before_anything_hangs(
 def test_nvidia_fs_without_its_device_is_refused(
     new_gds: Callable[..., nvmeio.GdsHandle], fake: FakeCuFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preflight.MODULES.write_text("nvidia_fs 323584 0 - Live 0x0000000000000000\n")
-    monkeypatch.setattr(preflight, "DEVICES", preflight.MODULES.parent)
+    driver_module.MODULES.write_text("nvidia_fs 323584 0 - Live 0x0000000000000000\n")
+    monkeypatch.setattr(driver_module, "DEVICES", driver_module.MODULES.parent)
     with pytest.raises(nvmeio.BackendUnavailableError, match="standard input"):
         new_gds()
     assert fake.opens == 0
-    (preflight.MODULES.parent / "nvidia-fs0").touch()
+    (driver_module.MODULES.parent / "nvidia-fs0").touch()
     new_gds()
 
 
@@ -711,7 +713,7 @@ def test_without_assertions_the_driver_is_closed_too(fake_library: Path, tmp_pat
     script = """
         import ctypes, os, nvmeio
         from pathlib import Path
-        from nvmeio.engines.cufile import preflight
+        from nvmeio.engines.cufile import driver as preflight
         preflight.MODULES = Path("/proc/self/status")
         nvmeio.GdsHandle(cpu_tensors="cufile").close()
         fake = ctypes.CDLL(os.environ["NVMEIO_CUFILE"])
@@ -978,7 +980,7 @@ def test_close_of_the_driver_that_hangs(
 def test_process_exits_whatever_hangs(fake_library: Path, tmp_path: Path, what: str) -> None:
     script = """
         import sys, torch, nvmeio
-        from nvmeio.engines.cufile import driver, engine, preflight
+        from nvmeio.engines.cufile import driver, engine, driver as preflight
         from pathlib import Path
         preflight.MODULES = Path("/proc/self/status")
         driver.CLOSE_LIMIT_S = engine.EXIT_LIMIT_S = 0.3

@@ -172,7 +172,7 @@ def test_registered_memory_and_misuse(tmp_path: Path, traps: Path) -> None:
         """
         import json, os
         import torch, nvmeio
-        from nvmeio.engines.cufile.status import CuFileFailure
+        from nvmeio.engines.cufile.library import CuFileFailure
         path = os.environ["DIR"] + "/file"
         handle = nvmeio.GdsHandle(cpu_tensors="cufile", task_bytes=1 << 20)
         library = handle._gds._library
@@ -264,7 +264,7 @@ def test_open_that_really_hangs_is_given_up_and_the_process_exits(tmp_path: Path
         """
         from pathlib import Path
         import nvmeio
-        from nvmeio.engines.cufile import driver, preflight
+        from nvmeio.engines.cufile import driver, driver as preflight
         preflight.MODULES = Path("/proc/self/status")
         driver.OPEN_LIMIT_S = 0.5
         try:

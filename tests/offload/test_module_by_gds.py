@@ -36,7 +36,8 @@ from test_training_on_device import train
 import nvmeio
 from nvmeio._residency import direct as direct_module
 from nvmeio._residency.reader import Fill
-from nvmeio.engines.cufile import driver, engine, library, preflight
+from nvmeio.engines.cufile import driver, engine, library
+from nvmeio.engines.cufile import driver as driver_module
 from nvmeio.offload import SwappedModule, SwappedOptimizer, offload
 
 _ON_NVME = 1 << 4  # of the driver's status, and of its features: P2PDMA
@@ -56,8 +57,8 @@ def cufile(
     modules = tmp_path / "modules"
     modules.touch()
     monkeypatch.setenv("NVMEIO_CUFILE", str(path))
-    monkeypatch.setattr(preflight, "MODULES", modules)
-    monkeypatch.setattr(preflight, "NVIDIA_FS", tmp_path / "no-nvidia-fs")
+    monkeypatch.setattr(driver_module, "MODULES", modules)
+    monkeypatch.setattr(driver_module, "NVIDIA_FS", tmp_path / "no-nvidia-fs")
     monkeypatch.setattr(engine, "DRIVER", driver._Driver())
     made = FakeCuFile(path)
     made.dstatus = made.fflags = _ON_NVME

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nvmeio
-from nvmeio.engines.cufile import locate, preflight
+from nvmeio.engines.cufile import driver as driver_module
+from nvmeio.engines.cufile import library
 from nvmeio.errors import BackendUnavailableError
 
 PROBE_LIMIT_S = 30.0
@@ -74,12 +75,12 @@ class CuFile:
 def find_cufile() -> CuFile:
     """Finds libcufile where nvmeio would look for it, in that order, without loading it."""
     try:
-        found = locate.find()
+        found = library.find_library()
     except BackendUnavailableError as missing:
-        named = bool(os.environ.get(locate.VARIABLE))
+        named = bool(os.environ.get(library.VARIABLE))
         why = str(missing).splitlines()[0] if named else missing.attempts[0][1]
-        return CuFile(None, locate.VARIABLE if named else "", why, False)
-    subject, reason, _ = preflight.problem()
+        return CuFile(None, library.VARIABLE if named else "", why, False)
+    subject, reason, _ = driver_module.preflight_problem()
     return CuFile(
         found.path, found.source, f"{subject} is {reason}" if subject else "", not subject
     )
@@ -89,10 +90,10 @@ def look_into_cufile(found: CuFile) -> CuFile:
     """The same with everything else that is to be known; loads the library in a process."""
     facts = dataclasses.replace(
         found,
-        nvidia_fs=preflight.nvidia_fs(),
+        nvidia_fs=driver_module.nvidia_fs(),
         p2pdma=_p2pdma(),
-        udev=preflight.udev_database(),
-        modules=preflight.MODULES.exists(),
+        udev=driver_module.udev_database(),
+        modules=driver_module.MODULES.exists(),
         json=_json_in_force(),
     )
     if found.path is None:

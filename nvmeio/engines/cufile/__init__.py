@@ -1,8 +1,8 @@
 """cuFile (GPUDirect Storage): files to and from GPU memory through NVIDIA's libcufile.
 
-Reading order: `locate` (where the library is), `preflight` (what would hang or do harm, looked at
-first), `library` (the binding), `status` (its codes in words), `driver` (one a process, counted),
-`registry` (registered memory, registered files), `engine` (the threads that call it).
+Reading order: `library` (where it is, the binding, its codes in words), `driver` (one a process,
+counted; what would hang or do harm is looked at first), `registry` (registered memory, registered
+files), `tasks` (what one call moves), `engine` (the threads that call it).
 
 Importing any of them loads nothing: the library is loaded when an engine starts. It is bound
 through cffi's ABI mode, so nothing of CUDA is needed to build nvmeio.

@@ -3,6 +3,11 @@
 Opening takes 0.1 to 0.2 s. Parameters count only if they are set before, so whoever comes second
 has to want the same. If somebody else in the process (torch's GdsFile, say) has opened it, it is
 used as it is and left open.
+
+Where it would hang or do harm it is not opened: `preflight` looks at that first, with a file or two
+read at every open. What may never return all the same is given up after a time. A thread cannot be
+ended from outside, so one that hangs is left behind: a daemon thread in a foreign call, which does
+not keep the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -11,17 +16,117 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nvmeio._memory import devices
-from nvmeio.engines.cufile import library, limited, preflight, status
+from nvmeio._threads.threads import Thread
+from nvmeio.engines.cufile import library
+from nvmeio.engines.cufile import library as library_module
 from nvmeio.engines.cufile.library import Library, Properties
 from nvmeio.engines.cufile.registry import Files
 from nvmeio.errors import BackendUnavailableError
+
+
+class HangsError(Exception):
+    """The call has not returned in time; it may be running still."""
+
+
+def call_limited(step: Callable[[], Any], limit_s: float, name: str) -> Any:
+    """Call in a thread of its own; what it returns or raises.
+
+    Raises:
+        HangsError: Not back after `limit_s` seconds.
+    """
+    answers: list[Any] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(step())
+        except BaseException as failed:
+            failures.append(failed)
+
+    runner = Thread(run, name)
+    runner.start()
+    runner.join(limit_s)
+    if runner.is_alive():
+        raise HangsError(f"not back after {limit_s} s")
+    if failures:
+        raise failures[0]
+    return answers[0]
+
+
+MODULES = Path("/proc/modules")
+UDEV = Path("/run/udev/data")
+NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+DEVICES = Path("/dev")
+
+
+def preflight_problem() -> tuple[str, str, str]:
+    """What would make the driver's open hang or do harm: (subject, reason, remedy), or blanks."""
+    if not MODULES.exists():
+        return (
+            str(MODULES),
+            "missing (a kernel without loadable modules, or gVisor): opening cuFile's driver would "
+            "never return",
+            "run outside the sandbox (docker run --runtime=runc ...), or use nvmeio.AioHandle, "
+            "which moves CUDA tensors through host memory",
+        )
+    if nvidia_fs() and not any(DEVICES.glob("nvidia-fs*")):
+        return (
+            "nvidia-fs",
+            "the module is loaded and /dev/nvidia-fs* is missing: opening cuFile's driver would "
+            "close this process's standard input",
+            "pass the devices into the container (docker run --device=/dev/nvidia-fs0 ...), or "
+            "unload the module on the host (rmmod nvidia_fs) to have compat mode",
+        )
+    return "", "", ""
+
+
+def nvidia_fs() -> str:
+    """The version of the loaded nvidia-fs kernel module, or ""."""
+    try:
+        words = (NVIDIA_FS / "version").read_text(errors="replace").split()
+        return words[-1] if words else "unknown"
+    except OSError:
+        pass
+    try:
+        modules = MODULES.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "unknown" if any(line.startswith("nvidia_fs ") for line in modules) else ""
+
+
+def udev_database() -> bool:
+    """Whether udev's database is there, which cuFile asks about block devices."""
+    return UDEV.is_dir()
+
+
+def preflight(needs_cuda: bool) -> None:
+    """Make sure that the driver can be opened.
+
+    Raises:
+        BackendUnavailableError: It would hang or do harm, or there is no CUDA device.
+    """
+    subject, reason, remedy = preflight_problem()
+    if subject:
+        raise BackendUnavailableError(
+            "cuFile's driver cannot be opened here", attempts=[(subject, reason)], remedy=remedy
+        )
+    if needs_cuda and not torch.cuda.is_available():
+        built = "torch is built without CUDA" if torch.version.cuda is None else "no CUDA device"
+        raise BackendUnavailableError(
+            "there is no GPU memory for cuFile to move",
+            attempts=[("torch", built)],
+            remedy='nvmeio.AioHandle for CPU tensors; GdsHandle(cpu_tensors="cufile") has cuFile '
+            "move host memory, which is good for trying it out",
+        )
+
 
 logger = logging.getLogger("nvmeio")
 
@@ -100,15 +205,15 @@ class _Driver:
             self._mine = False
             self._settings = None
             try:
-                code, _ = limited.call(
+                code, _ = call_limited(
                     self._library.close_driver, CLOSE_LIMIT_S, "nvmeio-cufile-close"
                 )
-            except limited.HangsError as hangs:
+            except HangsError as hangs:
                 self._stuck = f"cuFileDriverClose was called and is {hangs}"
                 logger.error("%s", self._stuck)
                 return
             if code:
-                logger.warning("%s", status.failure("cuFileDriverClose", code).detail)
+                logger.warning("%s", library_module.failure("cuFileDriverClose", code).detail)
 
     def hangs(self, what: str) -> None:
         """A call has not come back: nobody closes the driver below it, or opens it again."""
@@ -127,7 +232,7 @@ class _Driver:
         """Which way bytes go at best, as `GdsHandle.mode` says it."""
         if not settings.needs_cuda:
             return "host"
-        return mode_of(self._properties, preflight.nvidia_fs())
+        return mode_of(self._properties, nvidia_fs())
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -141,7 +246,7 @@ class _Driver:
             )
 
     def _open(self, settings: DriverSettings) -> None:
-        preflight.check(settings.needs_cuda)
+        preflight(settings.needs_cuda)
         if self._library is None:
             self._library = library.load()
         loaded = self._library
@@ -156,17 +261,17 @@ class _Driver:
         device = torch.cuda.current_device() if settings.needs_cuda else None
         try:
             with _environment(environment):
-                code, cuda = limited.call(
+                code, cuda = call_limited(
                     lambda: _open_in_context(loaded, device), OPEN_LIMIT_S, "nvmeio-cufile-open"
                 )
-        except limited.HangsError as hangs:
+        except HangsError as hangs:
             self._stuck = f"cuFileDriverOpen was called and is {hangs}"
             raise _refused(self._stuck, "start a new process; `nvmeio report` may tell why") from (
                 hangs
             )
-        if code and code != status.ALREADY_OPEN:
+        if code and code != library_module.ALREADY_OPEN:
             raise _refused(
-                status.failure("cuFileDriverOpen", code, cuda).detail,
+                library_module.failure("cuFileDriverOpen", code, cuda).detail,
                 "nvmeio.AioHandle moves CUDA tensors through host memory",
             )
         self._mine = not code
@@ -191,7 +296,7 @@ class _Driver:
                 settings.max_direct_io_bytes // 1024
             )
         for name, code in answers.items():
-            if code and code != status.ALREADY_OPEN:
+            if code and code != library_module.ALREADY_OPEN:
                 logger.info("cuFile does not take the parameter %s: status %d", name, code)
         return environment
 

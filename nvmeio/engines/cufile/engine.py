@@ -28,9 +28,8 @@ from nvmeio._threads.threads import Thread
 from nvmeio.engines._queued import QueuedEngine
 from nvmeio.engines.base import CompletionQueue, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
-from nvmeio.engines.cufile.library import Library
+from nvmeio.engines.cufile.library import CuFileFailure, Library
 from nvmeio.engines.cufile.registry import REGIONS, RegisteredRegion
-from nvmeio.engines.cufile.status import CuFileFailure
 from nvmeio.engines.cufile.tasks import CuFileRequest, Task, TaskMover
 
 logger = logging.getLogger("nvmeio")

@@ -1,21 +1,244 @@
-"""libcufile, bound through cffi's ABI mode: the only importer of cffi outside of the shim.
+"""libcufile: where it is, its binding through cffi's ABI mode, and its status codes in words.
 
-Calls release the GIL. Statistics, the stream API and the batch API are left out on purpose: the
-first changed their layout in 1.19, the others give no descriptor to poll, and batch ignored
-buffer offsets on host memory.
+This is the only importer of cffi outside of the shim. Calls release the GIL. Statistics, the stream
+API and the batch API are left out on purpose: the first changed their layout in 1.19, the others
+give no descriptor to poll, and batch ignored buffer offsets on host memory.
 
 Source: cufile.h of 1.11 to 1.20, in which these layouts are the same.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
+import importlib.util
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvmeio.engines.cufile import locate, status
-from nvmeio.errors import BackendUnavailableError
+from nvmeio.engines.base import EngineError
+from nvmeio.errors import BackendUnavailableError, CuFileError
+
+VARIABLE = "NVMEIO_CUFILE"
+SONAME = "libcufile.so.0"
+PLACES = "nvidia packages, $CUDA_HOME, $CUDA_PATH, the linker's directories, /usr/local/cuda"
+INSTALL = "pip install nvidia-cufile (CUDA 13) or nvidia-cufile-cu12 (CUDA 12)"
+
+
+class FoundLibrary(NamedTuple):
+    """A library: the file, and which place of the search order had it."""
+
+    path: str
+    source: str
+
+
+def find_library() -> FoundLibrary:
+    """The library that nvmeio would load.
+
+    Order: ``NVMEIO_CUFILE``, one that this process has loaded already (torch's, say: two copies
+    would have two drivers), the ``nvidia`` packages of pip, ``$CUDA_HOME`` and ``$CUDA_PATH``, the
+    linker's directories, ``/usr/local/cuda``.
+
+    Raises:
+        BackendUnavailableError: There is none, or the variable names no file.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise BackendUnavailableError(
+                f"{VARIABLE} names {named}, no file",
+                remedy=f"name a {SONAME}, or unset {VARIABLE}",
+            )
+        return FoundLibrary(named, VARIABLE)
+    for found in library_candidates():
+        return found
+    raise BackendUnavailableError(
+        "libcufile was not found",
+        attempts=[("cuFile", f"not in {PLACES}")],
+        remedy=INSTALL,
+    )
+
+
+def library_candidates() -> Iterator[FoundLibrary]:
+    """Every libcufile that is there, the first choice first."""
+    yield from _loaded()
+    yield from _packaged()
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            yield from _in(f"${variable}", Path(home, "lib64"))
+            for target in sorted(Path(home).glob("targets/*-linux/lib")):
+                yield from _in(f"${variable}", target)
+    for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        yield from _in("$LD_LIBRARY_PATH", Path(directory))
+    yield from (FoundLibrary(str(path), "ldconfig") for path in linker_cache("libcufile.so"))
+    yield from _in("/usr/local/cuda", Path("/usr/local/cuda/lib64"))
+
+
+def _loaded() -> Iterator[FoundLibrary]:
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            lines = maps.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        path = line.split(maxsplit=5)[-1]
+        if "/libcufile.so" in path:
+            yield FoundLibrary(path, "already loaded")
+
+
+def _packaged() -> Iterator[FoundLibrary]:
+    nvidia = importlib.util.find_spec("nvidia")
+    for package in ("cu13", "cufile"):
+        for base in (nvidia.submodule_search_locations or ()) if nvidia else ():
+            yield from _in(f"nvidia/{package}/lib", Path(base, package, "lib"))
+
+
+def _in(source: str, directory: Path) -> Iterator[FoundLibrary]:
+    yield from (FoundLibrary(str(path), source) for path in sorted(directory.glob("libcufile.so*")))
+
+
+def linker_cache(prefix: str) -> Iterator[Path]:
+    """Libraries of this name that the dynamic linker knows."""
+    program = shutil.which("ldconfig", path="/sbin:/usr/sbin:/usr/bin")
+    if program is None:
+        return
+    done = subprocess.run([program, "-p"], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        name, arrow, path = line.strip().partition(" => ")
+        if arrow and name.startswith(prefix):
+            yield Path(path)
+
+
+BASE = 5000
+ALREADY_OPEN = 5026
+
+
+class Meaning(NamedTuple):
+    """A status in words, the nearest errno, and how to fix it (or "")."""
+
+    text: str
+    errno: int
+    remedy: str = ""
+
+
+_NO_NVIDIA_FS = "load nvidia-fs (modprobe nvidia-fs), or allow compat mode"
+_MEANINGS: dict[int, Meaning] = {
+    5001: Meaning("the driver is not initialised", errno.ENODEV, _NO_NVIDIA_FS),
+    5002: Meaning("invalid property", errno.EINVAL, "check cufile.json"),
+    5003: Meaning("a property is out of range", errno.EINVAL, "check cufile.json"),
+    5004: Meaning(
+        "the versions of libcufile and nvidia-fs do not match",
+        errno.ENODEV,
+        "install both from one CUDA release",
+    ),
+    5005: Meaning("the version of nvidia-fs cannot be read", errno.ENODEV, _NO_NVIDIA_FS),
+    5006: Meaning("the driver is shutting down", errno.ESHUTDOWN),
+    5007: Meaning("GPUDirect Storage is not supported on this platform", errno.EOPNOTSUPP),
+    5008: Meaning(
+        "GPUDirect Storage is not supported on this file",
+        errno.EOPNOTSUPP,
+        "another file system, compat mode, or nvmeio.AioHandle",
+    ),
+    5009: Meaning("GPUDirect Storage is not supported on this GPU", errno.EOPNOTSUPP),
+    5010: Meaning("nvidia-fs failed (ioctl)", errno.EIO, "look at dmesg"),
+    5011: Meaning("the CUDA driver failed", errno.EIO),
+    5012: Meaning("not a pointer that CUDA knows", errno.EFAULT),
+    5013: Meaning("the wrong kind of memory", errno.EFAULT),
+    5014: Meaning("the span reaches beyond the allocation", errno.EFAULT),
+    5015: Meaning("the memory belongs to another CUDA context", errno.EFAULT),
+    5016: Meaning("more than may be pinned at once", errno.ENOMEM, "max_device_pinned_mem_size_kb"),
+    5017: Meaning("the span reaches beyond what is registered", errno.EFAULT),
+    5018: Meaning("unsupported file type", errno.EOPNOTSUPP),
+    5019: Meaning("the file is not open in a way that cuFile supports", errno.EBADF),
+    5020: Meaning("the file is not open with O_DIRECT", errno.EINVAL, "a file system that has it"),
+    5022: Meaning("invalid argument", errno.EINVAL),
+    5023: Meaning("the memory is registered already", errno.EEXIST),
+    5024: Meaning("the memory is not registered", errno.ENOENT),
+    5025: Meaning("no permission", errno.EACCES),
+    5026: Meaning("the driver is open already", errno.EALREADY),
+    5027: Meaning(
+        "the file is not registered",
+        errno.EBADF,
+        "on a disk's file system cuFile asks udev: /run/udev/data has to be there (in a container: "
+        "docker run -v /run/udev:/run/udev:ro ...)",
+    ),
+    5028: Meaning("the file is registered already", errno.EEXIST),
+    5029: Meaning("there is no such GPU", errno.ENODEV),
+    5030: Meaning("internal error", errno.EIO, "look at cufile.log"),
+    5031: Meaning("no file descriptor is left", errno.EMFILE, "ulimit -n"),
+    5033: Meaning(
+        "nvidia-fs or CUDA cannot be initialised",
+        errno.ENODEV,
+        "cuFile before 1.16 needs libcuda.so.1, that is a GPU driver",
+    ),
+    5034: Meaning("GPUDirect Storage is disabled for this file", errno.EOPNOTSUPP, "cufile.json"),
+    5036: Meaning(
+        "GPU memory could not be pinned",
+        errno.ENOMEM,
+        "unregister some memory; the limit is the GPU's BAR1 (nvidia-smi -q -d MEMORY)",
+    ),
+    5038: Meaning("not supported asynchronously", errno.EOPNOTSUPP),
+    5044: Meaning("I/O error", errno.EIO, "look at dmesg and cufile.log"),
+    5049: Meaning("not possible in compat mode", errno.EOPNOTSUPP),
+}
+
+
+class CuFileFailure(EngineError):
+    """What cuFile answered; becomes a `CuFileError` when the operation is known.
+
+    Attributes:
+        status: 5000 and up, or 0 where it gave an errno of the kernel's.
+        cuda_status: CUDA's error number beside 5011, else 0.
+    """
+
+    def __init__(self, errno: int, detail: str, status: int = 0, cuda_status: int = 0) -> None:
+        super().__init__(errno, detail)
+        self.status = status
+        self.cuda_status = cuda_status
+
+    def with_context(self, **about: Any) -> CuFileError:
+        """With the operation, the file and the span."""
+        return CuFileError(
+            self.errno,
+            cufile_status=self.status,
+            cuda_status=self.cuda_status,
+            detail=self.detail,
+            **about,
+        )
+
+
+def failure(call: str, status: int, cuda_status: int = 0) -> CuFileFailure:
+    """The failure that a status of 5000 and up stands for."""
+    meaning = _MEANINGS.get(status, Meaning("unknown to nvmeio", errno.EIO, "look at cufile.log"))
+    text = f"{call}: cuFile status {status}, {meaning.text}"
+    if cuda_status:
+        text += f" (CUDA error {cuda_status})"
+    if meaning.remedy:
+        text += f"; {meaning.remedy}"
+    return CuFileFailure(meaning.errno, text, status, cuda_status)
+
+
+def transfer_failure(call: str, returned: int, code: int) -> CuFileFailure:
+    """The failure of cuFileRead or cuFileWrite.
+
+    Args:
+        call: Its name.
+        returned: What it returned, negative.
+        code: errno right after it, which counts only where it returned -1, and which may then be
+            a cuFile status itself (5027 after a deregister, for one).
+    """
+    if returned < -BASE:
+        return failure(call, -returned)
+    number = code if returned == -1 else -returned
+    if number > BASE:
+        return failure(call, number)
+    number = number or errno.EIO
+    return CuFileFailure(number, f"{call}: {os.strerror(number)}")
+
 
 DECLARATIONS = """
 typedef struct { int err; int cu_err; } CUfileError_t;
@@ -227,7 +450,7 @@ class Library:
         pointer = self.ffi.cast("void *", base)
         moved = int(self._lib.cuFileRead(handle, pointer, nbytes, file_offset, at))
         if moved < 0:  # errno stays as it was on success: asked only now
-            raise status.transfer_failure("cuFileRead", moved, self.ffi.errno)
+            raise transfer_failure("cuFileRead", moved, self.ffi.errno)
         return moved
 
     def write(self, handle: Any, base: int, nbytes: int, file_offset: int, at: int) -> int:
@@ -235,7 +458,7 @@ class Library:
         pointer = self.ffi.cast("void *", base)
         moved = int(self._lib.cuFileWrite(handle, pointer, nbytes, file_offset, at))
         if moved < 0:
-            raise status.transfer_failure("cuFileWrite", moved, self.ffi.errno)
+            raise transfer_failure("cuFileWrite", moved, self.ffi.errno)
         return moved
 
     @staticmethod
@@ -245,7 +468,7 @@ class Library:
     @staticmethod
     def _check(call: str, error: Any) -> None:
         if error.err:
-            raise status.failure(call, int(error.err), int(error.cu_err))
+            raise failure(call, int(error.err), int(error.cu_err))
 
 
 def load() -> Library:
@@ -254,7 +477,7 @@ def load() -> Library:
     Raises:
         BackendUnavailableError: There is none, or it cannot be used; says why.
     """
-    return Library(*locate.find())
+    return Library(*find_library())
 
 
 def layouts() -> dict[str, tuple[int, dict[str, int]]]:
@@ -283,5 +506,5 @@ def _unusable(path: str, source: str, reason: str) -> BackendUnavailableError:
     return BackendUnavailableError(
         "libcufile cannot be used",
         attempts=[(f"{path} ({source})", reason)],
-        remedy=f"{locate.INSTALL}, or name another with {locate.VARIABLE}",
+        remedy=f"{INSTALL}, or name another with {VARIABLE}",
     )

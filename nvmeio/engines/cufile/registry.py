@@ -18,8 +18,7 @@ from typing import Any
 
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
-from nvmeio.engines.cufile.library import Library
-from nvmeio.engines.cufile.status import CuFileFailure
+from nvmeio.engines.cufile.library import CuFileFailure, Library
 
 logger = logging.getLogger("nvmeio")
 

@@ -21,9 +21,8 @@ from nvmeio._memory import copy_on_write
 from nvmeio._memory.devices import Copier
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Transfer
-from nvmeio.engines.cufile.library import Library
+from nvmeio.engines.cufile.library import CuFileFailure, Library
 from nvmeio.engines.cufile.registry import Files, RegisteredRegion
-from nvmeio.engines.cufile.status import CuFileFailure
 from nvmeio.errors import TransferError
 
 
