@@ -16,7 +16,7 @@ from nvmeio.engines.cufile import driver
 
 @pytest.fixture
 def handle(fake: FakeCuFile, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> gds_handle:
-    monkeypatch.setattr(driver, "check", lambda needs_cuda: None)
+    monkeypatch.setattr(driver, "preflight", lambda needs_cuda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         "nvmeio.engines.cufile.driver._open_in_context", lambda lib, _: lib.open_driver()
