@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from nvmeio import _checks
 from nvmeio._core.records import Record
 from nvmeio._core.settling import Watchers
-from nvmeio._threads.begun import Begun
+from nvmeio._threads.future import Begun
 from nvmeio._threads.running_loop import not_running
 
 logger = logging.getLogger("nvmeio")

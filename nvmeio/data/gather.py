@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from nvmeio import _checks
-from nvmeio._threads.begun import Begun
+from nvmeio._threads.future import Begun
 from nvmeio.handle import AioHandle
 from nvmeio.operation import Operation
 
