@@ -33,13 +33,13 @@ from nvmeio import _checks, files
 from nvmeio._blocks.catalog import BlockPlace, Catalog
 from nvmeio._blocks.table import Key, names_of
 from nvmeio._blocks.transfers import InPlace, SlotPiece, Transfers
-from nvmeio._blocks.worker import Worker, may_be_interrupted
+from nvmeio._blocks.worker import Worker
 from nvmeio._files.plan import round_up
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import crc32
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.endings import Ending, leave
-from nvmeio._threads.future import being_interrupted
+from nvmeio._threads.future import being_interrupted, may_be_interrupted
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 

@@ -7,11 +7,11 @@ What the main thread asks for, and what is done in the background, a thread does
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from nvmeio._threads.future import may_be_interrupted
 from nvmeio._threads.owner import OwnerThread
 
 Value = TypeVar("Value")
@@ -118,9 +118,3 @@ class Worker:
     def close(self) -> None:
         """End its thread once it has done what it was asked before; does not wait."""
         self.owner.close()
-
-
-def may_be_interrupted() -> bool:
-    """Whether work of this thread may be cut in half, or wait for a loop that waits for it."""
-    main = threading.main_thread().ident == threading.get_ident()
-    return main or asyncio._get_running_loop() is not None

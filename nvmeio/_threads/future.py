@@ -12,6 +12,7 @@ import _thread
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from abc import abstractmethod
 from collections import deque
@@ -216,6 +217,16 @@ class Future(Begun[Value]):
                     await self.ended()
             raise cancelled from self.error
         return self.result()
+
+
+def may_be_interrupted() -> bool:
+    """Whether work of this thread may be cut in half, or wait for a loop that waits for it.
+
+    So it may in the main thread, and where an event loop runs: a transfer that is started on a
+    running loop reports there.
+    """
+    main = threading.main_thread().ident == threading.get_ident()
+    return main or asyncio._get_running_loop() is not None
 
 
 def being_interrupted() -> bool:

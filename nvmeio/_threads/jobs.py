@@ -7,14 +7,12 @@ comes.
 from __future__ import annotations
 
 import _thread
-import asyncio
 import sys
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from nvmeio._memory import devices
-from nvmeio._threads.future import Future, being_interrupted
+from nvmeio._threads.future import Future, being_interrupted, may_be_interrupted
 from nvmeio._threads.threads import start, unlist
 
 Value = TypeVar("Value")
@@ -97,8 +95,7 @@ def run_interruptible(
     The first interrupt calls `cancel` and is raised when the work has ended: half of it must not go
     on behind its caller's back. A second one is raised at once; the work still ends by itself.
     """
-    main = threading.main_thread().ident == threading.get_ident()
-    if sys.is_finalizing() or (not main and asyncio._get_running_loop() is None):
+    if sys.is_finalizing() or not may_be_interrupted():
         return work()
     job = Job(work)
     second = being_interrupted()

@@ -202,8 +202,8 @@ def test_the_thread_that_starts_the_others_may_die_as_well(monkeypatch: pytest.M
 
 def test_a_thread_that_was_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is late, not dead; its starter has told its caller that it was not begun."""
-    monkeypatch.setattr(jobs, "_BIRTH_S", 0.0)
-    monkeypatch.setattr(jobs, "_BIRTH_LOOK_S", 0.001)
+    monkeypatch.setattr(threads_module, "_BIRTH_S", 0.0)
+    monkeypatch.setattr(threads_module, "_BIRTH_LOOK_S", 0.001)
     begin = "_start_new_thread"
     if not hasattr(threading, begin):  # since Python 3.13
         begin = "_start_joinable_thread"
