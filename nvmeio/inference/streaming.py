@@ -18,6 +18,7 @@ from nvmeio._io import long_call
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
+from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import kv_cache
@@ -26,7 +27,7 @@ from nvmeio.inference._packed import drives
 from nvmeio.inference._plan import transformers
 from nvmeio.inference._plan.asked import Asked, name_of
 from nvmeio.inference._plan.model_plan import ModelPlan, plan_model
-from nvmeio.inference._ranks.stream_ranks import DEFAULT_TIMEOUT_S, Ranks
+from nvmeio.inference._ranks.stream_ranks import Ranks
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
 

@@ -9,7 +9,6 @@ What a rank finds wrong before that (a file that is missing) it tells the others
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -20,22 +19,21 @@ from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._formats.torch_file import read_buffered
 from nvmeio._io.drives import DriveHandles
 from nvmeio._ranks.exchange import Exchange
+from nvmeio._ranks.messages import Messages
 from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.caller import Cancellation
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError
 from nvmeio.inference._packed import format
 from nvmeio.inference._plan.slot_layout import Read
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_parts import shares
 from nvmeio.inference._ranks.rank_reader import Passes, RankReader, room_bytes
 
-DEFAULT_TIMEOUT_S = 120.0
-
 # Of a file that no checksums tell apart from another of the same shape.
 _TAIL_BYTES = 64 << 10
 
-_streams = Calls("stream", "failed/0")
+_streams = Calls("stream", "0/failed")
 
 
 class Ranks:
@@ -51,6 +49,7 @@ class Ranks:
         self.timeout_s = timeout_s
         self._store = store
         self._times = 0  # that they met
+        self._messages = self._new_messages()
         self._told: dict[str, Any] = {}
         self._exchange: Exchange | None = None
 
@@ -76,9 +75,7 @@ class Ranks:
         try:
             yield
         except BaseException as failed:
-            with contextlib.suppress(Exception):
-                if not self._store.check([self._key]):
-                    self._store.set(self._key, self._described(failed))
+            self._messages.fail(failed)
             self.drop()
             raise
 
@@ -87,28 +84,12 @@ class Ranks:
         """The stream is opened here, for the first time or once more; all ranks do as often."""
         if self._exchange is None:
             self._times += 1
+            self._messages = self._new_messages()
         with self.telling():
             yield
 
-    @property
-    def _key(self) -> str:
-        return f"failed/{self._times}"
-
-    def _described(self, failed: BaseException) -> bytes:
-        code = failed.errno if isinstance(failed, OSError) else None
-        text = f"{type(failed).__name__}: {failed}"[:4096]
-        return json.dumps({"rank": self.rank, "errno": code, "text": text}).encode()
-
-    def _check(self) -> None:
-        if not self._store.check([self._key]):
-            return
-        told = json.loads(self._store.get(self._key))
-        raise TransferError(
-            told["errno"] or errno.ECANCELED,
-            operation="stream",
-            path=self._store.path,
-            detail=f"rank {told['rank']} of {self.size} could not open it: {told['text']}",
-        )
+    def _new_messages(self) -> Messages:
+        return Messages(self._store, self._times, self.timeout_s, "open it")
 
     def meet(self, digest: str, budget: int) -> int:
         """Connect, and see that all ranks stream the same.
@@ -125,13 +106,7 @@ class Ranks:
             TransferError: One failed, or did not come.
         """
         self._told = {"digest": digest, "budget": budget}
-        self._exchange = Exchange(
-            self._store.within(f"exchange/{self._times}", self._store.path, "stream"),
-            self.timeout_s,
-            self._check,
-            lambda failed: None,
-            Cancellation(),
-        )
+        self._exchange = self._messages.exchange(Cancellation())
         heard = self._exchange.tell(self._told)
         for rank, each in enumerate(heard):
             if each["digest"] != heard[0]["digest"]:

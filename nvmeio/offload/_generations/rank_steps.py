@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -105,9 +104,7 @@ class DurableSteps:
 
     def lose(self, generation: int, why: str) -> None:
         """This rank could not make a generation durable: who waits for it is told. Never raises."""
-        told = {"rank": self._store.rank, "generation": generation, "why": why[:1000]}
-        with contextlib.suppress(TransferError):
-            self._store.set("lost", json.dumps(told).encode())
+        self._store.fail("lost", why, generation=generation)
 
     def leave(self) -> None:
         """This rank takes no further steps, or was refused the optimizer; never raises."""
@@ -140,8 +137,9 @@ class DurableSteps:
                 break
             if self._past() >= generation:  # for one that joined when the others were further
                 break
-            if self._store.check(["lost"]):
-                raise self._lost(json.loads(self._store.get("lost")))
+            told = self._store.failure("lost")
+            if told is not None:
+                raise self._lost(told)
             if time.monotonic() > until:
                 raise TransferError(
                     errno.ETIMEDOUT,
@@ -193,7 +191,7 @@ class DurableSteps:
             operation="step",
             path=self._store.path,
             detail=f"rank {told['rank']} of {self._store.size} could not make generation "
-            f"{told['generation']} durable ({told['why']}): load a checkpoint, or make the "
+            f"{told['generation']} durable ({told['text']}): load a checkpoint, or make the "
             "optimizer anew with resume=True, which goes on from the last step that all ranks have",
         )
 
