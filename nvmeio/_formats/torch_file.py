@@ -128,12 +128,10 @@ class TorchFile:
     def _read_many(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         if len(wanted) <= _FEW:
             return self._read_few(wanted)
-        size = self._file.size()
-        last_page = round_down(size, PAGE_BYTES)  # which is none, if it is there
-        many = [place for place in wanted if sum(place) <= last_page]
-        read = iter(self._load.scattered(self._get_handle(), self._file, many, "headers"))
-        few = self._read_few
-        return [next(read) if sum(p) <= last_page else few([p])[0] for p in wanted]
+        last_page = round_down(self._file.size(), PAGE_BYTES)  # which is none, if it is there
+        many = [place for place in wanted if place[0] + place[1] <= last_page]
+        read = self._load.scattered(self._get_handle(), self._file, many, "headers")
+        return [*read, *self._read_few(wanted[len(many) :])]  # `wanted` is in the file's order
 
     def _read_few(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         return [read_buffered(self._file, offset, nbytes) for offset, nbytes in wanted]

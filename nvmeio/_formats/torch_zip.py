@@ -17,7 +17,9 @@ Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3.7 (local header), 4.3.9 (descrip
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -142,10 +144,10 @@ class Archive(NamedTuple):
 class _Central(NamedTuple):
     """An entry of the directory, before its local header is looked at."""
 
-    name: bytes
-    flags: int
-    method: int
     header_offset: int
+    end: int  # of its data, or before
+    name: bytes
+    kept: tuple[int, int]  # flags and method
     nbytes: int
     crc: int
     crc_at: int
@@ -177,10 +179,6 @@ def as_text(name: bytes) -> str:
         return name.decode("cp437")
 
 
-def _shown(name: bytes | str) -> str:
-    return name if isinstance(name, str) else as_text(name)
-
-
 class _Parser:
     def __init__(self, read_many: ReadMany, nbytes: int, path: str) -> None:
         self._read_many = read_many
@@ -189,15 +187,8 @@ class _Parser:
 
     def archive(self) -> Archive:
         offset, size, count = self._end_records()
-        centrals = self._directory(offset, size, count)
-        if not any(central.name.endswith(SCRIPT_MARK) for central in centrals):
-            self._check_stored(centrals)
-        entries = self._local_headers(centrals, offset)
-        entries.sort(key=lambda entry: entry.header_offset)
-        self._check_overlap(
-            [e.header_offset for e in entries], [e.end for e in entries], [e.name for e in entries]
-        )
-        return Archive(self._path, self._size, offset, entries)
+        centrals = self._directory(self._read(offset, size), offset, count)
+        return Archive(self._path, self._size, offset, self._entries(centrals, offset))
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         return self._read_many([(offset, nbytes)])[0]
@@ -278,111 +269,107 @@ class _Parser:
         first, second, here, count, size, offset = wide
         return at, first, second, here, count, size, offset
 
+    def _record_is(self, name: bytes, what: str, expected: object, found: object) -> IntegrityError:
+        return self._wrong(f"record {as_text(name)!r}{what}", expected, found)
+
     # The central directory
 
-    def _directory(self, offset: int, size: int, count: int) -> list[_Central]:
-        data = self._read(offset, size)
+    def _directory(self, data: bytes, offset: int, count: int) -> list[_Central]:
+        """The entries of the directory, which lies at `offset`, in the order of the file."""
+        size = len(data)
         found: list[_Central] = []
-        names: set[bytes] = set()
+        compressed: tuple[bytes, int] | None = None
+        is_script = False
         at = 0
         for number in range(count):
             if size - at < _CENTRAL.size:
                 raise self._wrong(
                     "the central directory ends too early", f"{count} records", number
                 )
-            entry = _CENTRAL.unpack_from(data, at)
-            end = at + _CENTRAL.size + sum(entry[10:13])
-            if entry[0] != CENTRAL_MAGIC or end > size:
-                raise self._wrong(
-                    f"entry {number} of the central directory is damaged", CENTRAL_MAGIC, entry[0]
-                )
+            magic, _, _, flags, method, _, _, crc, packed, nbytes, *rest = _CENTRAL.unpack_from(
+                data, at
+            )
+            name_length, extra_length, comment_length, disk, _, _, header_offset = rest
             name_at = at + _CENTRAL.size
-            name = data[name_at : name_at + entry[10]]
-            extra = data[name_at + entry[10] : name_at + entry[10] + entry[11]]
-            central = self._central(name, entry, extra, offset + at + CENTRAL_CRC_OFFSET)
-            if name in names:
-                raise self._wrong(f"record {as_text(name)!r} is there twice", "one", "two")
-            names.add(name)
-            if central.header_offset + _LOCAL.size + len(name) + central.nbytes > offset:
+            extra_at = name_at + name_length
+            end = extra_at + extra_length + comment_length
+            if magic != CENTRAL_MAGIC or end > size:
                 raise self._wrong(
-                    f"record {as_text(name)!r} lies past the end of the data",
-                    f"an end at byte {offset} or before",
-                    f"{central.nbytes} bytes at {central.header_offset}",
+                    f"entry {number} of the central directory is damaged", CENTRAL_MAGIC, magic
                 )
-            found.append(central)
+            name, wide = data[name_at:extra_at], False
+            if _MAX32 in (packed, nbytes, header_offset):
+                extra = data[extra_at : extra_at + extra_length]
+                wide, (nbytes, packed, header_offset) = self._wide(
+                    name, extra, (nbytes, packed, header_offset)
+                )
+            if flags & (_FLAG_ENCRYPTED | _FLAG_STRONG_ENCRYPTION):
+                raise self._record_is(name, " is encrypted", "plain bytes", hex(flags))
+            if method:
+                compressed = compressed or (name, method)
+            elif packed != nbytes:
+                raise self._record_is(name, " has two sizes", nbytes, packed)
+            if disk:
+                raise self._record_is(name, " is on another disk", 0, disk)
+            reached = header_offset + _LOCAL.size + name_length + packed
+            if reached > offset:
+                raise self._past_the_end(name, offset, packed, header_offset)
+            is_script = is_script or name.endswith(SCRIPT_MARK)
+            crc_at = offset + at + CENTRAL_CRC_OFFSET
+            found.append(
+                _Central(header_offset, reached, name, (flags, method), packed, crc, crc_at, wide)
+            )
             at = end
         if at != size:
             raise self._wrong("bytes behind the central directory's last entry", at, size)
-        self._check_overlap(
-            [c.header_offset for c in found],
-            [c.header_offset + _LOCAL.size + len(c.name) + c.nbytes for c in found],
-            [c.name for c in found],
-        )
+        if len({central.name for central in found}) < count:
+            twice, _ = Counter(central.name for central in found).most_common(1)[0]
+            raise self._record_is(twice, " is there twice", "one", "two")
+        found.sort()
+        for before, central in itertools.pairwise(found):
+            if central.header_offset < before.end:
+                raise self._overlap(before.name, before.end, central)
+        if compressed and not is_script:
+            raise self._record_is(
+                compressed[0], " is compressed", "method 0 (stored)", f"method {compressed[1]}"
+            )
         return found
 
-    def _check_stored(self, centrals: list[_Central]) -> None:
-        for central in centrals:
-            if central.method != 0:
-                raise self._wrong(
-                    f"record {as_text(central.name)!r} is compressed",
-                    "method 0 (stored)",
-                    f"method {central.method}",
-                )
+    def _past_the_end(self, name: bytes, limit: int, nbytes: int, offset: int) -> IntegrityError:
+        return self._record_is(
+            name,
+            " lies past the end of the data",
+            f"an end at byte {limit} or before",
+            f"{nbytes} bytes at {offset}",
+        )
 
-    def _check_overlap(
-        self, starts: list[int], ends: list[int], names: Sequence[bytes | str]
-    ) -> None:
-        position, before = 0, 0
-        # By numbers: a tuple for each would be one more that Python's collector goes through.
-        for number in sorted(range(len(starts)), key=starts.__getitem__):
-            if starts[number] < position:
-                here, there = (_shown(names[each]) for each in (number, before))
-                raise self._wrong(
-                    f"record {here!r} overlaps {there!r}",
-                    f"a start at byte {position} or later",
-                    starts[number],
-                )
-            position, before = ends[number], number
+    def _overlap(self, before: bytes, end: int, central: _Central) -> IntegrityError:
+        return self._record_is(
+            central.name,
+            f" overlaps {as_text(before)!r}",
+            f"a start at byte {end} or later",
+            central.header_offset,
+        )
 
-    def _central(self, name: bytes, entry: tuple[int, ...], extra: bytes, crc_at: int) -> _Central:
-        flags, method, crc, packed, nbytes = entry[3], entry[4], entry[7], entry[8], entry[9]
-        header_offset, disk = entry[16], entry[13]
-        wide = False
-        if _MAX32 in (packed, nbytes, header_offset):
-            wide, values = self._zip64(name, extra)
-            for which, value in enumerate((nbytes, packed, header_offset)):
-                if value != _MAX32:
-                    continue
-                if not values:
-                    raise self._wrong(
-                        f"record {as_text(name)!r}: no 64-bit size or offset",
-                        "a zip64 extra field",
-                        "none, or one too short",
-                    )
-                actual = values.pop(0)
-                if which == 0:
-                    nbytes = actual
-                elif which == 1:
-                    packed = actual
-                else:
-                    header_offset = actual
-        if flags & (_FLAG_ENCRYPTED | _FLAG_STRONG_ENCRYPTION):
-            raise self._wrong(f"record {as_text(name)!r} is encrypted", "plain bytes", hex(flags))
-        if method == 0 and packed != nbytes:
-            raise self._wrong(f"record {as_text(name)!r} has two sizes", nbytes, packed)
-        if disk:
-            raise self._wrong(f"record {as_text(name)!r} is on another disk", 0, disk)
-        return _Central(name, flags, method, header_offset, packed, crc, crc_at, wide)
+    def _wide(
+        self, name: bytes, extra: bytes, narrow: tuple[int, int, int]
+    ) -> tuple[bool, list[int]]:
+        """Size, packed size and offset, where some of them are 64-bit ones in the extra field."""
+        is_there, values = self._zip64(name, extra)
+        if len(values) < narrow.count(_MAX32):
+            raise self._record_is(
+                name, ": no 64-bit size or offset", "a zip64 extra field", "none, or one too short"
+            )
+        left = iter(values)
+        return is_there, [next(left) if value == _MAX32 else value for value in narrow]
 
     def _zip64(self, name: bytes, extra: bytes) -> tuple[bool, list[int]]:
         at = 0
         while at + 4 <= len(extra):
             kind, length = struct.unpack_from("<HH", extra, at)
             if at + 4 + length > len(extra):
-                raise self._wrong(
-                    f"record {as_text(name)!r}: a broken extra field",
-                    f"at most {len(extra) - at - 4}",
-                    length,
+                raise self._record_is(
+                    name, ": a broken extra field", f"at most {len(extra) - at - 4}", length
                 )
             if kind == _ZIP64_EXTRA:
                 count = length // 8
@@ -392,77 +379,70 @@ class _Parser:
 
     # The local headers
 
-    def _local_headers(self, centrals: list[_Central], directory_offset: int) -> list[ZipEntry]:
-        wanted = [(c.header_offset, _LOCAL.size + len(c.name)) for c in centrals]
-        return [
-            self._entry(central, data, directory_offset)
-            for central, data in zip(centrals, self._read_many(wanted), strict=True)
-        ]
+    def _entries(self, centrals: list[_Central], directory_offset: int) -> list[ZipEntry]:
+        """The records, after each one's header has been held against its entry."""
+        headers = self._read_many([(c.header_offset, _LOCAL.size + len(c.name)) for c in centrals])
+        found: list[ZipEntry] = []
+        before, position = b"", 0
+        for central, data in zip(centrals, headers, strict=True):
+            header_offset, _, name, kept, nbytes, crc, crc_at, _ = central
+            magic, _, flags, method, _, _, *sums, name_length, extra_length = _LOCAL.unpack_from(
+                data
+            )
+            if (
+                magic != LOCAL_MAGIC
+                or name_length != len(name)
+                or data[_LOCAL.size :] != name
+                or (flags, method) != kept
+                or not flags & _FLAG_DESCRIPTOR
+                or any(sums)  # CRC and sizes, which torch has in the descriptor alone
+            ):
+                self._check_header(central, data)
+            offset = header_offset + _LOCAL.size + name_length + extra_length
+            descriptor = 0
+            if flags & _FLAG_DESCRIPTOR:
+                # torch's own rule (miniz): wide where the size or the header's offset needs it.
+                descriptor = 24 if nbytes >= _MAX32 or header_offset >= _MAX32 else 16
+            if header_offset < position:
+                raise self._overlap(before, position, central)
+            before, position = name, offset + nbytes + descriptor
+            if position > directory_offset:
+                raise self._past_the_end(name, directory_offset, nbytes, offset)
+            found.append(
+                ZipEntry(as_text(name), header_offset, offset, nbytes, crc, crc_at, descriptor)
+            )
+        return found
 
-    def _entry(self, central: _Central, data: bytes, directory_offset: int) -> ZipEntry:
-        name = as_text(central.name)
-        magic, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length = (
-            _LOCAL.unpack_from(data)
-        )
+    def _check_header(self, central: _Central, data: bytes) -> None:
+        """What may differ: CRC and sizes that are in the descriptor, or in the 64-bit field."""
+        name, (flags, method) = central.name, central.kept
+        magic, _, *kept, _, _, crc, packed, nbytes, name_length, _ = _LOCAL.unpack_from(data)
         if magic != LOCAL_MAGIC:
-            raise self._wrong(
-                f"record {name!r} has no header at byte {central.header_offset}",
-                LOCAL_MAGIC,
-                magic,
-            )
-        if name_length != len(central.name) or data[_LOCAL.size :] != central.name:
-            raise self._wrong(
-                f"record {name!r} has another name in its header",
-                central.name,
-                data[_LOCAL.size :],
-            )
-        if (flags, method) != (central.flags, central.method):
-            raise self._wrong(
-                f"record {name!r}: header and directory disagree on how it is stored",
-                (hex(central.flags), central.method),
+            what = f" has no header at byte {central.header_offset}"
+            raise self._record_is(name, what, LOCAL_MAGIC, magic)
+        if name_length != len(name) or data[_LOCAL.size :] != name:
+            there = data[_LOCAL.size :]
+            raise self._record_is(name, " has another name in its header", name, there)
+        if kept != [flags, method]:
+            raise self._record_is(
+                name,
+                ": header and directory disagree on how it is stored",
                 (hex(flags), method),
+                (hex(kept[0]), kept[1]),
             )
-        follows = bool(flags & _FLAG_DESCRIPTOR)
+        follows = flags & _FLAG_DESCRIPTOR
         sizes_known = not follows or nbytes or packed
-        stored = method == 0
         if (
-            stored
+            method == 0
             and sizes_known
             and not central.wide
             and (packed, nbytes) != (central.nbytes,) * 2
         ):
-            raise self._wrong(
-                f"record {name!r}: header and directory disagree on its size",
-                central.nbytes,
-                (packed, nbytes),
-            )
+            what = ": header and directory disagree on its size"
+            raise self._record_is(name, what, central.nbytes, (packed, nbytes))
         if (not follows or crc) and crc != central.crc:
-            raise self._wrong(
-                f"record {name!r}: header and directory disagree on its CRC-32",
-                hex(central.crc),
-                hex(crc),
-            )
-        offset = central.header_offset + _LOCAL.size + name_length + extra_length
-        descriptor = 0
-        if follows:
-            # torch's own rule (miniz): wide where the size or the header's offset needs it.
-            wide = central.nbytes >= _MAX32 or central.header_offset >= _MAX32
-            descriptor = 24 if wide else 16
-        if offset + central.nbytes + descriptor > directory_offset:
-            raise self._wrong(
-                f"record {name!r} lies past the end of the data",
-                f"an end at byte {directory_offset} or before",
-                f"{central.nbytes} bytes at {offset}",
-            )
-        return ZipEntry(
-            name,
-            central.header_offset,
-            offset,
-            central.nbytes,
-            central.crc,
-            central.crc_at,
-            descriptor,
-        )
+            what = ": header and directory disagree on its CRC-32"
+            raise self._record_is(name, what, hex(central.crc), hex(crc))
 
 
 def descriptor_matches(data: bytes, entry: ZipEntry) -> bool:
