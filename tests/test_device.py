@@ -151,7 +151,7 @@ def test_cufile_is_opened_on_the_callers_device(
             return None
 
     seen: list[int] = []
-    monkeypatch.setattr(driver.preflight, "problem", lambda: ("", "", ""))
+    monkeypatch.setattr(driver, "preflight_problem", lambda: ("", "", ""))
     monkeypatch.setattr(driver.library, "load", Opened)
     opened = driver._Driver()
     opened.acquire(driver.DriverSettings())
