@@ -169,6 +169,36 @@ class TransferError(NvmeioError, OSError):
         return _rebuild, (_public_class(type(self)), self.errno, arguments), self.__dict__
 
 
+def errno_of(failed: OSError) -> int:
+    """Its number; EIO where it has none."""
+    return failed.errno or _errno.EIO
+
+
+def transfer_error(
+    failed: OSError, operation: str, path: str | os.PathLike[str], **about: Any
+) -> TransferError:
+    """What the system refused, as an error that names what was done, and to which file."""
+    return TransferError(errno_of(failed), operation=operation, path=os.fspath(path), **about)
+
+
+class naming:
+    """A with statement whose `OSError`s name what was done, and to which file: `TransferError`s.
+
+    Those that are such already stay as they are.
+    """
+
+    def __init__(self, operation: str, path: str | os.PathLike[str], detail: str = "") -> None:
+        self._about = (operation, path, detail)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, failed: BaseException | None, trace: object) -> None:
+        if isinstance(failed, OSError) and not isinstance(failed, TransferError):
+            operation, path, detail = self._about
+            raise transfer_error(failed, operation, path, detail=detail) from failed
+
+
 class ShortTransferError(TransferError):
     """Fewer bytes exist than were asked for: the file ends inside (or before) the span.
 

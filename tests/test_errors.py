@@ -6,6 +6,7 @@ import copy
 import errno
 import pickle
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 from support import run_python
@@ -21,6 +22,7 @@ from nvmeio.errors import (
     NvmeioError,
     ShortTransferError,
     TransferError,
+    naming,
 )
 
 BUILTINS = {
@@ -320,3 +322,18 @@ def test_rows_that_failed() -> None:
         assert each.mask().tolist() == [True, True, False]
         assert "row 2 at byte 800, 2 of 3 rows are whole; gather /x/y" in str(each)
     assert "smartctl" in str(error)
+
+
+def test_what_the_system_refuses_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as raised, naming("open", missing, "look elsewhere"):
+        missing.read_bytes()
+    error = raised.value
+    assert isinstance(error, TransferError)
+    assert (error.operation, error.path, error.errno) == ("open", str(missing), errno.ENOENT)
+    assert "look elsewhere" in str(error)
+    with pytest.raises(FileNotFoundError) as again, naming("rename", tmp_path):
+        raise error
+    assert again.value is error  # named already
+    with pytest.raises(KeyError), naming("open", missing):
+        {}["x"]

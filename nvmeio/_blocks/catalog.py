@@ -24,7 +24,7 @@ from nvmeio._storage.durable import free_bytes, make_directory, reserve
 from nvmeio._storage.guarded import make_private_directory, open_own
 from nvmeio._storage.locks import become_writer
 from nvmeio._threads.endings import wait_for_those_that_end
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, errno_of
 
 
 class BlockPlace(NamedTuple):
@@ -269,7 +269,7 @@ class Catalog:
             self._remove_made()
             os.close(fd)
             if isinstance(failed, OSError) and not isinstance(failed, TransferError):
-                code = failed.errno or errno.EIO
+                code = errno_of(failed)
                 raise TransferError(code, operation="write", path=path) from failed
             raise
         try:

@@ -24,7 +24,7 @@ from nvmeio._memory import tensors as tensors_module
 from nvmeio._memory.tensors import Data, Memory
 from nvmeio.engines import base
 from nvmeio.engines.base import CompletionQueue, Engine, Opcode, Outcome, Request, Transfer
-from nvmeio.errors import BatchError, TransferError
+from nvmeio.errors import BatchError, TransferError, transfer_error
 from nvmeio.files import File
 
 if TYPE_CHECKING:
@@ -555,7 +555,7 @@ class BatchRecord(Record):
         try:
             part.close()
         except OSError as failed:
-            lost = TransferError(failed.errno or errno.EIO, operation="close", path=part.name)
+            lost = transfer_error(failed, "close", part.name)
             self._lost = self._lost or lost
             part.opened = None
             return lost

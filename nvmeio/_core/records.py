@@ -34,7 +34,7 @@ from nvmeio.engines.base import (
     Request,
     Transfer,
 )
-from nvmeio.errors import ClosedError, ShortTransferError, TransferError
+from nvmeio.errors import ClosedError, ShortTransferError, TransferError, errno_of, naming
 
 NAMES = {
     Opcode.READ: "pread",
@@ -212,11 +212,8 @@ class Record:
         """fsync(2) in this thread, where the kernel has none for AIO."""
         assert self.opened is not None
         fd = self.opened.any_fd()
-        try:
+        with naming("fsync", self.path):
             (os.fsync if self.opcode is Opcode.FSYNC else os.fdatasync)(fd)
-        except OSError as failed:
-            code = failed.errno or errno.EIO
-            raise TransferError(code, operation="fsync", path=self.path) from failed
 
     def let_go(self) -> TransferError | None:
         """Give memory and file back; the error of closing the file, if there is one.
@@ -242,7 +239,7 @@ class Record:
                 self._release(opened)
             except OSError as failed:  # NFS and friends report lost writes here (man 2 close)
                 about = {**self._about(self.outcome().transferred), "operation": "close"}
-                return TransferError(failed.errno or errno.EIO, **about)
+                return TransferError(errno_of(failed), **about)
             self.opened = None
         return None
 
@@ -330,7 +327,7 @@ def copy_back(memory: Memory, about: dict[str, Any]) -> None:
         memory.copy_back()
     except OSError as failed:
         detail = failed.strerror or ""
-        raise TransferError(failed.errno or errno.EIO, detail=detail, **about) from failed
+        raise TransferError(errno_of(failed), detail=detail, **about) from failed
 
 
 def refused_once(opcode: Opcode, refused: Outcome) -> dict[str, int]:

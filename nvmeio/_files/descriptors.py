@@ -21,7 +21,7 @@ from typing import Protocol
 from nvmeio._files.mounts import file_system_of
 from nvmeio._files.plan import PAGE_BYTES, Alignment
 from nvmeio._shim import FileFacts, OwnFds, file_facts
-from nvmeio.errors import ClosedError, TransferError
+from nvmeio.errors import ClosedError, TransferError, errno_of
 
 # What must not be repeated when the same inode is opened a second time.
 _ONCE = os.O_CREAT | os.O_TRUNC | os.O_EXCL
@@ -95,13 +95,13 @@ class Descriptors:
                 fd = fds.open(True, path, flags | os.O_DIRECT)
             except OSError as refused:
                 if refused.errno != errno.EINVAL:
-                    raise open_error(refused.errno or errno.EIO, path) from refused
+                    raise open_error(errno_of(refused), path) from refused
                 # The refusal came after the file was created: with O_EXCL it would be in the way.
                 direct = False
                 try:
                     fd = fds.open(False, path, flags & ~os.O_EXCL)
                 except OSError as failed:
-                    raise open_error(failed.errno or errno.EIO, path) from failed
+                    raise open_error(errno_of(failed), path) from failed
             facts = _checked_facts(fd, path)
             if direct:
                 alignment = alignment_of(fd, facts, path)
@@ -147,7 +147,7 @@ class Descriptors:
                 try:
                     fds.reopen(False, fd, access)
                 except OSError:
-                    raise open_error(refused.errno or errno.EIO, path) from refused
+                    raise open_error(errno_of(refused), path) from refused
         opened = cls(path, access, fds, fds.direct, fds.buffered, NO_DIRECT, facts)
         try:
             if fds.direct >= 0:
@@ -242,7 +242,7 @@ class Descriptors:
                         flags = self._flags & ~_ONCE
                         self._buffered_fd = self._fds.reopen(False, self.direct_fd, flags)
                     except OSError as failed:
-                        raise open_error(failed.errno or errno.EIO, self.path) from failed
+                        raise open_error(errno_of(failed), self.path) from failed
         return self._buffered_fd
 
     def any_fd(self) -> int:
@@ -264,7 +264,7 @@ def _checked_facts(fd: int, path: str) -> FileFacts:
     try:
         facts = file_facts(fd)
     except OSError as failed:
-        raise open_error(failed.errno or errno.EIO, path) from failed
+        raise open_error(errno_of(failed), path) from failed
     if stat.S_ISDIR(facts.mode):
         raise open_error(errno.EISDIR, path)
     if not (stat.S_ISREG(facts.mode) or stat.S_ISBLK(facts.mode)):
@@ -323,7 +323,7 @@ def alignment_of(fd: int, facts: FileFacts, path: str) -> Alignment:
 
 
 def _not_tried(failed: OSError, path: str, detail: str) -> TransferError:
-    code = failed.errno or errno.EIO
+    code = errno_of(failed)
     return TransferError(code, operation="open", path=path, detail=detail)
 
 

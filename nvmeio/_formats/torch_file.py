@@ -18,7 +18,7 @@ from nvmeio._formats.pickle_values import Scan
 from nvmeio._formats.torch_zip import Archive
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 
@@ -254,12 +254,8 @@ def read_buffered(file: File, offset: int, nbytes: int) -> bytes:
             parts += more
         return bytes(parts)
     except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO,
-            operation="pread",
-            path=file.path,
-            file_offset=offset,
-            nbytes=nbytes,
+        raise transfer_error(
+            failed, "pread", file.path, file_offset=offset, nbytes=nbytes
         ) from failed
     finally:
         opened.release()

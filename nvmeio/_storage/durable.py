@@ -16,7 +16,7 @@ import ctypes
 import errno
 import os
 
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,9 +70,7 @@ def reserve(fd: int, nbytes: int, path: str) -> None:
     try:
         os.ftruncate(fd, nbytes)
     except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO, operation="truncate", path=path, nbytes=nbytes
-        ) from failed
+        raise transfer_error(failed, "truncate", path, nbytes=nbytes) from failed
 
 
 def free_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -108,9 +106,7 @@ def _sync(path: str | os.PathLike[str], flags: int) -> None:
             os.close(fd)
     except OSError as failed:
         if failed.errno != errno.EINVAL or not flags & os.O_DIRECTORY:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="fsync", path=os.fspath(path)
-            ) from failed
+            raise transfer_error(failed, "fsync", path) from failed
 
 
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
@@ -136,9 +132,7 @@ def sync_data(file: File) -> None:
     try:
         os.fdatasync(opened.any_fd())
     except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO, operation="fsync", path=file.path
-        ) from failed
+        raise transfer_error(failed, "fsync", file.path) from failed
     finally:
         opened.release()
 
@@ -205,9 +199,7 @@ def make_directory(
     except OSError as failed:
         if failed.errno == errno.ENOENT and len(missing) > 1:
             raise _nothing_above(wanted or path, missing[-1]) from failed
-        raise TransferError(
-            failed.errno or errno.EIO, operation="mkdir", path=wanted or os.fspath(path)
-        ) from failed
+        raise transfer_error(failed, "mkdir", wanted or os.fspath(path)) from failed
 
 
 def check_above(path: str | os.PathLike[str]) -> None:

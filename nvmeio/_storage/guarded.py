@@ -19,7 +19,7 @@ import stat
 import tempfile
 
 from nvmeio import files
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 
 DIRECTORY_MODE = 0o700
@@ -40,9 +40,7 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
         detail = ""
         if os.path.islink(name):
             detail = "it is a symbolic link, which is not followed here: remove it"
-        raise TransferError(
-            failed.errno or errno.EIO, operation="mkdir", path=name, detail=detail
-        ) from failed
+        raise transfer_error(failed, "mkdir", name, detail=detail) from failed
     try:
         facts = os.fstat(fd)
         # Some network file systems give what we make to another user.
@@ -59,7 +57,7 @@ def make_private_directory(path: str | os.PathLike[str]) -> None:
     except TransferError:
         raise
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="chmod", path=name) from failed
+        raise transfer_error(failed, "chmod", name) from failed
     finally:
         os.close(fd)
 
@@ -85,12 +83,8 @@ def create(path: str | os.PathLike[str], mode: int = FILE_MODE) -> int:
             cannot be made.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
+    with naming("open", path):
         return os.open(path, flags, mode)
-    except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO, operation="open", path=os.fspath(path)
-        ) from failed
 
 
 def open_nameless(directory: str | os.PathLike[str]) -> File:
@@ -131,9 +125,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
             detail = ""
             if failed.errno == errno.ELOOP:
                 detail = "it is a symbolic link, which is not followed here: remove it"
-            raise TransferError(
-                failed.errno or errno.EIO, operation="open", path=name, detail=detail
-            ) from failed
+            raise transfer_error(failed, "open", name, detail=detail) from failed
     try:
         facts = os.fstat(fd)
         wrong = ""
@@ -222,11 +214,8 @@ class Unchanged:
         Cost: one fstat, about 1 us.
         """
         before, path = self._before, self._file.path
-        try:
+        with naming("open", path):
             now = _facts(self._file)
-        except OSError as failed:
-            code = failed.errno or errno.EIO
-            raise TransferError(code, operation="open", path=path) from failed
         if now != before:
             changed = "its size" if now[0] != before[0] else "its time of modification"
             raise IntegrityError(

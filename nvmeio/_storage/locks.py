@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from nvmeio import files
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, naming
 from nvmeio.files import File
 
 # Whoever renames a file holds its lock for a moment while it still has its name.
@@ -166,10 +166,8 @@ def lock_directory(directory: str, hint: str = "") -> int:
     Raises:
         TransferError: Somebody else has the lock (EBUSY), or the directory cannot be opened.
     """
-    try:
+    with naming("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed
     if not become_writer(fd):
         os.close(fd)
         raise TransferError(

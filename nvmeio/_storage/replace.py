@@ -38,7 +38,7 @@ from nvmeio import files
 from nvmeio._storage.durable import allocate, make_directory, sync_directory, write_all
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
-from nvmeio.errors import ClosedError, TransferError
+from nvmeio.errors import ClosedError, TransferError, errno_of, transfer_error
 
 _ACL = "system.posix_acl_access"
 _ACL_HEADER = struct.Struct("<I")
@@ -271,7 +271,7 @@ class Replacement:
             raise self._error(failed, operation) from failed
 
     def _error(self, failed: OSError, operation: str) -> TransferError:
-        return TransferError(failed.errno or errno.EIO, operation=operation, path=self._path)
+        return transfer_error(failed, operation, self._path)
 
     def __enter__(self) -> Replacement:
         return self
@@ -322,7 +322,7 @@ def check_writable(directory: str, otherwise: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody who removes leftovers was here
             os.unlink(path)
     except OSError as failed:
-        code = failed.errno or errno.EIO
+        code = errno_of(failed)
         detail = f"{os.strerror(code)}: no file can be made in this directory; {otherwise}"
         raise TransferError(code, operation="open", path=directory, detail=detail) from failed
 
@@ -381,7 +381,7 @@ def _check_target(path: str, target: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+        raise transfer_error(failed, "open", path) from failed
     if stat.S_ISDIR(facts.st_mode):
         raise TransferError(errno.EISDIR, operation="open", path=path)
     if not stat.S_ISREG(facts.st_mode):
@@ -469,7 +469,7 @@ def _make_temporary(path: str, target: str) -> tuple[str, int]:
 
 
 def _creation_error(failed: OSError, path: str, directory: str) -> TransferError:
-    code = failed.errno or errno.EIO
+    code = errno_of(failed)
     detail = ""
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         detail = (

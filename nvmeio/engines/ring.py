@@ -50,7 +50,7 @@ from nvmeio.engines.base import (
     Rows,
     Transfer,
 )
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, errno_of
 
 logger = logging.getLogger("nvmeio")
 
@@ -345,7 +345,7 @@ class _Pump:
                 Opcode(transfer.opcode), memory, transfer.opened, part.file_offset
             )
         except TransferError as failed:
-            part.active.request.fail(failed.errno or errno.EIO, failed)
+            part.active.request.fail(errno_of(failed), failed)
             self._drop(part)
             return
         self._submit(part, planned)

@@ -33,6 +33,7 @@ from nvmeio.engines.base import (
     Transfer,
     with_cause,
 )
+from nvmeio.errors import errno_of
 
 WORKERS_PER_LANE = 4
 # A queue that refuses everything and has nothing in flight is asked again after this long,
@@ -372,7 +373,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
             elif block.nbytes:
                 self._move_block(block, bounce)
         except OSError as failed:
-            request.fail(failed.errno or errno.EIO)
+            request.fail(errno_of(failed))
 
     def _move_block(self, block: Block, bounce: mmap.mmap) -> None:
         request, transfer = block.request, block.request.transfer
@@ -436,7 +437,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
                 moved = self._move(block, fd, memory[done:], block.offset + done)
             except OSError as failed:
                 if failed.errno not in (errno.EINTR, errno.EAGAIN):
-                    return done, failed.errno or errno.EIO
+                    return done, errno_of(failed)
                 if not request.stop:
                     continue
                 return done, 0
@@ -466,7 +467,7 @@ class ThreadsEngine(QueuedEngine[ThreadsRequest]):
                 try:
                     moved = os.pwritev(transfer.buffered_fd, [memory], offset)
                 except OSError as failed:
-                    request.fail(failed.errno or errno.EIO)
+                    request.fail(errno_of(failed))
                     return
                 offset += moved
                 request.buffered += moved

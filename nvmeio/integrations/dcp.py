@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import errno
 import logging
 import os
 import pickle
@@ -53,7 +52,7 @@ from nvmeio._storage.durable import make_directory
 from nvmeio._storage.guarded import detail_of, read_small
 from nvmeio._storage.replace import replace_file
 from nvmeio._threads.jobs import run_interruptible
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import names
 from nvmeio.integrations._dcp.metadata import load_metadata
@@ -403,12 +402,7 @@ class NvmeStorageReader(_InDirectory, StorageReader):
         try:
             data = read_small(path, names.METADATA_BYTES)
         except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO,
-                operation="open",
-                path=str(path),
-                detail=detail_of(failed),
-            ) from failed
+            raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
         metadata = load_metadata(data, str(path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

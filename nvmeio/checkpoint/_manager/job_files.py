@@ -30,7 +30,7 @@ from nvmeio._storage.replace import (
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
 from nvmeio.checkpoint._ranks import agreement
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
@@ -233,7 +233,7 @@ class FileOfEachRank(SaveJob):
     def _error(self, failed: OSError, operation: str) -> OSError:
         if isinstance(failed, TransferError):
             return failed
-        return TransferError(failed.errno or errno.EIO, operation=operation, path=self.path)
+        return transfer_error(failed, operation, self.path)
 
 
 def _rank_name(rank: int) -> str:
@@ -295,7 +295,7 @@ def _clear_way(path: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
+        raise transfer_error(failed, "open", path) from failed
     try:
         facts = os.fstat(fd)
         if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1 and lock_alone(fd):

@@ -41,7 +41,7 @@ from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
 from nvmeio.checkpoint._ranks import agreement
 from nvmeio.checkpoint._ranks.agreement import Disagreement
 from nvmeio.checkpoint._ranks.drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
 
 _CRC = struct.Struct("<QQQI")
@@ -321,8 +321,6 @@ def _write_head(file: File, head: PartHead) -> None:
     try:
         os.pwrite(opened.buffered_fd(), pack(head), 0)
     except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO, operation="pwrite", path=file.path
-        ) from failed
+        raise transfer_error(failed, "pwrite", file.path) from failed
     finally:
         opened.release()

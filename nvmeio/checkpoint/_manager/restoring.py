@@ -24,7 +24,13 @@ from nvmeio.checkpoint._manager.retention import Generation
 from nvmeio.checkpoint._ranks.drives import OwnDrives, Save, parsed, parts_in
 from nvmeio.checkpoint._ranks.loading_ranks import ALONE, LoadingRanks, Ranks
 from nvmeio.checkpoint._ranks.part_ranks import Image, PartRanks, of_one, open_part
-from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError
+from nvmeio.errors import (
+    BackendUnavailableError,
+    IntegrityError,
+    TransferError,
+    naming,
+    transfer_error,
+)
 
 _ATTEMPTS = 5
 
@@ -146,10 +152,8 @@ def _parts_there(directory: str) -> str:
 
 
 def _load_directory(path: str, loading: _Loading) -> Any:
-    try:
+    with naming("open", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=path) from failed
     try:
         with reading(fd, path) as is_it:
             if is_it:
@@ -200,12 +204,7 @@ def _files_of(path: str) -> list[str]:
         if not names or any(os.path.basename(name) != name for name in names):
             raise ValueError("names that are none of files here")
     except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO,
-            operation="open",
-            path=index_path,
-            detail=detail_of(failed),
-        ) from failed
+        raise transfer_error(failed, "open", index_path, detail=detail_of(failed)) from failed
     except (ValueError, KeyError, TypeError) as wrong:
         raise IntegrityError(
             f"{index_path}: damaged: {wrong}", expected="an index of files", found=str(wrong)

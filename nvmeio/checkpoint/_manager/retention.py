@@ -31,7 +31,7 @@ from nvmeio._storage.replace import (
     remove_leftovers,
     temporary_name,
 )
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, transfer_error
 
 logger = logging.getLogger("nvmeio")
 
@@ -142,7 +142,7 @@ def generations(directory: str) -> list[Generation]:
     except FileNotFoundError:
         return []
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="open", path=directory) from failed
+        raise transfer_error(failed, "open", directory) from failed
     return sorted(found)
 
 
@@ -272,7 +272,7 @@ def set_latest(directory: str, name: str) -> None:
     except OSError as failed:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise TransferError(failed.errno or errno.EIO, operation="rename", path=pointer) from failed
+        raise transfer_error(failed, "rename", pointer) from failed
 
 
 def write_text(path: str, text: str, stamp_after: str | None = None) -> None:

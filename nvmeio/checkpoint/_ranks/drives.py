@@ -25,7 +25,7 @@ from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import become_writer
 from nvmeio._storage.replace import temporary_name
 from nvmeio.checkpoint._manager import retention
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, errno_of, naming
 
 _PART = re.compile(
     r"step-([0-9]{8,})\.([0-9]{8,})-([0-9a-f]{16})\.(part|rank)-([0-9]{5,})-of-([0-9]{5,})"
@@ -87,7 +87,7 @@ def parts_in(directories: Iterable[str]) -> list[str]:
         except FileNotFoundError:
             continue
         except OSError as failed:
-            code = failed.errno or errno.EIO
+            code = errno_of(failed)
             raise TransferError(code, operation="open", path=directory) from failed
     return sorted(found)
 
@@ -140,12 +140,8 @@ class DriveMark:
     def __init__(self, directory: str) -> None:
         make_directory(directory)
         self._path = temporary_name(directory, _MARK)
-        try:
+        with naming("open", self._path):
             self._fd = create(self._path, 0o600)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="open", path=self._path
-            ) from failed
         become_writer(self._fd)  # nobody who removes leftovers takes it for one
 
     @property

@@ -12,7 +12,6 @@ the kernel does not stop.
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from nvmeio._memory.copy_on_write import LEAST_BYTES, MOST_RANGES, WriteProtecti
 from nvmeio._memory.mappings import Mapping
 from nvmeio._storage import crc32
 from nvmeio.checkpoint._snapshot.copies import Aside, RecordSpan, tensor_of
-from nvmeio.errors import TransferError
+from nvmeio.errors import naming
 
 
 class AsideMemory:
@@ -121,17 +120,14 @@ class Protected:
         Raises:
             TransferError: There was no room for what had to be copied aside.
         """
-        try:
+        with naming(
+            "write",
+            self._directory,
+            "training changed what was not saved yet; the memory for what is copied "
+            "out of its way was used up, and so it had to go into a file here. Give "
+            "the Checkpointer more memory_bytes, or wait() before the state changes",
+        ):
             return self._protection.read(address, nbytes, to, crc)
-        except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO,
-                operation="write",
-                path=self._directory,
-                detail="training changed what was not saved yet; the memory for what is copied "
-                "out of its way was used up, and so it had to go into a file here. Give "
-                "the Checkpointer more memory_bytes, or wait() before the state changes",
-            ) from failed
 
     def end(self) -> None:
         """Nobody reads it any more: its owner may do with it what he likes. Idempotent."""

@@ -23,7 +23,7 @@ from nvmeio.engines._queued import DeviceRequest, QueuedEngine
 from nvmeio.engines.base import CompletionQueue, DeviceTransfer, Opcode, Transfer
 from nvmeio.engines.cufile.library import CuFileFailure, Library
 from nvmeio.engines.cufile.registry import Files, RegisteredRegion
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, errno_of
 
 
 class CuFileRequest(DeviceRequest):
@@ -118,9 +118,9 @@ class TaskMover:
         except CuFileFailure as failed:
             request.fail(failed.errno, failed)
         except TransferError as failed:
-            request.fail(failed.errno or errno.EIO, failed)
+            request.fail(errno_of(failed), failed)
         except OSError as failed:
-            request.fail(failed.errno or errno.EIO)
+            request.fail(errno_of(failed))
         except Exception as failed:
             request.fail(errno.EIO, failed)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import io
 import json
 import os
@@ -24,7 +23,7 @@ import torch
 from nvmeio._memory import devices
 from nvmeio._storage import guarded
 from nvmeio._storage.guarded import detail_of, read_small
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, naming, transfer_error
 
 _MAGIC = b"nvmeio-swap 2\n"
 _DURABLE_AT = len(_MAGIC)  # one byte, outside of what the checksum covers
@@ -135,7 +134,7 @@ def drop(directory: str, generation: int, durable: bool = False) -> None:
     except FileNotFoundError:
         return
     except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="write", path=path) from failed
+        raise transfer_error(failed, "write", path) from failed
     if durable:
         _write(path, b"", 0, durable=True)
 
@@ -154,7 +153,7 @@ def place(directory: str, generation: int) -> str:
 
 
 def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
-    try:
+    with naming("write", path):
         fd = guarded.open_own(path)
         try:
             view = memoryview(data)
@@ -165,8 +164,6 @@ def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
                 os.fdatasync(fd)
         finally:
             os.close(fd)
-    except OSError as failed:
-        raise TransferError(failed.errno or errno.EIO, operation="write", path=path) from failed
 
 
 class Unusable(NamedTuple):
@@ -220,9 +217,7 @@ def read(directory: str) -> Generations:
         except FileNotFoundError:
             continue
         except OSError as failed:
-            raise TransferError(
-                failed.errno or errno.EIO, operation="open", path=path, detail=detail_of(failed)
-            ) from failed
+            raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
         # The first generation goes to the other place: this one is only there after a step.
         stepped = stepped or name == NAMES[0]
         manifest = _decode(data, path)

@@ -13,7 +13,7 @@ from nvmeio import _checks
 from nvmeio._checks import Paths
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.durable import make_directory
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, transfer_error
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.transactions import Transaction
@@ -111,7 +111,7 @@ def _remove(targets: list[str]) -> None:
 def _wrapped(failed: OSError, target: str) -> OSError:
     if isinstance(failed, TransferError):
         return failed
-    return TransferError(failed.errno or errno.EIO, operation="copy", path=target)
+    return transfer_error(failed, "copy", target)
 
 
 def copy_file(source: str, target: str, check: Callable[[], None] = lambda: None) -> None:

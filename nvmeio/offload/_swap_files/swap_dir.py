@@ -12,7 +12,7 @@ from nvmeio import _checks, files
 from nvmeio._storage import durable, guarded
 from nvmeio._storage import durable as durable_module
 from nvmeio._threads import endings
-from nvmeio.errors import TransferError
+from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
 
 LOCK = "lock"
@@ -187,4 +187,4 @@ class SwapDir:
 
 
 def _wrapped(failed: OSError, operation: str, path: str) -> TransferError:
-    return TransferError(failed.errno or errno.EIO, operation=operation, path=path)
+    return transfer_error(failed, operation, path)

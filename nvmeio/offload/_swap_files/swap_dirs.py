@@ -26,7 +26,7 @@ from nvmeio._io.drives import StripedFile, Striping, weights_of
 from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
-from nvmeio.errors import IntegrityError, TransferError
+from nvmeio.errors import IntegrityError, TransferError, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._swap_files.swap_dir import RECORD, SwapDir
@@ -120,9 +120,7 @@ class SwapDirs:
         except OSError as failed:
             if isinstance(failed, TransferError):
                 raise
-            raise TransferError(
-                failed.errno or errno.EIO, operation="write", path=place
-            ) from failed
+            raise transfer_error(failed, "write", place) from failed
 
     def _found(self) -> bool:
         """Take up what is there; False where nothing was completed."""
@@ -374,9 +372,7 @@ def _read(directory: str) -> _Record | None:
     except FileNotFoundError:
         return None
     except OSError as failed:
-        raise TransferError(
-            failed.errno or errno.EIO, operation="open", path=path, detail=detail_of(failed)
-        ) from failed
+        raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
     except (ValueError, KeyError, TypeError) as wrong:
         state = os.path.join(directory, "state.0")
         if not _has_manifest(directory) and not os.path.exists(state):
