@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from nvmeio import _checks, buffers
-from nvmeio._core import transfers
 from nvmeio._core.core import Core, ring_core
 from nvmeio._memory import devices, tensors
 from nvmeio._memory.tensors import Data
+from nvmeio.engines import transfers
 from nvmeio.engines.base import Engine, Opcode
 from nvmeio.engines.cufile import engine as _cufile
 from nvmeio.engines.cufile.driver import DriverSettings

@@ -12,13 +12,11 @@ import torch
 
 from nvmeio import _checks, files
 from nvmeio import tuned as _tuned
-from nvmeio._core import batches, transfers
-from nvmeio._core import transfers as transfers_module
+from nvmeio._core import batches
 from nvmeio._core.batches import BatchOffsets, FileLike, Files
 from nvmeio._core.core import Core, Cores, ring_core
 from nvmeio._core.handle_settings import HandleSettings
 from nvmeio._core.records import NAMES, ROWS_NAMES
-from nvmeio._core.transfers import FileOffsets, row_places
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import devices
 from nvmeio._memory import tensors as tensors_module
@@ -26,8 +24,10 @@ from nvmeio._memory.tensors import Data
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.bound import BoundFile
-from nvmeio.engines import ring, select
+from nvmeio.engines import ring, select, transfers
+from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import Counters, Engine, Opcode, Options
+from nvmeio.engines.transfers import FileOffsets, row_places
 from nvmeio.operation import Operation
 
 MAX_BLOCK_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB per iocb (man 2 read, NOTES)

@@ -39,7 +39,6 @@ LAYERS = {
     "files": 2,
     "pool": 2,
     "_threads.jobs": 3,  # a job computes on its caller's device
-    "_core.transfers": 3,
     "engines": 3,
     "_storage": 3,
     "_core": 4,

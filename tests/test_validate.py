@@ -15,7 +15,7 @@ import torch
 from support import PATIENCE_S, bytes_tensor, on_every_loop, random_bytes, raw
 
 import nvmeio
-from nvmeio._core import transfers
+from nvmeio.engines import transfers
 from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block
 from nvmeio.testing import FakeEngine

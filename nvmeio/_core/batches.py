@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 import torch
 
 from nvmeio import _checks, files
-from nvmeio._core import transfers as transfers_module
 from nvmeio._core.records import NOTHING, Record, copy_back, failure_of, refused_once
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.plan import Plan
@@ -23,6 +22,7 @@ from nvmeio._memory import holds
 from nvmeio._memory import tensors as tensors_module
 from nvmeio._memory.tensors import Data, Memory
 from nvmeio.engines import base
+from nvmeio.engines import transfers as transfers_module
 from nvmeio.engines.base import CompletionQueue, Engine, Opcode, Outcome, Request, Transfer
 from nvmeio.errors import BatchError, TransferError, transfer_error
 from nvmeio.files import File

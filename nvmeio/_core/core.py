@@ -22,12 +22,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nvmeio import files
-from nvmeio._core import transfers
 from nvmeio._core.batches import Batch, BatchRecord, Planner
 from nvmeio._core.completions import in_a_thread
 from nvmeio._core.records import LiveRecords, Record
 from nvmeio._core.settling import Settler, Watchers
-from nvmeio._core.transfers import RowPlaces
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._memory import holds
 from nvmeio._memory.devices import Copier
@@ -35,8 +33,10 @@ from nvmeio._memory.tensors import Memory
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio._threads.running_loop import running_loop
 from nvmeio._threads.threads import start
+from nvmeio.engines import transfers
 from nvmeio.engines.base import Counters, Engine, Opcode, Options, Transfer
 from nvmeio.engines.ring import RingEngine
+from nvmeio.engines.transfers import RowPlaces
 from nvmeio.errors import TransferError
 from nvmeio.files import File
 

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from nvmeio._core import transfers
-from nvmeio._core.transfers import RowPlaces
 from nvmeio._files.descriptors import Descriptors
 from nvmeio._files.plan import Plan
 from nvmeio._memory.tensors import Memory, touch
-from nvmeio.engines import base
+from nvmeio.engines import base, transfers
 from nvmeio.engines.base import (
     CompletionQueue,
     Counters,
@@ -34,6 +32,7 @@ from nvmeio.engines.base import (
     Request,
     Transfer,
 )
+from nvmeio.engines.transfers import RowPlaces
 from nvmeio.errors import ClosedError, ShortTransferError, TransferError, errno_of, naming
 
 NAMES = {

@@ -14,10 +14,10 @@ from typing import NoReturn
 import torch
 
 from nvmeio import _checks
-from nvmeio._core.transfers import FileOffsets
 from nvmeio._threads import threads
 from nvmeio._threads.closing import ClosingWork
 from nvmeio.data.gather import Gather
+from nvmeio.engines.transfers import FileOffsets
 from nvmeio.errors import ClosedError
 
 _CLOSED = "this prefetch is closed: begin another one"

@@ -11,8 +11,6 @@ import torch
 from torch.utils.data import Dataset
 
 from nvmeio import _checks, files
-from nvmeio._core import transfers
-from nvmeio._core.transfers import FileOffsets
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import durable
 from nvmeio._threads import jobs
@@ -21,6 +19,8 @@ from nvmeio.data._opened import Opened, generation
 from nvmeio.data._record_layout import record_count, record_layout
 from nvmeio.data.gather import Gather
 from nvmeio.data.prefetch import Prefetch
+from nvmeio.engines import transfers
+from nvmeio.engines.transfers import FileOffsets
 from nvmeio.errors import ClosedError, IntegrityError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

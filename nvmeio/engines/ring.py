@@ -31,12 +31,11 @@ from typing import Any
 
 import torch
 
-from nvmeio._core import transfers
 from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._memory.devices import Copier
 from nvmeio._memory.tensors import Memory
 from nvmeio._threads.threads import Thread
-from nvmeio.engines import base
+from nvmeio.engines import base, transfers
 from nvmeio.engines._queued import DeviceRequest, QueuedEngine, counted
 from nvmeio.engines._ring_parts import ActiveTransfer, DeviceRowsRequest, RingPart, taken_up
 from nvmeio.engines.base import (
