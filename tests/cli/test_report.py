@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from gds._support import compiled, real_library
 from programs import run_program
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -18,6 +19,7 @@ import nvmeio
 from nvmeio.cli import _problems, app, report
 from nvmeio.cli.measure import cufile_facts, machine
 from nvmeio.engines import select
+from nvmeio.engines.cufile import driver
 from nvmeio.engines.cufile import library as library_module
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import DirectSupport, probe_direct
@@ -418,8 +420,54 @@ def test_missing_udev_matters_beside_a_cuda_device(facts: machine.Facts) -> None
     assert "/run/udev" in problem.fix
 
 
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/modules is there, also for processes."""
+    if driver.MODULES.exists():
+        return
+    stand_in = tmp_path / "modules"
+    stand_in.touch()
+    monkeypatch.setenv("LD_PRELOAD", str(compiled("cufile_traps.c", tmp_path)))
+    monkeypatch.setenv("NVMEIO_TEST_MODULES", str(stand_in))
+    monkeypatch.setattr(driver, "MODULES", stand_in)
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_cufile_whose_driver_opens_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that tries it asked for a class that had been renamed, and always ended with 1.
+
+    So `nvmeio report` called every cuFile unusable.
+    """
+    monkeypatch.setenv("NVMEIO_CUFILE", str(compiled("fake_cufile.c", tmp_path)))
+    looked = cufile_facts.look_into_cufile(cufile_facts.find_cufile())
+    assert (looked.usable, looked.reason, looked.driver) == (True, "", "opens")
+    assert (looked.version, looked.mode) == ("1.20", "host")
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_installed_cufile_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVMEIO_CUFILE", real_library())
+    looked = cufile_facts.look_into_cufile(cufile_facts.find_cufile())
+    assert (looked.driver, looked.usable) == ("opens", True)
+    assert looked.mode in ("host", "gds", "p2p", "compat")
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_driver_that_refuses_is_not_usable_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = tmp_path / "libcufile.so"
+    older.write_bytes(b"no library")
+    monkeypatch.setenv("NVMEIO_CUFILE", str(older))
+    looked = cufile_facts.look_into_cufile(cufile_facts.find_cufile())
+    assert not looked.usable
+    assert "file too short" in looked.driver or "invalid ELF header" in looked.driver
+
+
 @pytest.mark.parametrize(
-    ("probe", "limit_s", "word"),
+    ("code", "limit_s", "word"),
     [
         ("import time; time.sleep(600)", 1.0, "was not done after"),
         ("import os; os.abort()", 100.0, "ended with -6"),
@@ -427,9 +475,9 @@ def test_missing_udev_matters_beside_a_cuda_device(facts: machine.Facts) -> None
     ],
 )
 def test_library_is_tried_in_a_process_that_may_hang_or_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: str, limit_s: float, word: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float, word: str
 ) -> None:
-    monkeypatch.setattr(cufile_facts, "_PROBE", probe)
+    monkeypatch.setattr(cufile_facts, "_CODE", code)
     monkeypatch.setattr(cufile_facts, "PROBE_LIMIT_S", limit_s)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
     found = machine.CuFile("/lib/libcufile.so.0", "ldconfig", "", True)

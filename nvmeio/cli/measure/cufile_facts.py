@@ -15,28 +15,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import nvmeio
-from nvmeio.engines.cufile import driver as driver_module
-from nvmeio.engines.cufile import library
+from nvmeio.engines.cufile import driver, library
 from nvmeio.errors import BackendUnavailableError
 
 PROBE_LIMIT_S = 30.0
-_PROBE = """
-import json, torch
-from nvmeio.engines.cufile import driver, library
-from nvmeio.errors import BackendUnavailableError
-told = {}
-try:
-    told["version"] = library.load().version_text
-    settings = driver.Settings(needs_cuda=torch.cuda.is_available())
-    driver.DRIVER.acquire(settings)
-    told["mode"] = driver.DRIVER.mode(settings)
-    driver.DRIVER.release()
-except BackendUnavailableError as no:
-    reasons = [f"{name}: {reason}" for name, reason in no.attempts]
-    told["refusal"] = "; ".join(reasons) or str(no).splitlines()[0]
-print(json.dumps(told))
-"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +65,7 @@ def find_cufile() -> CuFile:
         named = bool(os.environ.get(library.VARIABLE))
         why = str(missing).splitlines()[0] if named else missing.attempts[0][1]
         return CuFile(None, library.VARIABLE if named else "", why, False)
-    subject, reason, _ = driver_module.preflight_problem()
+    subject, reason, _ = driver.preflight_problem()
     return CuFile(
         found.path, found.source, f"{subject} is {reason}" if subject else "", not subject
     )
@@ -90,10 +75,10 @@ def look_into_cufile(found: CuFile) -> CuFile:
     """The same with everything else that is to be known; loads the library in a process."""
     facts = dataclasses.replace(
         found,
-        nvidia_fs=driver_module.nvidia_fs(),
+        nvidia_fs=driver.nvidia_fs(),
         p2pdma=_p2pdma(),
-        udev=driver_module.udev_database(),
-        modules=driver_module.MODULES.exists(),
+        udev=driver.udev_database(),
+        modules=driver.MODULES.exists(),
         json=_json_in_force(),
     )
     if found.path is None:
@@ -110,12 +95,30 @@ def look_into_cufile(found: CuFile) -> CuFile:
     )
 
 
+def _print_what_it_says() -> None:
+    """Opens the driver in this process, and prints as JSON what became of that."""
+    told = {}
+    try:
+        told["version"] = library.load().version_text
+        settings = driver.DriverSettings(needs_cuda=torch.cuda.is_available())
+        driver.DRIVER.acquire(settings)
+        told["mode"] = driver.DRIVER.mode(settings)
+        driver.DRIVER.release()
+    except BackendUnavailableError as no:
+        reasons = [f"{name}: {reason}" for name, reason in no.attempts]
+        told["refusal"] = "; ".join(reasons) or str(no).splitlines()[0]
+    print(json.dumps(told))
+
+
+_CODE = f"from {__name__} import {_print_what_it_says.__name__} as main; main()"
+
+
 def _probe() -> dict[str, str]:
     root = str(Path(nvmeio.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            [sys.executable, "-c", _CODE],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
