@@ -5,11 +5,13 @@
 Needs torch with CUDA, cffi, numpy and this repository with its shim built in place
 (`python setup.py build_ext --inplace`); safetensors and torch's own GdsFile are measured where they
 are. Each step is a process of its own with a time limit, so one that hangs or crashes is a line in
-the table and not the end of the run, and all of them end after `--minutes`. Without a GPU it says
-so, and runs what needs none: training, streaming and checkpoints on the CPU, and cuFile on host
-memory, where a libcufile of 1.16 or newer is installed and its driver can be opened. `--dry-run`
-does that on any machine, with little data: it tells whether the steps work, and no figure.
-`--table` writes the results as a table for docs/gds.md.
+the table and not the end of the run. The steps that matter most come first; all of them end after
+`--minutes`, and what was not reached is named. `--json` and `--table` (the results as docs/gds.md
+has them) are written after each step, so that a run which is cut short leaves what it knows.
+Without a GPU it says so, and runs what needs none: training, streaming and checkpoints on the CPU,
+and cuFile on host memory, where a libcufile of 1.16 or newer is installed and its driver can be
+opened. `--dry-run` does that on any machine, with little data: it tells whether the steps work, and
+no figure.
 
 Reads are measured with the file out of the page cache (posix_fadvise); figures are the median of
 three turns, in GB/s (10**9 bytes). "mode" is `GdsHandle.mode`: in mode compat nothing is DMA.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -30,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,8 @@ import nvmeio  # noqa: E402
 
 MIB = 1 << 20
 TURNS = 3
+MOST_ROWS = 1 << 20  # of a gather: with sixteen times as many, a step takes a quarter of an hour
+MINUTES = 6.5  # below the ten that some machines give a command
 OPTIONAL = ("safetensors", "torch GdsFile")  # others' loaders: that they cannot run is no failure
 
 
@@ -70,9 +76,11 @@ def expected(nbytes: int, start: int = 0) -> torch.Tensor:
 
 
 def make_file(step: Step) -> None:
+    period = 1 << 24  # of the contents
+    part = expected(period).numpy().tobytes()
     with open(step.file, "wb") as file:
-        for start in range(0, step.size, 64 * MIB):
-            file.write(expected(min(64 * MIB, step.size - start), start).numpy().tobytes())
+        for start in range(0, step.size, period):
+            file.write(part[: step.size - start])
         file.flush()
         os.fsync(file.fileno())
 
@@ -90,8 +98,10 @@ def synchronize(step: Step) -> None:
         torch.cuda.synchronize()
 
 
-def rate(step: Step, work: Callable[[], Any], reads: bool = True) -> dict[str, float]:
-    """GB/s and CPU seconds per GB of a blocking piece of work over the whole file."""
+def rate(
+    step: Step, work: Callable[[], Any], reads: bool = True, nbytes: int | None = None
+) -> dict[str, float]:
+    """GB/s and CPU seconds per GB of a blocking piece of work over the whole file, or `nbytes`."""
     seconds, cpu = [], []
     for _ in range(TURNS):
         if reads:
@@ -103,7 +113,7 @@ def rate(step: Step, work: Callable[[], Any], reads: bool = True) -> dict[str, f
         seconds.append(time.perf_counter() - began)
         after = resource.getrusage(resource.RUSAGE_SELF)
         cpu.append(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
-    gigabytes = step.size / 1e9
+    gigabytes = (nbytes or step.size) / 1e9
     return {
         "gb_per_s": round(gigabytes / statistics.median(seconds), 3),
         "cpu_s_per_gb": round(statistics.median(cpu) / gigabytes, 3),
@@ -213,11 +223,7 @@ def correctness(step: Step, gds: bool) -> dict[str, Any]:
             handle.sync_pwrite(data, step.scratch)
             handle.sync_pread(back, step.scratch)
             check(torch.equal(back.view(torch.uint8), data.view(torch.uint8)), str(dtype))
-        turned = torch.arange(512 * 700, device=step.device).reshape(512, 700).t()
-        back = torch.zeros(512, 700, dtype=torch.int64, device=step.device).t()
-        handle.sync_pwrite(turned, step.scratch)
-        handle.sync_pread(back, step.scratch)
-        check(torch.equal(back, turned), "not contiguous")
+        check(turned_is_right(step, handle), "not contiguous")
         # kernel → write, and read → kernel, with nobody synchronising
         side = torch.cuda.Stream() if step.device == "cuda" else None
         for turn in range(8):
@@ -248,6 +254,15 @@ def correctness(step: Step, gds: bool) -> dict[str, Any]:
         check(torch.equal(tensor[-MIB:].cpu(), expected(MIB, tensor.numel() - MIB)), "reuse")
         mode = handle.mode if isinstance(handle, nvmeio.GdsHandle) else "ring"
     return {"checked": checked, "mode": mode}
+
+
+def turned_is_right(step: Step, handle: nvmeio.AioHandle) -> bool:
+    """Whether a tensor that is not contiguous comes back as it went."""
+    turned = torch.arange(512 * 700, device=step.device).reshape(512, 700).t()
+    back = torch.zeros(512, 700, dtype=torch.int64, device=step.device).t()
+    handle.sync_pwrite(turned, step.scratch)
+    handle.sync_pread(back, step.scratch)
+    return torch.equal(back, turned)
 
 
 def raw_cufile(step: Step, threads: int, task: int, registered: bool) -> dict[str, Any]:
@@ -373,20 +388,21 @@ def latency(step: Step, gds: bool) -> dict[str, Any]:
 
 
 def rows(step: Step, gds: bool, row_bytes: int) -> dict[str, Any]:
-    """A gather and a scatter as large as the file, of rows in any order: right, and how fast?
+    """A gather and a scatter of neighbouring rows in any order: right, and how fast?
 
     Beside it how much host memory the process has taken more than before, in MiB: the ring's, and
     16 bytes a row.
     """
-    number = step.size // row_bytes
+    number = min(step.size // row_bytes, MOST_ROWS)
+    whole = number * row_bytes
     order = torch.randperm(number, generator=torch.Generator().manual_seed(0))
     places = order * row_bytes
     with step.handle(gds) as handle, nvmeio.open(step.file, "r+") as file:
         out = torch.zeros(number, row_bytes, dtype=torch.uint8, device=step.device)
         handle.sync_pread(out[0], file)  # the device's context, and the ring itself
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        gathered = rate(step, lambda: handle.sync_gather(out, file, places))
-        scattered = rate(step, lambda: handle.sync_scatter(out, file, places), reads=False)
+        gathered = rate(step, lambda: handle.sync_gather(out, file, places), nbytes=whole)
+        scattered = rate(step, lambda: handle.sync_scatter(out, file, places), False, whole)
         taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         out.zero_()
         forget(step.file)
@@ -429,8 +445,10 @@ def checkpoint(step: Step, snapshot: str) -> dict[str, Any]:
         return statistics.median(seconds[1:])
 
     reports: list[nvmeio.SaveReport] = []
-    directory = step.scratch.with_suffix(".checkpoints")
-    with nvmeio.Checkpointer(directory, keep=2, snapshot=snapshot) as saver:
+    with (
+        tempfile.TemporaryDirectory(dir=step.file.parent) as directory,
+        nvmeio.Checkpointer(directory, keep=2, snapshot=snapshot) as saver,
+    ):
         iterate()
         ends = []
         for number in range(3):
@@ -470,57 +488,72 @@ def train_by_gds(step: Step) -> dict[str, Any]:
         return gpu_training.training(folder, size, device, "memory", handle=handle)
 
 
-def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], float]]:
-    """By name: what to do, and its time limit in seconds."""
-    found: dict[str, tuple[Callable[[Step], dict[str, Any]], float]] = {
-        "facts": (facts, 60),
-        "correctness gds": (lambda step: correctness(step, True), 300),
-        "train, gradients in memory": (lambda step: train(step, "memory"), 300),
-        "train, gradients on the drive": (lambda step: train(step, "disk"), 300),
-        "train, stepped on the device": (lambda step: train(step, "memory", True), 300),
-        "train, gds": (train_by_gds, 300),
-        "stream": (lambda s: gpu_training.streaming(s.file.parent, s.size, s.device), 180),
-        "stream, adapters trained": (
-            lambda s: gpu_training.adapters(s.file.parent, s.size, s.device),
-            180,
-        ),
-        "checkpoint": (lambda step: checkpoint(step, False), 180),
-        "checkpoint, protected": (lambda step: checkpoint(step, "auto"), 180),
-        "raw preadv, 8 threads": (raw_preadv, 300),
+@dataclass(frozen=True)
+class Plan:
+    """A step: what it does, and the seconds that it may take."""
+
+    work: Callable[[Step], dict[str, Any]]
+    limit_s: float
+    needs_cufile: bool = False
+
+
+def steps(on_gpu: bool) -> dict[str, Plan]:
+    """By name, those whose results matter most first."""
+    gpu_alone = {
+        "host to device alone": Plan(host_to_device, 60),
+        "aio to page-locked CPU": Plan(aio_to_cpu, 60),
+        "aio ring": Plan(lambda step: transfer_rates(step, False, False), 90),
+        "latency aio": Plan(lambda step: latency(step, False), 60),
     }
-    threads_tasks = [(1, 8), (4, 8), (8, 8), (16, 8), (8, 4), (8, 16)] if on_gpu else [(4, 8)]
-    for threads, task in threads_tasks:
-        for registered in (False, True) if on_gpu else (False,):
-            tail = f"{threads} x {task} MiB{', registered' if registered else ''}"
-            found[f"raw cuFile, {tail}"] = (
-                lambda step, n=threads, m=task, r=registered: raw_cufile(step, n, m * MIB, r),
-                300,
-            )
-            found[f"gds, {tail}"] = (
-                lambda step, n=threads, m=task, r=registered: transfer_rates(
-                    step, True, r, intra_op_parallelism=n, task_bytes=m * MIB
-                ),
-                300,
-            )
-    found["latency gds"] = (lambda step: latency(step, True), 300)
-    for row_bytes in (4096, 256):  # each gather and scatter is one of the whole file
-        found[f"rows of {row_bytes} bytes, aio"] = (
-            lambda step, n=row_bytes: rows(step, False, n),
-            600,
-        )
+    found = {
+        "facts": Plan(facts, 60),
+        "correctness aio": Plan(lambda step: correctness(step, False), 90),
+        **(gpu_alone if on_gpu else {}),
+        "correctness gds": Plan(lambda step: correctness(step, True), 90, True),
+        **cufile_pair(4, 8, False),
+        "train, gradients in memory": Plan(lambda step: train(step, "memory"), 90),
+        "stream": Plan(lambda s: gpu_training.streaming(s.file.parent, s.size, s.device), 60),
+        "checkpoint, protected": Plan(lambda step: checkpoint(step, "auto"), 90),
+        "rows of 4096 bytes, aio": Plan(lambda step: rows(step, False, 4096), 90),
+        "train, gds": Plan(train_by_gds, 90, True),
+        "train, gradients on the drive": Plan(lambda step: train(step, "disk"), 90),
+        "train, stepped on the device": Plan(lambda step: train(step, "memory", True), 90),
+        "stream, adapters trained": Plan(
+            lambda s: gpu_training.adapters(s.file.parent, s.size, s.device), 60
+        ),
+        "checkpoint": Plan(lambda step: checkpoint(step, "copy"), 90),
+        "latency gds": Plan(lambda step: latency(step, True), 60, True),
+        "raw preadv, 8 threads": Plan(raw_preadv, 60),
+        "rows of 256 bytes, aio": Plan(lambda step: rows(step, False, 256), 90),
+    }
     if on_gpu:
         found |= {
-            "correctness aio": (lambda step: correctness(step, False), 300),
-            "host to device alone": (host_to_device, 120),
-            "aio to page-locked CPU": (aio_to_cpu, 300),
-            "aio ring": (lambda step: transfer_rates(step, False, False), 300),
-            "torch.load": (torch_load, 300),
-            "safetensors": (safetensors_load, 300),
-            "torch GdsFile": (torch_gds, 300),
-            "latency aio": (lambda step: latency(step, False), 300),
-            "rows of 4096 bytes, gds": (lambda step: rows(step, True, 4096), 600),
+            "rows of 4096 bytes, gds": Plan(lambda step: rows(step, True, 4096), 90, True),
+            "torch.load": Plan(torch_load, 60),
+            "safetensors": Plan(safetensors_load, 60),
+            "torch GdsFile": Plan(torch_gds, 60, True),
+            **cufile_pair(4, 8, True),
         }
+        for threads, task in [(8, 8), (1, 8), (16, 8), (8, 16), (8, 4)]:
+            for registered in (False, True):
+                found |= cufile_pair(threads, task, registered)
     return found
+
+
+def cufile_pair(threads: int, task: int, registered: bool) -> dict[str, Plan]:
+    """cuFile by hand and through nvmeio, with so many threads and so many MiB a call."""
+    tail = f"{threads} x {task} MiB{', registered' if registered else ''}"
+
+    def by_nvmeio(step: Step) -> dict[str, Any]:
+        options = {"intra_op_parallelism": threads, "task_bytes": task * MIB}
+        return transfer_rates(step, True, registered, **options)
+
+    return {
+        f"raw cuFile, {tail}": Plan(
+            lambda step: raw_cufile(step, threads, task * MIB, registered), 60, True
+        ),
+        f"gds, {tail}": Plan(by_nvmeio, 90, True),
+    }
 
 
 # The run
@@ -529,15 +562,72 @@ def steps(on_gpu: bool) -> dict[str, tuple[Callable[[Step], dict[str, Any]], flo
 def run_step(name: str, arguments: argparse.Namespace, directory: Path, limit: float) -> Any:
     command = [sys.executable, __file__, "--step", name, "--dir", str(directory)]
     command += ["--size", str(arguments.size)] + ["--dry-run"] * arguments.dry_run
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {limit:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        return {"failed": f"status {done.returncode}: {said[-1] if said else 'no output'}"}
-    return json.loads(lines[-1])
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {limit:.0f} s"}
+        finally:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)  # one that hangs in a driver may not end at all
+        output.seek(0)
+        errors.seek(0)
+        lines = output.read().strip().splitlines()
+        if process.returncode or not lines:
+            said = [line.rstrip() for line in errors if line.strip() and not line.startswith(" ")]
+            return {"failed": f"status {process.returncode}: {said[-1] if said else 'no output'}"}
+        return json.loads(lines[-1])
+
+
+def run_all(
+    arguments: argparse.Namespace, on_gpu: bool, directory: Path, ends: float
+) -> dict[str, Any]:
+    """The results by step, which are written after each."""
+    results: dict[str, Any] = {}
+    plans = steps(on_gpu)
+    chosen = {name: plan for name, plan in plans.items() if arguments.only in name}
+    if any(plan.needs_cufile for plan in chosen.values()):
+        chosen = {"facts": plans["facts"], **chosen}  # whether it can be used
+    for name, plan in chosen.items():
+        left = ends - time.monotonic()
+        refusal = cufile_refusal(results) if plan.needs_cufile else ""
+        if refusal:
+            results[name] = {"skipped": refusal}
+        elif left < 1:
+            results[name] = {"skipped": f"{arguments.minutes:g} minutes are over: --minutes"}
+        else:
+            began = time.monotonic()
+            results[name] = run_step(name, arguments, directory, min(plan.limit_s, left))
+            results[name]["seconds"] = round(time.monotonic() - began, 1)
+        show(name, results[name])
+        write(arguments, on_gpu, results)
+    return results
+
+
+def cufile_refusal(results: dict[str, Any]) -> str:
+    """Why steps that need cuFile are pointless, or ""."""
+    if "cufile" not in results["facts"]:
+        return "it is not known whether cuFile can be used: see the facts"
+    cufile = results["facts"]["cufile"]
+    return "" if cufile["usable"] else cufile["driver"] or cufile["reason"]
+
+
+def write(arguments: argparse.Namespace, on_gpu: bool, results: dict[str, Any]) -> None:
+    if arguments.table:
+        replace(arguments.table, table(results))
+    if arguments.json:
+        told = verdicts(results)
+        whole = {"gpu": on_gpu, "size": arguments.size, "results": results, "verdicts": told}
+        replace(arguments.json, json.dumps(whole, indent=2) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """At once: whoever ends the run finds one whole file."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def verdicts(results: dict[str, Any]) -> dict[str, Any]:
@@ -605,7 +695,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -613,46 +703,30 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4 << 30, help="bytes of the file (4 GiB)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--table", type=Path, help="and here as a table")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (10)")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"for all of it ({MINUTES:g})"
+    )
     parser.add_argument("--only", default="", help="steps whose names have this in them")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with 64 MiB")
     parser.add_argument("--step", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     on_gpu = torch.cuda.is_available() and not arguments.dry_run
     if arguments.dry_run:
         arguments.size = 64 * MIB
     if arguments.step:
         step = Step(arguments.dir, arguments.size, "cuda" if on_gpu else "cpu")
-        print(json.dumps(steps(on_gpu)[arguments.step][0](step)))
+        print(json.dumps(steps(on_gpu)[arguments.step].work(step)))
         return
     if arguments.size < 64 * MIB or arguments.size % 4096:
         raise SystemExit("--size: a multiple of 4096, and 64 MiB or more")
     if not on_gpu:
         print("No GPU here: cuFile moves host memory, which says nothing about GPUDirect Storage.")
-    results: dict[str, Any] = {}
     ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="nvmeio-gpu-check-", dir=arguments.dir) as made:
         make_file(Step(Path(made), arguments.size, "cpu"))
-        for name, (_, limit) in steps(on_gpu).items():
-            left = ends - time.monotonic()
-            if arguments.only not in name:
-                continue
-            cufile = results.get("facts", {}).get("cufile", {"usable": True})
-            if not cufile["usable"] and ("gds" in name or "cuFile" in name):
-                results[name] = {"skipped": cufile["driver"] or cufile["reason"]}
-            elif left < 1:
-                results[name] = {"skipped": f"{arguments.minutes:g} minutes are over: --minutes"}
-            else:
-                results[name] = run_step(name, arguments, Path(made), min(limit, left))
-            show(name, results[name])
-    told = verdicts(results)
-    for name, value in told.items():
+        results = run_all(arguments, on_gpu, Path(made), ends)
+    for name, value in verdicts(results).items():
         print(f"{name}: {value}")
-    if arguments.table:
-        arguments.table.write_text(table(results))
-    if arguments.json:
-        whole = {"gpu": on_gpu, "size": arguments.size, "results": results, "verdicts": told}
-        arguments.json.write_text(json.dumps(whole, indent=2) + "\n")
     if any("failed" in result for name, result in results.items() if name not in OPTIONAL):
         raise SystemExit(1)
 

@@ -211,12 +211,11 @@ def streaming(directory: Path, size: int, device: str) -> dict[str, Any]:
 class Adapted(nn.Module):
     """A linear layer with two matrices of low rank beside it."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear, device: str, rank: int = 4) -> None:
         super().__init__()
-        where = base.weight.device
         self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False, device=where)
-        self.up = nn.Linear(rank, base.out_features, bias=False, device=where)
+        self.down = nn.Linear(base.in_features, rank, bias=False, device=device)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device=device)
         generator = torch.Generator().manual_seed(base.in_features)
         for each in (self.down, self.up):
             values = torch.randn(each.weight.shape, generator=generator) / base.in_features
@@ -230,7 +229,7 @@ def adapt(made: Any, width: int, device: str) -> dict[str, Any]:
     """Adapters trained beside a frozen base; losses, and seconds of the last step."""
     made.requires_grad_(False)
     for part in made:
-        part.up, part.down = Adapted(part.up), Adapted(part.down)
+        part.up, part.down = Adapted(part.up, device), Adapted(part.down, device)
     optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-3)
     losses, seconds = [], 0.0
 

@@ -1,4 +1,4 @@
-"""Code that lies in strings, for `python -c`, names what is in the package: mypy does not see it."""
+"""Code in strings, for `python -c`, names what is in the package: mypy does not see it."""
 
 from __future__ import annotations
 
