@@ -311,7 +311,9 @@ def raw_preadv(step: Step) -> dict[str, Any]:
         def read(start: int) -> None:
             os.preadv(fd, [view[start : start + 8 * MIB]], start)
 
-        return {"read": rate(step, lambda: list(pool.map(read, range(0, step.size, 8 * MIB))))}
+        found = rate(step, lambda: list(pool.map(read, range(0, step.size, 8 * MIB))))
+    os.close(fd)
+    return {"read": found}
 
 
 def host_to_device(step: Step) -> dict[str, Any]:
@@ -422,7 +424,7 @@ def checkpoint(step: Step, snapshot: str) -> dict[str, Any]:
     layers = [torch.nn.Linear(side, side, device=step.device) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batch = max(4 * side, 1024) if step.device == "cuda" else 16
+    batch = 4 * side if step.device == "cuda" and step.size >= 1 << 30 else 16
     rows = torch.randn(batch, side, device=step.device)
 
     def iterate(forwards: int = 4) -> None:

@@ -62,10 +62,13 @@ class OnStandIn(TorchFunctionMode):
 
 @pytest.fixture
 def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with accelerator(monkeypatch, Pace.EAGER, Pace.EAGER) as cuda, OnStandIn(cuda):
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=0: cuda.Stream(device))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
         yield cuda
+    torch.set_num_threads(threads)
 
 
 def refuse_cufile(monkeypatch: pytest.MonkeyPatch) -> None:
