@@ -26,7 +26,7 @@ DOCS_STAMP := $(VENV)-docs/.installed
 CLIENTS_STAMP := $(VENV)/.nvmeio-clients-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs plots clients wheel-check clean
+.PHONY: help demo test test-fast test-clients serve-vllm serve-sglang stress interrupts power native-check coverage lint type format bench bench-small bench-instructions bench-checkpoint bench-offload bench-inference docs plots clients wheel-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -36,6 +36,13 @@ demo: $(STAMP) ## tensors to and from this drive, awaited beside compute
 
 test: $(STAMP) ## the tests; PYTEST_ARGS="-k report" goes to pytest
 	@$(BIN)/python -m pytest $(TEST_RUNS) $(PYTEST_ARGS)
+
+# By folders: what everything else stands on, and what lies in files.
+FAST_TESTS := tests/blocks tests/data tests/engines tests/formats tests/io tests/residency tests/storage \
+    $(filter-out tests/test_benchmarks.py tests/test_examples.py tests/test_gpu_check.py,$(wildcard tests/test_*.py))
+
+test-fast: $(STAMP) ## a seventh of the tests, in less than a minute
+	@$(BIN)/python -m pytest $(TEST_RUNS) $(FAST_TESTS) $(PYTEST_ARGS)
 
 # Those that `make test` skips by name where a library is absent.
 CLIENT_TESTS := tests/compat tests/gds tests/inference tests/integrations tests/test_examples.py
@@ -93,6 +100,7 @@ lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
+	$(BIN)/python .ci/parts
 
 type: $(STAMP) ## mypy --strict on nvmeio
 	$(BIN)/mypy

@@ -182,7 +182,7 @@ def test_memory_that_is_not_aligned_is_copied_by_whoever_asks(own: BlockStore) -
 
 
 def test_long_runs_and_scattered_blocks_are_the_engines(own: BlockStore) -> None:
-    number = transfers.MOST_BYTES // PAGE + 1
+    number = transfers.IN_PLACE_BYTES // PAGE + 1
     given, found = rows(number), rows(number)
     assert all(own.store(names(number), list(given)))
     assert operations(own) > 0
