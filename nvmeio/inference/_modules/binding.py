@@ -70,13 +70,14 @@ def check_absent(targets: Sequence[Target]) -> None:
     Such a change (`copy_`, an initialisation, adapters that are merged) would be lost.
     """
     check(targets, [target.empty for target in targets])
-    for module, attribute, _, _, empty, version in targets:
-        if version is not None and (not is_meta(empty) or _version(empty) != version):
-            raise RuntimeError(
-                f"{attribute!r} of a {type(module).__name__} was changed in place after its model "
-                "was streamed, while its bytes are on disk: the weights that are used are those of "
-                "the checkpoint. Change them there, and stream the model anew"
-            )
+    with torch._C.DisableTorchFunctionSubclass():  # else each look goes through Python
+        for module, attribute, _, _, empty, version in targets:
+            if version is not None and (not is_meta(empty) or _version(empty) != version):
+                raise RuntimeError(
+                    f"{attribute!r} of a {type(module).__name__} was changed in place after its "
+                    "model was streamed, while its bytes are on disk: the weights that are used "
+                    "are those of the checkpoint. Change them there, and stream the model anew"
+                )
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -98,15 +99,16 @@ def install(targets: Sequence[Target], tensors: Sequence[torch.Tensor]) -> list[
     check_absent(targets)
     parameters: dict[int, nn.Parameter] = {}
     shown: list[torch.Tensor] = []
-    for module, attribute, is_buffer, number, empty, _ in targets:
-        if is_buffer:
-            module._buffers[attribute] = tensors[number]
-            shown.append(tensors[number])
-            continue
-        if number not in parameters:  # tied parameters are one
-            parameters[number] = shown_as(empty, tensors[number])
-        module._parameters[attribute] = parameters[number]
-        shown.append(parameters[number])
+    with torch._C.DisableTorchFunctionSubclass():  # as above
+        for module, attribute, is_buffer, number, empty, _ in targets:
+            if is_buffer:
+                module._buffers[attribute] = tensors[number]
+                shown.append(tensors[number])
+                continue
+            if number not in parameters:  # tied parameters are one
+                parameters[number] = shown_as(empty, tensors[number])
+            module._parameters[attribute] = parameters[number]
+            shown.append(parameters[number])
     return shown
 
 
