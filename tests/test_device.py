@@ -20,7 +20,7 @@ from nvmeio._io import spans as span_reads
 from nvmeio._memory import devices
 from nvmeio._threads.jobs import in_thread
 from nvmeio.engines.cufile import driver
-from nvmeio.inference._stream.in_lockstep import Lockstep
+from nvmeio.inference.blocks import Lockstep
 
 GPU = torch.device("cuda:2")
 

@@ -33,18 +33,17 @@ from nvmeio._storage.guarded import INDEX_BYTES, read_small
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import hub
-from nvmeio.inference._packed import format
-from nvmeio.inference._packed.format import PackedWeight
-from nvmeio.inference._packed.quant import (
+from nvmeio.inference._plan import packed_format, transformers
+from nvmeio.inference._plan.matching import match
+from nvmeio.inference._plan.packed_format import PackedWeight
+from nvmeio.inference._plan.quant import (
     Quantised,
     can_quantise,
     check_setting,
     dequantise,
     quantise,
 )
-from nvmeio.inference._plan import transformers
-from nvmeio.inference._plan.matching import match
-from nvmeio.inference._plan.recipes import Weight, WeightPart
+from nvmeio.inference._plan.slot_layout import Weight, WeightPart
 from nvmeio.inference._plan.units import Unit, partition
 from nvmeio.progress import Progress
 
@@ -150,7 +149,7 @@ def pack(
     with LongCall("pack", targets[0], progress) as call, contextlib.ExitStack() as stack:
         mover = stack.enter_context(handle_for(handle, source))
         checkpoint = stack.enter_context(contextlib.closing(SafetensorsSet(source, mover)))
-        if format.parse(checkpoint) is not None:
+        if packed_format.parse(checkpoint) is not None:
             raise ValueError(f"{source} is packed already: pack what it was made from")
         model = transformers.empty_model(config, dtype, checkpoint)
         transformers.compute_buffers(model, torch.device("cpu"))
@@ -171,7 +170,7 @@ def pack(
         directories = temporaries
         if ranks > 1:
             above = temporaries[0]
-            directories = [above / format.rank_directory(rank) for rank in range(ranks)]
+            directories = [above / packed_format.rank_directory(rank) for rank in range(ranks)]
             for directory in directories:
                 directory.mkdir()
         contents = _Contents(units, setting, ranks, weights_of(temporaries))
@@ -261,7 +260,7 @@ class _Contents:
             self.quantised[weight.name] = PackedWeight(setting, weight.dtype, weight.shape)
             shapes = (setting.packed_shape(weight.shape), *[setting.groups_shape(weight.shape)] * 2)
             dtypes = (torch.uint8, torch.float32, torch.float32)
-            for suffix, kind, shape in zip(format.SUFFIXES, dtypes, shapes, strict=True):
+            for suffix, kind, shape in zip(packed_format.SUFFIXES, dtypes, shapes, strict=True):
                 tensors.append((weight.name + suffix, kind, shape, number))
         return _Record(unit, tensors)
 
@@ -311,7 +310,7 @@ class _Contents:
         pad(PAGE_BYTES)
         metadata = {**of_source, "format": "pt"}
         metadata[packed_index.SEAL] = packed_index.OPEN_SEAL
-        metadata[packed_index.KEY] = format.describe(self.quantised, self.sums)
+        metadata[packed_index.KEY] = packed_format.describe(self.quantised, self.sums)
         if self.ranks > 1:
             metadata[packed_index.PART] = packed_index.describe_part(
                 number, self.ranks, self.places, self.part_sums[number]

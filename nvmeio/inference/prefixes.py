@@ -30,10 +30,9 @@ from nvmeio._io.inflight import new_staging
 from nvmeio._residency import calls
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
-from nvmeio.inference import kv_cache
-from nvmeio.inference._kv import identity, prefix_format
-from nvmeio.inference._kv.prefix_format import Head, Layer, cut, states_on
+from nvmeio.inference import _prefix_format, kv_cache
 from nvmeio.inference._plan import transformers
+from nvmeio.inference._prefix_format import Head, Layer, cut, states_on
 
 logger = logging.getLogger("nvmeio")
 
@@ -88,16 +87,16 @@ class PrefixCache:
         self._model = model
         self._directory = directory
         self._capacity: int = _checks.size("capacity_bytes", capacity_bytes)
-        if self._capacity < prefix_format.BLOCK_BYTES:
+        if self._capacity < _prefix_format.BLOCK_BYTES:
             raise ValueError(
-                f"capacity_bytes must be {prefix_format.BLOCK_BYTES} or more, not {self._capacity}"
+                f"capacity_bytes must be {_prefix_format.BLOCK_BYTES} or more, not {self._capacity}"
             )
         if fingerprint not in ("samples", "full"):
             raise ValueError(f'fingerprint must be "samples" or "full", not {fingerprint!r}')
         self._handle = handle
         self._fingerprint = fingerprint
         self._weights_id = weights_id
-        self._files: dict[str, identity.Values] | None = None
+        self._files: dict[str, _prefix_format.Values] | None = None
 
     # Saving
 
@@ -156,7 +155,7 @@ class PrefixCache:
                 for states in (layer.keys, layer.values)
             )
             described.append(Layer(keys, values, layer.keys.dtype))
-        known = identity.configuration(self._model), self._identity(handle)
+        known = _prefix_format.configuration(self._model), self._identity(handle)
         return Head(secrets.token_hex(8), *known, (sequences, tokens), tuple(described))
 
     def _identity(self, handle: AioHandle) -> str:
@@ -166,11 +165,11 @@ class PrefixCache:
         stream = getattr(self._model, "weight_stream", None)
         if self._files is None:  # these stay as they are, or the stream says so
             how = self._fingerprint
-            self._files = {} if stream is None else identity.of_files(stream, handle, how)
-        return identity.weights(self._model, self._files, self._fingerprint)
+            self._files = {} if stream is None else _prefix_format.of_files(stream, handle, how)
+        return _prefix_format.weights(self._model, self._files, self._fingerprint)
 
     def _check_capacity(self, head: Head) -> None:
-        least = (len(head.all_blocks("")) + 1) * prefix_format.BLOCK_BYTES
+        least = (len(head.all_blocks("")) + 1) * _prefix_format.BLOCK_BYTES
         if least > self._capacity:
             raise ValueError(
                 f"the prefix takes {least} bytes, and capacity_bytes is {self._capacity}: give it "
@@ -213,7 +212,7 @@ class PrefixCache:
         return BlockStore(
             self._directory,
             _STORE,
-            prefix_format.BLOCK_BYTES,
+            _prefix_format.BLOCK_BYTES,
             self._capacity,
             writer=writer,
             handle=handle,
@@ -258,7 +257,7 @@ class PrefixCache:
         return cache
 
     def _check_model(self, name: str, head: Head, handle: AioHandle) -> None:
-        mine = identity.configuration(self._model)
+        mine = _prefix_format.configuration(self._model)
         for setting in sorted(head.model.keys() | mine.keys()):
             there, here = head.model.get(setting), mine.get(setting)
             if there != here:
@@ -353,7 +352,7 @@ def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read_head(store: BlockStore, name: str) -> Head | None:
-    block = torch.empty(prefix_format.BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    block = torch.empty(_prefix_format.BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     return Head.unpack(block) if all(store.load([name], [block])) else None
 
 

@@ -8,6 +8,12 @@ give up their memory. `stream_model` needs no such step.
 model is never in memory as a whole. The files lie in a directory of their own until the stream is
 made, and have no name from then on. A process that is killed before leaves that directory: the
 next one that spills to the same place finds it unlocked, and removes it.
+
+Parameters that have to lie somewhere meanwhile are parked in a mapped file: its pages are not the
+process's own, so the kernel can write them to the drive when it needs room. The file has no name;
+its blocks are free again when the last tensor on it goes.
+
+Sources: man 2 mmap (MAP_SHARED), man 2 madvise (MADV_DONTNEED), man 2 msync.
 """
 
 from __future__ import annotations
@@ -15,9 +21,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import secrets
 import shutil
+import tempfile
 import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -28,18 +36,19 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio import _checks, buffers, files
+from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.handles import handle_for
-from nvmeio._storage.durable import make_directory
+from nvmeio._storage.durable import make_directory, reserve
 from nvmeio._storage.guarded import create, make_private_directory
 from nvmeio.handle import AioHandle
-from nvmeio.inference._modules import hooks
-from nvmeio.inference._modules.binding import shown_as
 from nvmeio.inference._plan.budget import check_numbers, share_out
-from nvmeio.inference._plan.recipes import Weight, part_of
+from nvmeio.inference._plan.slot_layout import Weight, part_of
 from nvmeio.inference._plan.units import partition
+from nvmeio.inference._stream import hooks
+from nvmeio.inference._stream.binding import shown_as
 from nvmeio.inference.stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"
@@ -343,3 +352,56 @@ def _remove_abandoned(parent: Path) -> None:
                         shutil.rmtree(path, ignore_errors=True)
                 finally:
                     os.close(lock)
+
+
+def park(parameters: Sequence[torch.Tensor], directory: str | os.PathLike[str]) -> mmap.mmap | None:
+    """Move parameters' data into a file.
+
+    Args:
+        parameters: Each gets other data, of the same values, shape and strides, in host memory.
+        directory: Where the file goes.
+
+    Returns:
+        The mapping, for `put_out`; the tensors keep it alive. None where there are no bytes.
+
+    Raises:
+        TransferError: The disk has no room for them; they are as they were.
+        OSError: The file cannot be made.
+    """
+    places, end = [], 0
+    for parameter in parameters:
+        places.append(end)
+        end += round_up(_extent(parameter), TENSOR_ALIGNMENT)
+    if not end:
+        return None
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        # Room that is not there would be a SIGBUS later, when the pages are written out.
+        reserve(file.fileno(), end, os.fspath(directory))
+        mapping = mmap.mmap(file.fileno(), end)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    for parameter, start in zip(parameters, places, strict=True):
+        room = memory[start : start + _extent(parameter)].view(parameter.dtype)
+        data = room.as_strided(parameter.shape, parameter.stride())
+        data.copy_(parameter.data)
+        parameter.data = data
+    return mapping
+
+
+def put_out(mapping: mmap.mmap) -> None:
+    """Write its pages to the drive and let go of them; they come back when they are touched.
+
+    Others may write to the tensors meanwhile.
+
+    Raises:
+        OSError: The drive failed; the bytes are lost.
+    """
+    mapping.flush()
+    mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in pairs) + 1) * tensor.itemsize

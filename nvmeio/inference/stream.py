@@ -37,18 +37,18 @@ from nvmeio._threads.jobs import in_thread, run_interruptible
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
-from nvmeio.inference._modules.stand_ins import ABSENT
+from nvmeio.inference import blocks as in_lockstep_module
 from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._ranks.rank_reader import Passes, RankReader
 from nvmeio.inference._ranks.stream_ranks import Ranks, new_reader
-from nvmeio.inference._stream import in_lockstep as in_lockstep_module
 from nvmeio.inference._stream.embedding_rows import EmbeddingRows
-from nvmeio.inference._stream.in_lockstep import Lockstep
 from nvmeio.inference._stream.own_pass import OwnPass
 from nvmeio.inference._stream.resources import Resources, StreamStats
 from nvmeio.inference._stream.slots import SlotPools
+from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.uses import Doing, Use, Uses
+from nvmeio.inference.blocks import Lockstep
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")

@@ -22,12 +22,10 @@ from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio.errors import IntegrityError
 from nvmeio.handle import AioHandle
 from nvmeio.inference import kv_cache
-from nvmeio.inference._modules import hooks
-from nvmeio.inference._packed import drives
-from nvmeio.inference._plan import transformers
-from nvmeio.inference._plan.asked import Asked, name_of
-from nvmeio.inference._plan.model_plan import ModelPlan, plan_model
+from nvmeio.inference._plan import packed_format, transformers
+from nvmeio.inference._plan.model_plan import Asked, ModelPlan, name_of, plan_model
 from nvmeio.inference._ranks.stream_ranks import Ranks
+from nvmeio.inference._stream import hooks
 from nvmeio.inference.stream import WeightStream
 from nvmeio.progress import Progress
 
@@ -173,7 +171,7 @@ def stream_model(
         stack.enter_context(profiled("stream_model", "plan"))
         call = stack.enter_context(CallHandle(handle, asked.sources[0]))
         opened = stack.enter_context(
-            contextlib.closing(drives.open_model(asked.sources, call.get()))
+            contextlib.closing(packed_format.open_model(asked.sources, call.get()))
         )
         plan = plan_model(asked, opened, ranks)
     call.wait()  # the stream's own is made next: two would take the memory of two
@@ -182,7 +180,7 @@ def stream_model(
         _move_buffers(model, where)
 
     def open_again(through: AioHandle) -> SafetensorsSet:
-        again = drives.open_model(sources, through)
+        again = packed_format.open_model(sources, through)
         try:
             _check_same(plan, again, checksum)
         except BaseException:

@@ -40,8 +40,7 @@ from torch import nn
 from nvmeio._io.handles import new_handle
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.handle import AioHandle
-from nvmeio.inference.parking import park, put_out
-from nvmeio.inference.spilling import Spiller
+from nvmeio.inference.spilling import Spiller, park, put_out
 from nvmeio.inference.stream import WeightStream
 from nvmeio.integrations._clients import joined
 from nvmeio.integrations._kv_identity import server_begins

@@ -24,7 +24,7 @@ from nvmeio.checkpoint._snapshot import copies
 from nvmeio.engines.base import Options
 from nvmeio.engines.cufile import driver
 from nvmeio.engines.ring import RingEngine
-from nvmeio.inference._stream.in_lockstep import Lockstep
+from nvmeio.inference.blocks import Lockstep
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.testing import FakeEngine
 

@@ -28,7 +28,7 @@ from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block, ThreadsEngine
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.inference import generate_in_blocks, kv_cache, pack, run_in_blocks
-from nvmeio.inference._kv import kv_store
+from nvmeio.inference import kv_cache as kv_cache_module
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -146,7 +146,8 @@ def test_what_is_put_away_comes_back(
     drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every change that generation makes to a cache, beside a stock one."""
-    monkeypatch.setattr(kv_store, "_BAND_BYTES", 4096)  # so that small blocks are on all drives
+    # So that small blocks are on all drives.
+    monkeypatch.setattr(kv_cache_module, "_BAND_BYTES", 4096)
     folders = [tmp_path / str(number) for number in range(drives)]
     for folder in folders:
         folder.mkdir()
@@ -198,7 +199,7 @@ def test_each_drive_has_its_part_of_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every large block, in proportion to how fast it is; counted below the handle."""
-    monkeypatch.setattr(kv_store, "weights_of", lambda *_, **__: [3, 1])
+    monkeypatch.setattr(kv_cache_module, "weights_of", lambda *_, **__: [3, 1])
     folders = [tmp_path / "fast", tmp_path / "slow"]
     for folder in folders:
         folder.mkdir()

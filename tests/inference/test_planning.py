@@ -15,8 +15,14 @@ from torch import nn
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.safetensors_set import FileBytes
 from nvmeio.inference._plan.budget import share_out
-from nvmeio.inference._plan.recipes import FileExtent, Weight, WeightPart
-from nvmeio.inference._plan.slot_layout import Read, SlotLayout, lay_out
+from nvmeio.inference._plan.slot_layout import (
+    FileExtent,
+    Read,
+    SlotLayout,
+    Weight,
+    WeightPart,
+    lay_out,
+)
 from nvmeio.inference._plan.units import Unit, find_layers
 from nvmeio.inference._stream.slots import SlotPools
 
@@ -177,7 +183,7 @@ def test_a_limit_of_data_counts() -> None:
     script = """
         import resource, torch
         from nvmeio._memory import system as _memory_system
-        from nvmeio.inference._stream.limits import memory_left
+        from nvmeio.inference._plan.model_plan import memory_left
         used = _memory_system.proc_bytes("/proc/self/status", "VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), used + (64 << 20)))
         print(memory_left())

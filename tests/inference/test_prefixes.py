@@ -23,8 +23,7 @@ import nvmeio
 from nvmeio._blocks import catalog
 from nvmeio._blocks.store import BlockStore
 from nvmeio.errors import TransferError
-from nvmeio.inference import PrefixCache, kv_cache, prefixes
-from nvmeio.inference._kv import prefix_format
+from nvmeio.inference import PrefixCache, _prefix_format, kv_cache, prefixes
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -36,7 +35,7 @@ SIZE = 64 * BLOCK
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "STEP_BYTES", 16 * BLOCK)
-    monkeypatch.setattr(prefix_format, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(_prefix_format, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(kv_cache, "BLOCK_TOKENS", 4)
 
 

@@ -14,8 +14,7 @@ from torch import nn
 
 import nvmeio
 from nvmeio.errors import ClosedError, TransferError
-from nvmeio.inference.parking import park, put_out
-from nvmeio.inference.spilling import Spiller, spill
+from nvmeio.inference.spilling import Spiller, park, put_out, spill
 
 
 def layers(count: int = 5, width: int = 96) -> list[nn.Module]:
@@ -271,7 +270,7 @@ def test_room_that_is_not_there_is_told_before_anything_moves(
     def full(fd: int, nbytes: int, path: str) -> None:
         raise TransferError(28, operation="fallocate", path=path, nbytes=nbytes)
 
-    monkeypatch.setattr("nvmeio.inference.parking.reserve", full)
+    monkeypatch.setattr("nvmeio.inference.spilling.reserve", full)
     parameter = nn.Parameter(torch.ones(4))
     address = parameter.data_ptr()
     with pytest.raises(TransferError, match=os.strerror(28)):

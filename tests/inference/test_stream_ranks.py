@@ -22,7 +22,7 @@ from nvmeio._formats import packed_index
 from nvmeio.checkpoint.verifying import verify
 from nvmeio.inference import pack
 from nvmeio.inference._plan.slot_layout import Read
-from nvmeio.inference._ranks import rank_parts
+from nvmeio.inference._ranks import rank_reader
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
@@ -57,7 +57,7 @@ def test_shares_are_all_of_a_unit_once_and_even(found: list[tuple[int, int]], ra
     for file, nbytes in found:
         reads.append(Read(file, at + 12_345, at + 12_345 + nbytes, at))
         at += nbytes + 777
-    cut = rank_parts.shares(reads, ranks)
+    cut = rank_reader.shares(reads, ranks)
     assert len(cut) == ranks
     wanted = [
         (r.file, r.start + i, r.at + i) for r in reads for i in range(0, r.end - r.start, 997)
@@ -75,7 +75,7 @@ def test_shares_are_all_of_a_unit_once_and_even(found: list[tuple[int, int]], ra
 @given(st.integers(0, 300_000), st.integers(1, 70))
 def test_what_is_packed_is_what_is_read(pages: int, ranks: int) -> None:
     nbytes = pages * PAGE_BYTES
-    cut = rank_parts.shares([Read(0, PAGE_BYTES, PAGE_BYTES + nbytes, 0)], ranks)
+    cut = rank_reader.shares([Read(0, PAGE_BYTES, PAGE_BYTES + nbytes, 0)], ranks)
     places = packed_index.cuts(nbytes, ranks)
     for rank, each in enumerate(cut):
         spans = [(read.start - PAGE_BYTES, read.end - PAGE_BYTES) for read in each]
@@ -86,8 +86,8 @@ def test_what_is_packed_is_what_is_read(pages: int, ranks: int) -> None:
 
 def test_who_is_behind_is_served_first() -> None:
     for wanted, first in (([5, 5], 5), ([4, 3], 3), ([0, 9], 9), ([1, 9, 0], 9), ([2, 7], 2)):
-        assert rank_parts.choose(wanted, 10) == first
-    assert rank_parts.choose([0], 1) == 0
+        assert rank_reader.choose(wanted, 10) == first
+    assert rank_reader.choose([0], 1) == 0
 
 
 # With processes

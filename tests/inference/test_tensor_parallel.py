@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from inference import _models as models
 
 from nvmeio.inference import pack
-from nvmeio.inference._plan.recipes import FileExtent, WeightPart
+from nvmeio.inference._plan.slot_layout import FileExtent, WeightPart
 from nvmeio.inference._ranks import tensor_parallel
 
 if not (dist.is_available() and dist.is_gloo_available()):

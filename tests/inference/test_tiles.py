@@ -26,11 +26,11 @@ from nvmeio._storage import crc32
 from nvmeio.checkpoint.safetensors import read_header, save_safetensors
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.inference import pack
-from nvmeio.inference._modules import tiling
-from nvmeio.inference._plan import fitting, units
-from nvmeio.inference._plan.cut_sums import CutSums
-from nvmeio.inference._plan.recipes import FileExtent, Weight, WeightPart
-from nvmeio.inference._plan.tiles import Tile, rows_of
+from nvmeio.inference._plan import budget as budget_module
+from nvmeio.inference._plan import tiles as tiles_module
+from nvmeio.inference._plan import units
+from nvmeio.inference._plan.slot_layout import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.tiles import CutSums, Tile, rows_of
 from nvmeio.testing import FakeEngine
 
 Make = Callable[..., Any]
@@ -42,7 +42,7 @@ OUTPUTS = 2000  # no multiple of the rows of a tile
 @pytest.fixture(autouse=True)
 def small_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of tests are smaller than what is worth a read."""
-    monkeypatch.setattr(fitting, "LEAST_BYTES", 1 << 14)
+    monkeypatch.setattr(budget_module, "LEAST_BYTES", 1 << 14)
 
 
 class Net(nn.Module):
@@ -432,9 +432,9 @@ def test_a_tile_that_was_wrong_when_it_was_used_is_told_of(fails_between: bool) 
     others = [(1, right[1])] if fails_between else []
     others += [(0, right[0]), (1, right[1])]  # the wrong one went meanwhile
     with pytest.raises(IntegrityError, match="were not all what was packed"):
-        tiling.linear(unit([(0, wrong)], others), torch.ones(1, 1), None)
+        tiles_module.linear(unit([(0, wrong)], others), torch.ones(1, 1), None)
     assert sums.settled
-    assert tiling.linear(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
+    assert tiles_module.linear(unit([], []), torch.ones(1, 1), None).shape == (1, 2)
 
 
 def test_a_tile_that_cannot_be_read_is_named_and_the_model_goes_on(

@@ -376,7 +376,7 @@ def test_a_full_drive_ends_the_start(start: Any, monkeypatch: pytest.MonkeyPatch
     def full(fd: int, nbytes: int, path: str) -> None:
         raise TransferError(28, operation="fallocate", path=path, nbytes=nbytes)
 
-    monkeypatch.setattr("nvmeio.inference.parking.reserve", full)
+    monkeypatch.setattr("nvmeio.inference.spilling.reserve", full)
     with pytest.raises(TransferError, match="No space left"):
         start().run(stand_in.checkpoint())
 

@@ -182,10 +182,9 @@ class Prefixes(Scenario):
 
     def __init__(self, folder: Path, handle: nvmeio.AioHandle | None = None) -> None:
         super().__init__(folder, handle)
-        from nvmeio.inference import PrefixCache
-        from nvmeio.inference._kv import prefix_format
+        from nvmeio.inference import PrefixCache, _prefix_format
 
-        prefix_format.BLOCK_BYTES = 4096
+        _prefix_format.BLOCK_BYTES = 4096
         catalog.STEP_BYTES = 16 * 4096
         self.models = saved_llama(folder / "model")
         self.model = self.models.loaded(folder / "model")

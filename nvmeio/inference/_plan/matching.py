@@ -10,10 +10,9 @@ from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._packed import format
-from nvmeio.inference._packed.format import FoundWeight, Packed
-from nvmeio.inference._plan import transformers
-from nvmeio.inference._plan.recipes import Weight, part_of
+from nvmeio.inference._plan import packed_format, transformers
+from nvmeio.inference._plan.packed_format import FoundWeight, Packed
+from nvmeio.inference._plan.slot_layout import Weight, part_of
 
 
 class Matched(NamedTuple):
@@ -83,7 +82,7 @@ def _found(
     model: nn.Module, checkpoint: SafetensorsSet, packed: Packed | None
 ) -> tuple[dict[str, FoundWeight], list[str]]:
     if packed is not None:
-        return format.parts_of(checkpoint, packed), []
+        return packed_format.parts_of(checkpoint, packed), []
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
         parts, unexpected = transformers.parts_of(model, checkpoint)
         return {

@@ -1,27 +1,36 @@
-"""A model without weights: what each is read from, and what memory is spent on. Reads none."""
+"""What `stream_model` was asked for, and the plan that comes of it; no weights are read.
+
+A plan is a model without weights: what each is read from, and what memory is spent on.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from nvmeio import _checks
+from nvmeio._checks import Paths
 from nvmeio._formats import packed_index
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
-from nvmeio.inference._modules import binding
-from nvmeio.inference._packed import format
-from nvmeio.inference._packed.format import Packed
-from nvmeio.inference._plan import transformers
-from nvmeio.inference._plan.asked import Asked
-from nvmeio.inference._plan.budget import Shares, share_out
-from nvmeio.inference._plan.fitting import SHARE, fit
+from nvmeio._memory import devices, system
+from nvmeio.inference import hub
+from nvmeio.inference._plan import packed_format, transformers
+from nvmeio.inference._plan.budget import SHARE, Shares, check_numbers, fit, share_out
 from nvmeio.inference._plan.matching import Matched, match
+from nvmeio.inference._plan.packed_format import Packed
 from nvmeio.inference._plan.units import Partition, partition
 from nvmeio.inference._ranks import tensor_parallel
 from nvmeio.inference._ranks.stream_ranks import Ranks, check_part, digest_of, room_for_others
 from nvmeio.inference._ranks.tensor_parallel import TensorParallel
-from nvmeio.inference._stream.limits import memory_left
+from nvmeio.inference._stream import binding
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class ModelPlan(NamedTuple):
@@ -51,7 +60,7 @@ class ModelPlan(NamedTuple):
         """Whether files with the same tensors were packed from others than those of the plan."""
         if again.metadata.get(packed_index.PART) != self.part:
             return True
-        return format.parse(again, checksum) != self.packed
+        return packed_format.parse(again, checksum) != self.packed
 
 
 def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> ModelPlan:
@@ -66,7 +75,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
         IntegrityError, ValueError, TransferError, MemoryError: As `stream_model` says.
     """
     model = _model(asked, opened)
-    packed = format.parse(opened, asked.checksum)
+    packed = packed_format.parse(opened, asked.checksum)
     matched = match(model, opened, asked.strict, packed)
     parallel = None
     if asked.tp_plan is not None and ranks is not None:
@@ -139,3 +148,219 @@ def _default_budget(fixed: Any, units: Any, window: int | None, others: int, lef
     """Half of what is left, but never less than what streaming needs at all."""
     least = share_out(fixed, units, None, 1 if window is None else window, others).total
     return max(least, int(left * SHARE))
+
+
+class Asked(NamedTuple):
+    """The arguments of `stream_model` that say what is planned.
+
+    Attributes:
+        given: A module, or transformers' configuration of one that is to be made.
+        directory: Where that configuration came from; None where it, or the module, was given.
+        name: What was given, for the model's `name_or_path`.
+        label: What errors of several ranks name.
+        sources: Where the weights are.
+        device: Where the model computes.
+        dtype: Of its weights; None for that of the files.
+        window: Layers in the window; None for as many as do.
+        resident_bytes: For all weights; None for a share of what is left.
+        layers: What is streamed as one; None for what is known of the model.
+        strict: Whether a tensor without a place is refused.
+        checksum: Whether checksums are compared.
+        trainable: Whether gradients go through it.
+        process_group: Of several ranks.
+        tp_plan: How these cut the model, if they do.
+    """
+
+    given: Any
+    directory: str | os.PathLike[str] | None
+    name: str
+    label: str
+    sources: list[str | os.PathLike[str]]
+    device: torch.device
+    dtype: torch.dtype | None
+    window: int | None
+    resident_bytes: int | None
+    layers: Sequence[nn.Module | str] | None
+    strict: bool
+    checksum: bool
+    trainable: bool
+    process_group: Any
+    tp_plan: str | Mapping[str, str] | None
+
+    @property
+    def is_transformers(self) -> bool:
+        """Whether the model is made here, by transformers."""
+        return not isinstance(self.given, nn.Module)
+
+    @classmethod
+    def checked(
+        cls,
+        given: Any,
+        checkpoint: Paths | None,
+        *,
+        revision: str | None,
+        rank: int | None,
+        device: str | int | torch.device,
+        dtype: str | torch.dtype | None,
+        resident_bytes: int | str | None,
+        generates: bool,
+        **rest: Any,
+    ) -> Asked:
+        """From the arguments as they were given.
+
+        Args:
+            given: `model_or_config_or_path`.
+            checkpoint: Where the weights are, if not there.
+            revision: Of a repository on the hub.
+            rank: Of this process; None where it reads alone.
+            device: Where the model computes.
+            dtype: Of its weights.
+            resident_bytes: For all weights.
+            generates: Whether a cache of keys and values goes to the drive.
+            rest: The other attributes.
+
+        Raises:
+            FileNotFoundError, OSError: As `hub.directory_of` says.
+            TypeError, ValueError: An argument is not what it can be; says which, and what can.
+        """
+        resident_bytes = _checks.size("resident_bytes", resident_bytes)
+        dtype = _checks.dtype("dtype", dtype)
+        where = _checks.device("device", device)
+        group, plan, trainable = rest["process_group"], rest["tp_plan"], rest["trainable"]
+        if plan is not None:
+            _check_parallel(plan, where, group, trainable)
+        if trainable:
+            _check_trainable(where, generates, rank)
+            where = devices.usable("device", where)
+        label = name_of(checkpoint, given)
+        if isinstance(given, (list, tuple)) and len(given) == 1:
+            given = given[0]
+        if isinstance(given, (list, tuple)):
+            checkpoint = given if checkpoint is None else checkpoint
+            given = _checks.directory_paths("the model", given)[0]
+        name, directory = "", None
+        if isinstance(given, (str, os.PathLike)):
+            name = os.fspath(given)
+            directory = packed_format.of_rank(hub.directory_of(given, revision), rank)
+        elif revision is not None:
+            raise ValueError("revision is of a repository on the hub: give its name with it")
+        sources, given = _sources(given if directory is None else directory, checkpoint, rank)
+        check_numbers(rest["window"], resident_bytes)
+        return cls(
+            given,
+            directory,
+            name,
+            label,
+            sources,
+            device=where,
+            dtype=dtype,
+            resident_bytes=resident_bytes,
+            **rest,
+        )
+
+
+def _check_trainable(where: torch.device, generates: bool, rank: int | None) -> None:
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"trainable=True computes on the CPU or on a CUDA device, not on {where}")
+    if generates:
+        raise ValueError(
+            "kv_offload is for generating, where backward does not come: leave it out, or "
+            "stream another model without trainable=True"
+        )
+    if rank is not None:
+        raise ValueError(
+            "trainable=True reads in one process: backward's order is each rank's own. Leave out "
+            "process_group=, and give each rank a copy of the files"
+        )
+
+
+def _check_parallel(plan: Any, where: torch.device, process_group: Any, trainable: bool) -> None:
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise ValueError(f'tp_plan must be "auto" or a dictionary of words, not {plan!r}')
+    if process_group is None:
+        raise ValueError("tp_plan is for several ranks: name them with process_group=")
+    if trainable:
+        raise ValueError("trainable=True reads in one process: leave out tp_plan=")
+    if where.type != "cpu":
+        raise ValueError(f"tp_plan computes on the CPU, through gloo, not on {where}")
+
+
+def name_of(checkpoint: Paths | None, given: Any) -> str:
+    """What errors of several ranks name."""
+    named = given if checkpoint is None else checkpoint
+    if isinstance(named, (list, tuple)) and named:
+        named = named[0]
+    return os.fspath(named) if isinstance(named, (str, os.PathLike)) else type(named).__name__
+
+
+def _sources(
+    given: Any, checkpoint: Paths | None, rank: int | None
+) -> tuple[list[str | os.PathLike[str]], Any]:
+    """Where the weights are, and a module or a configuration."""
+    if isinstance(given, (str, os.PathLike)):
+        sources = [given] if checkpoint is None else _several(checkpoint, rank)
+        return sources, transformers.config_of(given)
+    if not isinstance(given, nn.Module) and not hasattr(given, "model_type"):
+        raise TypeError(
+            "expected a directory, a transformers configuration or a torch.nn.Module, not "
+            f"{type(given).__name__}"
+        )
+    if checkpoint is None:
+        raise ValueError(
+            f"checkpoint= is needed with a {type(given).__name__}: where the weights are"
+        )
+    return _several(checkpoint, rank), given
+
+
+def _several(checkpoint: Paths, rank: int | None) -> list[str | os.PathLike[str]]:
+    paths = _checks.directory_paths("checkpoint", checkpoint)
+    if len(paths) > 1 and rank is not None:
+        raise ValueError(
+            "with process_group each rank reads one directory: give it its own, with a part "
+            "(nvmeio pack --ranks) or a copy, and put several drives of a rank together as RAID 0"
+        )
+    return [paths[0] if len(paths) > 1 else packed_format.of_rank(paths[0], rank), *paths[1:]]
+
+
+def memory_left() -> int:
+    """Bytes that could be taken now, by the strictest limit that is known.
+
+    Source: proc(5), MemAvailable, VmSize and VmData; cgroups(7), memory.max; getrlimit(2),
+        RLIMIT_AS and RLIMIT_DATA (private writable memory, since Linux 4.7).
+    """
+    known = [
+        system.available_bytes(),
+        _left_in_group(),
+        _left_under(resource.RLIMIT_AS, "VmSize"),
+        _left_under(resource.RLIMIT_DATA, "VmData"),
+    ]
+    return max(0, min((left for left in known if left is not None), default=1 << 30))
+
+
+def _left_under(which: int, field: str) -> int | None:
+    limit, _ = resource.getrlimit(which)
+    used = system.proc_bytes("/proc/self/status", field)
+    return None if limit == resource.RLIM_INFINITY or used is None else limit - used
+
+
+def _left_in_group() -> int | None:
+    """By the control group that this process is in, or one above it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        name = next(line[3:] for line in lines if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    left: int | None = None
+    group = _CGROUPS / name.lstrip("/")
+    for directory in (group, *group.parents):
+        if not directory.is_relative_to(_CGROUPS):
+            break
+        try:
+            most = (directory / "memory.max").read_text().strip()
+            used = int((directory / "memory.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if most != "max":
+            here = int(most) - used
+            left = here if left is None else min(left, here)
+    return left

@@ -19,7 +19,7 @@ from torch import nn
 
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio.errors import BackendUnavailableError, IntegrityError
-from nvmeio.inference._plan.recipes import WeightPart, concatenated, part_of, stacked
+from nvmeio.inference._plan.slot_layout import WeightPart, concatenated, part_of, stacked
 
 _UNSET = 0x7A  # of each byte: no element of any dtype that somebody would put into a whole buffer
 

@@ -18,9 +18,8 @@ from torch import nn
 from nvmeio._files.plan import TENSOR_ALIGNMENT, round_up
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._residency.tiled_linear import can_be_tiled
-from nvmeio.inference._packed.checksums import ExpectedBytes, expected_of
-from nvmeio.inference._plan.recipes import Weight
-from nvmeio.inference._plan.slot_layout import SlotLayout, dealt, lay_out
+from nvmeio.inference._plan.checksums import ExpectedBytes, expected_of
+from nvmeio.inference._plan.slot_layout import SlotLayout, Weight, dealt, lay_out
 from nvmeio.inference._plan.tiles import Tile, rows_of
 
 # Leaves outside of layers up to this size are never streamed: a read of so little costs as much as

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio._files.plan import PAGE_BYTES, round_up
+from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
+from nvmeio._formats.packed_index import cuts
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._io.drives import DriveHandles
 from nvmeio._ranks.exchange import Exchange
@@ -41,7 +42,6 @@ from nvmeio._threads.threads import Thread
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.files import File
 from nvmeio.inference._plan.slot_layout import Read
-from nvmeio.inference._ranks.rank_parts import choose
 
 logger = logging.getLogger("nvmeio")
 
@@ -432,3 +432,45 @@ def pages(read: Read) -> int:
 def room_bytes(parts: Parts) -> int:
     """Memory that a rank needs for what only others want."""
     return max((sum(map(pages, each)) for unit in parts for each in unit), default=0)
+
+
+def shares(reads: Sequence[Read], ranks: int) -> list[tuple[Read, ...]]:
+    """The reads of a unit in even parts, one a rank; all together they are all of it, once.
+
+    A read is cut at whole pages of itself, so that direct I/O stays direct.
+    """
+    found: list[list[Read]] = [[] for _ in range(ranks)]
+    places = cuts(sum(read.end - read.start for read in reads), ranks)
+    before = 0
+    for read in reads:
+        nbytes = read.end - read.start
+        low = 0
+        for rank in range(ranks):
+            high = min(max(places[rank + 1] - before, 0), nbytes)
+            if high < nbytes:
+                high = round_down(high, PAGE_BYTES)
+            if low < high:
+                found[rank].append(
+                    Read(read.file, read.start + low, read.start + high, read.at + low)
+                )
+                low = high
+        before += nbytes
+    return [tuple(each) for each in found]
+
+
+def choose(wanted: Sequence[int], count: int) -> int:
+    """The unit that is gathered next, where ranks wait for different ones.
+
+    Models go round, so ranks are together again soonest if all wait for those that are behind on
+    the shortest arc that holds them all.
+
+    Args:
+        wanted: Numbers of units, at least one.
+        count: How many units there are.
+    """
+    places = sorted(set(wanted))
+    gaps = [
+        ((later - place) % count or count, later)
+        for place, later in zip(places, places[1:] + places[:1], strict=True)
+    ]
+    return max(gaps, key=lambda gap: (gap[0], -gap[1]))[1]

@@ -24,11 +24,10 @@ from nvmeio._ranks.rank_store import Calls, RankStore
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.caller import Cancellation
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._packed import format
+from nvmeio.inference._plan import packed_format
 from nvmeio.inference._plan.slot_layout import Read
 from nvmeio.inference._plan.units import Unit
-from nvmeio.inference._ranks.rank_parts import shares
-from nvmeio.inference._ranks.rank_reader import Passes, RankReader, room_bytes
+from nvmeio.inference._ranks.rank_reader import Passes, RankReader, room_bytes, shares
 
 # Of a file that no checksums tell apart from another of the same shape.
 _TAIL_BYTES = 64 << 10
@@ -149,7 +148,7 @@ def digest_of(opened: SafetensorsSet, units: Sequence[Unit], *settings: Any) -> 
     """
     found = sha256(repr(settings).encode())
     metadata = dict(opened.metadata)
-    part = format.part_of_rank(opened)
+    part = packed_format.part_of_rank(opened)
     for name in (packed_index.PART, packed_index.SEAL):
         metadata.pop(name, None)
     found.update(json.dumps(metadata, sort_keys=True).encode())
@@ -177,7 +176,7 @@ def check_part(opened: SafetensorsSet, units: Sequence[Unit], ranks: Ranks | Non
         ValueError: It holds the part of another rank, of another number of ranks, or for other
             layers.
     """
-    part = format.part_of_rank(opened)
+    part = packed_format.part_of_rank(opened)
     if part is None:
         return
     what = f"{opened.path} holds the part of rank {part.rank} of {part.ranks} of a model"

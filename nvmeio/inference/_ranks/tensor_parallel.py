@@ -22,10 +22,10 @@ from torch import nn
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio._residency import calls
 from nvmeio.errors import TransferError
-from nvmeio.inference._packed.format import Packed
 from nvmeio.inference._plan import transformers
 from nvmeio.inference._plan.matching import Matched
-from nvmeio.inference._plan.recipes import FileExtent, Weight, WeightPart
+from nvmeio.inference._plan.packed_format import Packed
+from nvmeio.inference._plan.slot_layout import FileExtent, Weight, WeightPart
 from nvmeio.inference._plan.tiles import cut_rows
 from nvmeio.inference._ranks.stream_ranks import Ranks, digest_of
 
@@ -128,7 +128,7 @@ class TensorParallel:
         """Let a pass that fails end the group; behind what streams the model."""
         calls.wrap(model, self._pass)
 
-    def _pass(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _pass(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # Taken until a pass ends well, whatever interrupts it: collectives of the next one would
         # meet those that other ranks still wait in.
         if not self._in_pass.acquire(blocking=False):

@@ -1,1 +1,1 @@
-"""A stream while it is open: what is in memory, and who uses it."""
+"""A stream while it is open: what modules show, what is in memory, and who uses it."""

@@ -9,7 +9,7 @@ import torch
 
 from nvmeio._formats.safetensors_set import SafetensorsSet
 from nvmeio.errors import RowsError, TransferError, with_context
-from nvmeio.inference._plan.recipes import FileExtent
+from nvmeio.inference._plan.slot_layout import FileExtent
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream.resources import Resources
 

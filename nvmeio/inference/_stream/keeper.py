@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from nvmeio._residency.reader import Fill
 from nvmeio._residency.window import Keeper
 from nvmeio.errors import TransferError, with_context
-from nvmeio.inference._modules.binding import check_frozen, install, names_in, uninstall
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
+from nvmeio.inference._stream.binding import check_frozen, install, names_in, uninstall
 from nvmeio.inference._stream.resources import Resources
 from nvmeio.inference._stream.slots import Slot
 

@@ -25,11 +25,10 @@ from nvmeio._residency.lent import LentPool, laid_over, lease_now
 from nvmeio._residency.on_device import DevicePool
 from nvmeio._residency.reader import Fill, WantedBytes
 from nvmeio.files import File
-from nvmeio.inference._packed.checksums import Arriving, ExpectedBytes, verify
-from nvmeio.inference._packed.quant import dequantise
 from nvmeio.inference._plan.budget import Shares
-from nvmeio.inference._plan.recipes import Weight
-from nvmeio.inference._plan.slot_layout import Read
+from nvmeio.inference._plan.checksums import Arriving, ExpectedBytes, verify
+from nvmeio.inference._plan.quant import dequantise
+from nvmeio.inference._plan.slot_layout import Read, Weight
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
 from nvmeio.pool import Lease, PinnedPool

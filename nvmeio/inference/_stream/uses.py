@@ -27,8 +27,8 @@ from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
-from nvmeio.inference._modules.alone import read_weight
-from nvmeio.inference._modules.binding import (
+from nvmeio.inference._plan.units import Partition, Unit
+from nvmeio.inference._stream.binding import (
     check,
     check_frozen,
     install,
@@ -36,11 +36,10 @@ from nvmeio.inference._modules.binding import (
     shows,
     uninstall,
 )
-from nvmeio.inference._plan.units import Partition, Unit
-from nvmeio.inference._stream.in_lockstep import Lockstep
 from nvmeio.inference._stream.keeper import Weights
 from nvmeio.inference._stream.resources import Resources
 from nvmeio.inference._stream.slots import Slot
+from nvmeio.inference.blocks import Lockstep
 from nvmeio.operation import Operation
 
 # Where a token's routing named this share of the experts or more, the next layer's are read whole
@@ -565,3 +564,47 @@ class Uses:
             window.waited_s,
         )
         return dict(zip(self.COUNTS, values, strict=True))
+
+
+def read_weight(
+    resources: Resources, unit: Unit, number: int, shown: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """A copy of a weight, in memory of its own that lasts as long as it; in the owner's thread.
+
+    It lies at the same offset in its page as in the window: kernels give other last bits at others.
+
+    Args:
+        resources: Of the stream.
+        unit: Whose weight it is.
+        number: Of its weights.
+        shown: The weight, where it is in memory; None reads it.
+
+    Returns:
+        It, and how many bytes were read.
+
+    Raises:
+        TransferError, IntegrityError: As for `WeightStream.use`.
+    """
+    files, memory = resources.checkpoint.files, resources.memory
+    alone = Unit(unit.name)
+    alone.weights = [unit.weights[number]]
+    alone.plan(resources.checkpoint, unit.own_alignment)
+    slot = memory.apart(alone)
+    if shown is not None:
+        (copy,) = memory.tensors(slot, keep=True)
+        return copy.copy_(shown), 0
+    fill = memory.fill(slot, alone.layout.reads, files)
+    resources.reader.submit(fill)
+    fill.done.wait()
+    what = f"weight {alone.weights[0].name!r} of {unit.name}"
+    if isinstance(fill.error, TransferError):
+        raise with_context(fill.error, what) from fill.error
+    if fill.error is not None:
+        raise fill.error
+    for index in slot.files:
+        resources.checkpoint.check(index, what)
+    if slot.event is not None:
+        slot.event.wait()  # its host memory goes
+    memory.ready(slot)
+    (copy,) = memory.tensors(slot, keep=True)
+    return copy, fill.nbytes

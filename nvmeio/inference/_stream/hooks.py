@@ -1,9 +1,16 @@
-"""The seam between a model and its stream: wrapped calls, which leave its code as it is."""
+"""The seam between a model and its stream: wrapped calls, which leave its code as it is.
+
+Where adapters are trained over the model, autograd keeps places of weights in memory's stead
+(`_residency.saved`), and backward has them brought back. The base belongs to its checkpoint: no
+state dict holds it.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -11,14 +18,42 @@ from torch import nn
 from torch.nn import functional
 
 from nvmeio._residency import calls
-from nvmeio.inference._modules import copies, tiling, training
-from nvmeio.inference._modules.alone import WeightSource
-from nvmeio.inference._modules.binding import check_absent, check_frozen, count_changes
-from nvmeio.inference._modules.outputs import own, tensors_in
-from nvmeio.inference._modules.stand_ins import Elsewhere
-from nvmeio.inference._modules.state_dicts import NOT_HERE, WeightOnDisk, mark_absent
+from nvmeio._residency.saved import saving
+from nvmeio.errors import ClosedError
+from nvmeio.inference._plan import tiles
 from nvmeio.inference._plan.units import Unit
+from nvmeio.inference._stream import stand_ins
+from nvmeio.inference._stream.binding import check_absent, check_frozen, count_changes
+from nvmeio.inference._stream.stand_ins import (
+    NOT_HERE,
+    Elsewhere,
+    WeightOnDisk,
+    is_meta,
+    mark_absent,
+)
 from nvmeio.inference.stream import WeightStream
+
+
+class WeightSource:
+    """Where a weight is had; refers to the stream weakly, as it is kept with tensors.
+
+    Args:
+        stream: Reads it.
+        unit: Whose weight it is.
+        number: Of its weights.
+    """
+
+    def __init__(self, stream: WeightStream, unit: Unit, number: int) -> None:
+        self._stream = weakref.ref(stream)
+        self._unit = unit
+        self._number = number
+
+    def memory(self) -> torch.Tensor:
+        """A copy of the weight, laid out alike each time."""
+        stream = self._stream()
+        if stream is None:
+            raise ClosedError("the model that this weight is of is gone")
+        return stream.weight(self._unit, self._number)
 
 
 def attach(model: nn.Module, stream: WeightStream) -> None:
@@ -29,7 +64,7 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
     """
     for unit in stream.units:
         for module in unit.modules:
-            calls.wrap(module, _using(stream, unit))
+            calls.wrap(module, _with_weights(stream, unit))
         for linear in unit.tiled:
             _attach_tiles(linear, unit, stream)
         for embedding in unit.row_modules:
@@ -40,15 +75,13 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
         if module is not model and not stream.trainable:
             calls.wrap(module, _quietly)
     model.register_forward_pre_hook(functools.partial(_begin, stream), with_kwargs=True)
-    whole = training.whole_pass if stream.trainable else _whole_pass
-    calls.wrap(model, functools.partial(whole, stream))
+    calls.wrap(model, functools.partial(_whole_pass, stream))
     dtypes = {p.dtype for p in model.parameters()}
     for module in model.modules():
         module._apply = functools.partial(_refuse, module, stream.device, dtypes)  # type: ignore[method-assign]
         if hasattr(module, "save_pretrained"):
             stock: Any = module.save_pretrained
-            saving: Any = functools.partial(_save, module, stock)
-            module.save_pretrained = saving
+            module.save_pretrained = functools.partial(_save, module, stock)  # type: ignore[assignment]
     owned: dict[nn.Module, set[str]] = {}
     buffers: dict[nn.Module, dict[str, WeightSource]] = {}
     for unit in (stream.fixed, *stream.units):
@@ -63,39 +96,57 @@ def attach(model: nn.Module, stream: WeightStream) -> None:
             if target.attribute != "num_batches_tracked":  # batch norm brings its own
                 owned.setdefault(target.module, set()).add(target.attribute)
     for module in model.modules():
-        copies.allow(module, buffers.get(module, {}))
+        stand_ins.allow_copies(module, buffers.get(module, {}))
     for module, names in owned.items():
         hook = functools.partial(_refuse_state, names)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         if stream.trainable:
-            training.leave_out(module, names)
+            _leave_out(module, names)
         else:
             marking = functools.partial(mark_absent, names)
             module._register_state_dict_hook(marking)  # type: ignore[no-untyped-call]
 
 
-def _using(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
+def _with_weights(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
+    """What calls a function, given before its arguments, with the weights of a unit."""
     if stream.trainable:
-        return training.using(stream, unit)
-    return functools.partial(_with_weights, stream, unit)
+        return functools.partial(_training_with(stream, unit), True)
+    return functools.partial(_computing_with, stream, unit)
 
 
-def _with_weights(
-    stream: WeightStream, unit: Unit, call: Callable[..., Any], *args: Any, **kwargs: Any
+def _computing_with(
+    stream: WeightStream, unit: Unit, call: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     _check_grad(repr(unit.name), args, kwargs)
     use = stream.use(unit)
     try:
         without = calls.without_grad()
         try:
-            return own(call(*args, **kwargs), unit)
+            return _own(call(*args, **kwargs), unit)
         finally:
             del without
     finally:
         del use
 
 
-def _quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _training_with(stream: WeightStream, unit: Unit) -> Callable[..., Any]:
+    """Autograd keeps places of weights in memory's stead; see `_residency.saved`."""
+
+    def again(saves: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        running = calls.Running(stream.use(unit), again)
+        try:
+            kept = saving(stream.origin_of) if saves else None
+            try:
+                return _own(call(*args, **kwargs), unit)
+            finally:
+                del kept
+        finally:
+            del running
+
+    return again
+
+
+def _quietly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _check_grad("a part of the model", args, kwargs)
     without = calls.without_grad()
     try:
@@ -111,10 +162,14 @@ def _begin(
     stream.begin_pass(named.get("past_key_values"))
 
 
-def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    _check_grad("the model", args, kwargs)
-    without = calls.without_grad()
-    mark = stream.pass_mark()  # ends with this frame
+def _whole_pass(
+    stream: WeightStream, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    without = mark = None
+    if not stream.trainable:
+        _check_grad("the model", args, kwargs)
+        without = calls.without_grad()
+        mark = stream.pass_mark()  # ends with this frame
     try:
         found = call(*args, **kwargs)
     except Exception:
@@ -127,11 +182,53 @@ def _whole_pass(stream: WeightStream, call: Callable[..., Any], *args: Any, **kw
 
 
 def _check_grad(name: str, args: Any, kwargs: Any) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_in((args, kwargs))):
         raise RuntimeError(
             f"{name} is streamed for inference and has no gradients: its weights are gone when a "
             "backward pass would need them. Call the model under torch.no_grad()"
         )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those in arguments or outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _own(output: Any, unit: Unit) -> Any:
+    """The output, with a copy in the place of what is a view of a weight that is about to go."""
+    if unit.resident:
+        return output
+    shown = [t.module._parameters.get(t.attribute) for t in unit.targets if not t.is_buffer]
+    # Weights of one unit lie in one mapping; converted ones in the room for conversions.
+    storages = {t.untyped_storage().data_ptr() for t in shown if t is not None and not is_meta(t)}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            same = not value.is_meta and value.untyped_storage().data_ptr() in storages
+            return value.clone() if same else value
+        if isinstance(value, tuple):
+            parts = [copied(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, list):
+            return [copied(part) for part in value]
+        if isinstance(value, dict):  # transformers' outputs are dicts with attributes
+            found = copy.copy(value)
+            for key, part in value.items():
+                found[key] = copied(part)
+            return found
+        return value
+
+    if not any(
+        t.untyped_storage().data_ptr() in storages for t in _tensors_in(output) if not t.is_meta
+    ):
+        return output
+    return copied(output)
 
 
 def _refuse(
@@ -159,7 +256,7 @@ def _refuse(
     return module
 
 
-def _save(module: nn.Module, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _save(module: nn.Module, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """Transformers' `save_pretrained`, of adapters and other weights that are here."""
     if not getattr(module, "_hf_peft_config_loaded", False) and "state_dict" not in options:
         found = module.state_dict()
@@ -181,7 +278,7 @@ def _refuse_state(
 
 def _attach_rows(module: nn.Embedding, unit: Unit, stream: WeightStream) -> None:
     """An embedding that is not in memory looks its tokens up on the drive."""
-    around = _using(stream, unit)
+    around = _with_weights(stream, unit)
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         if unit.resident:
@@ -199,7 +296,7 @@ def _attach_tiles(module: nn.Linear, unit: Unit, stream: WeightStream) -> None:
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         _check(unit, stream)
-        return tiling.linear(unit, input, module.bias)
+        return tiles.linear(unit, input, module.bias)
 
     module.forward = forward  # type: ignore[method-assign]
 
@@ -212,9 +309,29 @@ def _check(unit: Unit, stream: WeightStream) -> None:
 
 
 def _attach_experts(module: nn.Module, unit: Unit, stream: WeightStream) -> None:
-    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         routed = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         stream.need_experts(unit, routed)
         return call(*args, **kwargs)
 
     calls.wrap(module, around)
+
+
+def _leave_out(module: nn.Module, names: Set[str]) -> None:
+    """Have a module's state dict without weights that are the checkpoint's; none misses them."""
+    prefixes: list[str] = []
+
+    def saved(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in names:
+            state.pop(prefix + name, None)
+
+    def begin(_: nn.Module, __: Any, prefix: str, *___: Any) -> None:
+        prefixes[:] = [prefix]
+
+    def loaded(_: nn.Module, incompatible: Any) -> None:
+        missing = incompatible.missing_keys
+        missing[:] = [key for key in missing if key not in {p + n for p in prefixes for n in names}]
+
+    module.register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(begin)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]

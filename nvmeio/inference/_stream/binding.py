@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvmeio.inference._modules.stand_ins import Elsewhere, Frozen, FrozenElsewhere, is_meta
 from nvmeio.inference._plan.units import Target, Unit
+from nvmeio.inference._stream.stand_ins import Elsewhere, Frozen, FrozenElsewhere, is_meta
 
 # Tensors that an error names; a layer is read as one and rarely has more.
 _NAMED = 16

@@ -3,11 +3,21 @@
 The place of a weight on disk is taken by a tensor on the meta device, with its shape and dtype. Who
 looks at its elements outside of its module's call (an adapter that begins with the norms of a
 matrix, a copy of a head) gets a copy, which is read for that and goes with it.
+
+A state dict has a tensor for each such weight, with its shape and dtype, since many look at the
+names. `torch.save` would write it without a word, and the loss be found out when it is wanted: so
+it refuses that.
+
+An adapter may train a copy of a head or of a norm. What the stream has put into a module (the
+wrapper around its call, the refusal of `to`, hooks on its state) is of that module: a copy that had
+it would compute with the original's weights. So a copy is in memory, whole, without these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +40,16 @@ _FACTORIES = {
 _IN_PLACE = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 _CHANGES_NO_ELEMENTS = {"__set__", "requires_grad_"}
 _NEEDS_ELEMENTS = object()
+
+
+NOT_HERE = (
+    "a streamed model's weights are on disk, and its state_dict() has nothing of them to "
+    "save: copy the files that it streams from, or read them with nvmeio.safe_open or "
+    "nvmeio.load_safetensors; adapters in it are saved by themselves"
+)
+_OURS = "nvmeio."
+# Put into instances by the stream, whatever they are wrapped in by now.
+_SEAMS = {"_call_impl", "_apply", "__deepcopy__"}
 
 
 class _Absent(torch.Tensor):
@@ -293,3 +313,75 @@ def _remember(memo: dict[int, Any], weight: nn.Parameter, now: torch.Tensor) -> 
         made = nn.Parameter(now.detach().clone().as_subclass(torch.Tensor), weight.requires_grad)
     memo[id(weight)] = made
     return made
+
+
+class WeightOnDisk(torch.Tensor):
+    """Shape and dtype of a weight, on the meta device; refuses to be saved or sent."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NOT_HERE)
+
+    def __deepcopy__(self, memo: Any) -> WeightOnDisk:
+        return self
+
+
+def mark_absent(
+    names: set[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """A state dict hook: of these attributes those without memory are marked.
+
+    Args:
+        names: Attributes whose weights are streamed.
+        module: Theirs.
+        state_dict: Changed in place.
+        prefix: Of the module's names in it.
+    """
+    for name in names:
+        found = state_dict.get(prefix + name)
+        if isinstance(found, torch.Tensor) and found.is_meta:
+            with torch._C.DisableTorchFunctionSubclass():
+                state_dict[prefix + name] = found.detach().as_subclass(WeightOnDisk)
+
+
+def allow_copies(module: nn.Module, buffers: Mapping[str, Origin]) -> None:
+    """Let `copy.deepcopy` of a module make one that is in memory.
+
+    Args:
+        module: Of a streamed model.
+        buffers: Those that are on disk, and where.
+    """
+    module.__deepcopy__ = functools.partial(_copy_of, module, buffers)  # type: ignore[assignment]
+
+
+def _copy_of(module: nn.Module, buffers: Mapping[str, Origin], memo: dict[int, Any]) -> nn.Module:
+    own = module.__dict__
+    if "weight_stream" in own:
+        raise TypeError(
+            "a streamed model cannot be copied, since its weights are on disk: call stream_model "
+            "again, with a share of the memory for each"
+        )
+    made = module.__new__(type(module))
+    memo[id(module)] = made
+    for name, value in own.items():
+        if name in _SEAMS or _is_ours(value):
+            continue
+        if isinstance(value, dict) and name.endswith("_hooks"):
+            value = type(value)((k, hook) for k, hook in value.items() if not _is_ours(hook))
+        if name == "_buffers":
+            value = {
+                k: read_buffer(buffers[k]) if k in buffers and b is not None and b.is_meta else b
+                for k, b in value.items()
+            }
+        made.__dict__[name] = copy.deepcopy(value, memo)
+    return made
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a function, a hook or a method in an instance is of a stream."""
+    while callable(value) and (isinstance(value, functools.partial) or hasattr(value, "hook")):
+        value = value.func if isinstance(value, functools.partial) else value.hook
+    if not callable(value) or isinstance(value, (type, nn.Module, torch.Tensor)):
+        return False
+    return str(getattr(value, "__module__", None)).startswith(_OURS)

@@ -1,1 +1,0 @@
-"""Past keys and values: where they go, and what tells them apart."""

@@ -1,1 +1,0 @@
-"""The model's side of a stream: what its modules show, and how their calls are framed."""

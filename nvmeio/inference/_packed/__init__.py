@@ -1,1 +1,0 @@
-"""Packed models: format, checksums, drives, quantisation."""
