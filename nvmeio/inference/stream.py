@@ -47,13 +47,12 @@ from nvmeio.inference._stream.own_pass import OwnPass
 from nvmeio.inference._stream.resources import Resources, StreamStats
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
-from nvmeio.inference._stream.uses import Doing, Use, Uses
+from nvmeio.inference._stream.turns import CLOSED
+from nvmeio.inference._stream.uses import GradMode, Uses
 from nvmeio.inference.blocks import Lockstep
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
-
-_CLOSED = "the stream of weights is closed: model.weight_stream.reopen()"
 
 
 class _Origin(NamedTuple):
@@ -149,13 +148,13 @@ class WeightStream(Closing):
             lockstep.hand_on()
         self._own_pass.check()
         owner, uses = self._check()
-        doing = None
+        grad_mode = None
         if self._trainable:
-            doing = Doing(torch.is_grad_enabled(), in_backward())
+            grad_mode = GradMode(torch.is_grad_enabled(), in_backward())
         stays = None if lockstep is not None else uses.settled_use(unit, threading.get_ident())
         try:
             if stays is None:
-                stays = self._ask(owner, uses, unit, lockstep, doing)
+                stays = self._ask(owner, uses, unit, lockstep, grad_mode)
             self._own_pass.note(unit)
             return stays
         finally:
@@ -167,7 +166,7 @@ class WeightStream(Closing):
         uses: Uses,
         unit: Unit,
         lockstep: Lockstep[Any] | None,
-        doing: Doing | None,
+        grad_mode: GradMode | None,
     ) -> Claim:
         self._own_pass.waits()
         caller = threading.get_ident() if lockstep is None else lockstep
@@ -175,9 +174,11 @@ class WeightStream(Closing):
         try:
             with profiled("wait", unit.name):
                 while True:
-                    found = owner.call(uses.enter, unit, caller, found, self._cuda_stream(), doing)
-                    if isinstance(found, Use):
-                        return found.claim
+                    found = owner.call(
+                        uses.enter, unit, caller, found, self._cuda_stream(), grad_mode
+                    )
+                    if isinstance(found, Claim):
+                        return found
                     found.wait()
         except BaseException:
             self._own_pass.spoil()
@@ -210,13 +211,13 @@ class WeightStream(Closing):
             return memory
         lockstep = in_lockstep_module.current()
         caller: Any = threading.get_ident() if lockstep is None else lockstep
-        doing = Doing(torch.is_grad_enabled(), in_backward())
+        grad_mode = GradMode(torch.is_grad_enabled(), in_backward())
         found: Any = None
         try:
             with profiled("wait", unit.name):
                 while True:
                     found = owner.call(
-                        uses.lend, unit, converted, caller, found, self._cuda_stream(), doing
+                        uses.lend, unit, converted, caller, found, self._cuda_stream(), grad_mode
                     )
                     if isinstance(found, torch.Tensor):
                         return found
@@ -359,7 +360,7 @@ class WeightStream(Closing):
             with self._opening:
                 owner = self._owner
                 if owner is None or owner.closed:
-                    owner = self._owner = OwnerThread("nvmeio-weights", _CLOSED)
+                    owner = self._owner = OwnerThread("nvmeio-weights", CLOSED)
             begun: list[bool] = []
             try:
                 if owner.call(self._open, owner, begun):
@@ -437,10 +438,10 @@ class WeightStream(Closing):
         uses = self._uses
         if uses is None:
             return None
-        staying = uses.await_stays(caller)
+        staying = uses.turns.await_shared(caller)
         if staying is not None:
             return staying
-        queued = uses.await_turn(caller, waited)  # its unit is taken away when it is done
+        queued = uses.turns.take(caller, waited)  # its unit is taken away when it is done
         if queued is not None:
             return queued
         self._before = self._counts()
@@ -522,7 +523,7 @@ class WeightStream(Closing):
     def _check(self) -> tuple[OwnerThread, Uses]:
         owner, uses = self._owner, self._uses
         if owner is None or uses is None:
-            raise ClosedError(_CLOSED)
+            raise ClosedError(CLOSED)
         if self._pid != os.getpid():
             raise ClosedError("the stream of weights belongs to the parent of this forked process")
         return owner, uses

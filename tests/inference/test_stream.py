@@ -813,10 +813,8 @@ def test_closing_waits_for_a_layer_that_stays(
     net = stream(empty_net(), tmp_path / "net.safetensors", resident_bytes=64 << 20)
     x = torch.randn(5, 16)
     inside, go, through = threading.Event(), threading.Event(), threading.Event()
-    threads_that_use, await_stays = (
-        net.weight_stream._uses._out,
-        net.weight_stream._uses.await_stays,
-    )
+    turns = net.weight_stream._uses.turns
+    threads_that_use, await_shared = turns._shared, turns.await_shared
 
     class Late:
         def __init__(self, waiting: Any) -> None:
@@ -827,11 +825,11 @@ def test_closing_waits_for_a_layer_that_stays(
             through.wait(PATIENCE_S)
 
     def await_late(caller: int) -> Any:
-        waiting = await_stays(caller)
+        waiting = await_shared(caller)
         return None if waiting is None else Late(waiting)
 
     if late:
-        monkeypatch.setattr(net.weight_stream._uses, "await_stays", await_late)
+        monkeypatch.setattr(turns, "await_shared", await_late)
 
     def wait(*_: Any) -> None:
         inside.set()

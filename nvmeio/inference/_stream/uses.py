@@ -1,21 +1,13 @@
 """Who uses the weights, and what is in memory for it: the state of a stream while it is open.
 
-All of it belongs to one thread (`OwnerThread`). One caller at a time has the turn: a thread, for as
-long as it uses one unit, or a lockstep of micro-batches until all have ended. The others wait in
-the order in which they came, each on a lock of its own. What callers get are claims, so that the
-turn of one that is interrupted goes on, and its unit goes.
-
-Units that stay in place are used without a turn, and without asking (`settled_use`): a thread that
-has asked once has a claim, shared by its uses, that only a close takes back.
-
-After a failure nothing is in flight and nothing is kept that was on its way.
+All of it belongs to one thread (`OwnerThread`). Callers take turns (`turns`); what they get are
+claims, so that a unit goes whose use is interrupted. After a failure nothing is in flight and
+nothing is kept that was on its way.
 """
 
 from __future__ import annotations
 
-import _thread
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +15,6 @@ import torch
 from nvmeio._memory import devices
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
-from nvmeio._threads.future import SLICE_S
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
@@ -39,6 +30,7 @@ from nvmeio.inference._stream.binding import (
 from nvmeio.inference._stream.keeper import Weights
 from nvmeio.inference._stream.resources import Resources
 from nvmeio.inference._stream.slots import Slot
+from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
 from nvmeio.inference.blocks import Lockstep
 from nvmeio.operation import Operation
 
@@ -47,17 +39,7 @@ from nvmeio.operation import Operation
 _DENSE_SHARE = 0.75
 
 
-class Use(NamedTuple):
-    """A unit in place.
-
-    Attributes:
-        claim: Ends the use.
-    """
-
-    claim: Claim
-
-
-class Doing(NamedTuple):
+class GradMode(NamedTuple):
     """What the autograd of a caller does.
 
     Attributes:
@@ -67,63 +49,6 @@ class Doing(NamedTuple):
 
     recording: bool
     backward: bool
-
-
-class Waiting(NamedTuple):
-    """A place in the queue for the turn."""
-
-    gate: Any
-    claim: Claim
-
-    def wait(self) -> None:
-        """Block until it is worthwhile to ask again; an interrupt ends it at once."""
-        while not self.gate.acquire(timeout=SLICE_S):
-            pass
-
-
-class Stay:
-    """A thread's uses of what stays in place.
-
-    Attributes:
-        claim: Held by each of these, and for the next one.
-        number: How many there were; counted by that thread alone.
-    """
-
-    def __init__(self, claim: Claim, number: list[int]) -> None:
-        self.claim = claim
-        self.number = number
-
-
-class Stays:
-    """Which threads have one; must refer neither to claims nor to the owner."""
-
-    def __init__(self) -> None:
-        self.barred = 0  # by how many that close
-        self.used = 0  # of stays that are over
-        self.live: dict[int, tuple[Hashable, list[int]]] = {}
-        self.gates: list[Any] = []
-
-    def begin(self, caller: Hashable) -> list[int]:
-        number = [0]
-        self.live[id(number)] = (caller, number)
-        return number
-
-    def end(self, number: list[int]) -> None:
-        del self.live[id(number)]
-        self.used += number[0]
-        self.wake()
-
-    def unbar(self) -> None:
-        self.barred -= 1
-
-    def wake(self) -> None:
-        gates, self.gates = self.gates, []
-        for gate in gates:
-            gate.release()
-
-    def withdraw(self, gate: Any) -> None:
-        if gate in self.gates:
-            self.gates.remove(gate)
 
 
 class Uses:
@@ -162,16 +87,14 @@ class Uses:
             Remembered(streamed, lambda unit: not unit.resident) if trainable else Cyclic(streamed)
         )
         self._lent: Unit | None = None  # to backward, the last
-        self._window: Window[Unit, Slot] = Window(resources.reader, self._keeper, self._order)
-        self._turn: Hashable = None  # who has it: a thread's number, or a lockstep
-        self._queue: deque[Any] = deque()  # locks of those who wait for it
+        self._window: Window[Unit, Slot] = Window(
+            resources.reader, self._keeper, self._order, later=self._later
+        )
+        self.turns = Turns(owner)
         self._use: tuple[Slot, Any] | None = None  # the unit that is used, on which CUDA stream
         self._kept: Slot | None = None  # used, and held for the other micro-batches
         self._fixed_slot: Slot | None = None
         self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
-        self._stays: dict[Hashable, Stay] = {}
-        self._out = Stays()
-        self.closed = False
         self.units_used = self.experts_read = self.beside_bytes = 0
 
     def open(self) -> None:
@@ -198,18 +121,14 @@ class Uses:
 
     def close(self) -> None:
         """Take all weights away."""
-        self.closed = True
         self._settled.clear()
-        self._stays.clear()
         self._use = self._kept = None
         self.resources.memory.settle()  # streams that had no need to ask may still compute
         self._window.drop_all()
         uninstall(self._fixed.targets)
         if self._fixed_slot is not None:
             self.resources.memory.give_back(self._fixed_slot)
-        for gate in self._queue:
-            gate.release()
-        self._queue.clear()
+        self.turns.close()
 
     # --- what stays in place --------------------------------------------------------------------
 
@@ -220,42 +139,29 @@ class Uses:
             unit: Which one.
             caller: The thread's number.
         """
-        stay = self._stays.get(caller)  # first: while this is had, nothing is taken away
+        shared = self.turns.shared_use(caller)  # first: while it is had, nothing is taken away
         try:
             shown = self._settled.get(unit)
-            if stay is None or shown is None or not shows(unit.targets, shown):
+            if shared is None or shown is None or not shows(unit.targets, shown):
                 return None
-            stay.number[0] += 1
-            return stay.claim
+            shared.times[0] += 1
+            return shared.claim
         finally:
-            del stay  # the traceback of an interrupt must not keep a close waiting
+            del shared  # the traceback of an interrupt must not keep a close waiting
 
     def _settle(self, slot: Slot, caller: Hashable) -> None:
-        if self._out.barred or isinstance(caller, Lockstep) or not self._keeper.settled(slot):
+        if isinstance(caller, Lockstep) or not self._keeper.settled(slot):
             return
         if not self.resources.memory.arrived(slot):
             return  # streams of others, which do not ask, would not wait for the copies
-        self._settled[slot.unit] = slot.shown
-        if caller not in self._stays:
-            number = self._out.begin(caller)
-            self._stays[caller] = Stay(self._owner.claim(self._out.end, number), number)
+        if self.turns.share(caller):
+            self._settled[slot.unit] = slot.shown
 
     def bar(self) -> Claim:
         """Have everybody ask who uses what stays, for as long as the claim lives."""
-        self._out.barred += 1
-        found = self._owner.claim(self._out.unbar)
+        barred = self.turns.bar()
         self._settled.clear()
-        self._stays.clear()
-        return found
-
-    def await_stays(self, caller: int) -> Waiting | None:
-        """While others use what stays, something to wait on; after `bar`."""
-        if all(each == caller for each, _ in self._out.live.values()):
-            return None
-        gate = _thread.allocate_lock()
-        gate.acquire()
-        self._out.gates.append(gate)
-        return Waiting(gate, self._owner.claim(self._out.withdraw, gate))
+        return barred
 
     # --- turns ----------------------------------------------------------------------------------
 
@@ -265,8 +171,8 @@ class Uses:
         caller: Hashable,
         waited: Waiting | None,
         cuda_stream: Any,
-        doing: Doing | None = None,
-    ) -> Use | Waiting:
+        grad_mode: GradMode | None = None,
+    ) -> Claim | Waiting:
         """Have a unit's weights in place.
 
         Args:
@@ -274,14 +180,14 @@ class Uses:
             caller: Who asks: a thread's number, or its lockstep.
             waited: What an earlier call returned.
             cuda_stream: Current where the caller computes, if that is a GPU.
-            doing: What the caller's autograd does; None: it is off.
+            grad_mode: What the caller's autograd does; None: it is off.
         """
-        queued = self.await_turn(caller, waited)
+        queued = self.turns.take(caller, waited)
         if queued is not None:
             return queued
         try:
             with devices.on_stream(cuda_stream):
-                slot = self._bring(unit, doing or Doing(False, False))
+                slot = self._bring(unit, grad_mode or GradMode(False, False))
                 self.resources.memory.ready(slot)  # it may have been bound for another stream
             self._settle(slot, caller)
         except BaseException:
@@ -292,62 +198,30 @@ class Uses:
             raise
         use = self._use = (slot, cuda_stream)
         self.units_used += 1
-        return Use(self._owner.claim(self._leave, use, caller))
+        return self._owner.claim(self._leave, use, caller)
 
     def hold(self, lockstep: Lockstep[Any], waited: Waiting | None) -> Claim | Waiting:
         """Give the turn to micro-batches, until the claim ends."""
-        queued = self.await_turn(lockstep, waited)
+        queued = self.turns.take(lockstep, waited)
         if queued is not None:
             return queued
         return self._owner.claim(self._end_lockstep, lockstep)
 
-    def await_turn(self, caller: Hashable, waited: Waiting | None) -> Waiting | None:
-        """Give a caller the turn, or a place in the queue for it."""
-        if self.closed:
-            raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
-        if self._turn == caller:
-            return None
-        if waited is not None and waited.gate not in self._queue:
-            waited = None  # it was not for the turn
-        mine = waited is not None and bool(self._queue) and self._queue[0] is waited.gate
-        if self._turn is None and (mine or not self._queue):
-            if mine:
-                self._queue.popleft()
-            self._turn = caller
-            return None
-        if waited is not None:
-            return waited
-        gate = _thread.allocate_lock()
-        gate.acquire()
-        self._queue.append(gate)
-        return Waiting(gate, self._owner.claim(self._withdraw, gate))
-
-    def _withdraw(self, gate: Any) -> None:
-        if gate in self._queue:
-            self._queue.remove(gate)
-            self._wake()
-
     def _end_turn(self, caller: Hashable) -> None:
-        if self._turn == caller and not isinstance(caller, Lockstep):
-            self._turn = None
-            self._wake()
+        if not isinstance(caller, Lockstep):
+            self.turns.end(caller)
 
     def _end_lockstep(self, lockstep: Lockstep[Any]) -> None:
-        if self._turn is not lockstep:
+        if not self.turns.has(lockstep):
             return
         self._put_away(None)
-        self._turn = None
-        if not self.closed:
+        if not self.turns.closed:
             self._window.look_ahead()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._turn is None and self._queue and self._queue[0].locked():
-            self._queue[0].release()
+        self.turns.end(lockstep)
 
     # --- units ----------------------------------------------------------------------------------
 
-    def _bring(self, unit: Unit, doing: Doing) -> Slot:
+    def _bring(self, unit: Unit, grad_mode: GradMode) -> Slot:
         self._put_away(unit)
         found = self._window.slot(unit)
         if found is not None and found.bound:  # settled, or kept for micro-batches
@@ -355,17 +229,17 @@ class Uses:
         if found is not None and found.bound and not self._order.stays:
             slot = found
         else:
-            slot = self._need(unit, doing)
+            slot = self._need(unit, grad_mode)
         if slot is not self._kept:
             slot.holds += 1
         self._kept = None
         return slot
 
-    def _need(self, unit: Unit, doing: Doing) -> Slot:
+    def _need(self, unit: Unit, grad_mode: GradMode) -> Slot:
         if isinstance(self._order, Remembered):
-            self._order.recording = doing.recording
-        self._lent = unit if doing.backward else None
-        return self._window.need(unit, backward=doing.backward)
+            self._order.recording = grad_mode.recording
+        self._lent = unit if grad_mode.backward else None
+        return self._window.need(unit, backward=grad_mode.backward)
 
     # --- what backward needs again --------------------------------------------------------------
 
@@ -386,7 +260,7 @@ class Uses:
 
     def note_lent(self, unit: Unit) -> None:
         """That it was, without asking."""
-        if self._lent is not unit and not self.closed:
+        if self._lent is not unit and not self.turns.closed:
             self._lent = unit
             self._window.note(unit, True)
 
@@ -397,16 +271,16 @@ class Uses:
         caller: Hashable,
         waited: Waiting | None,
         cuda_stream: Any,
-        doing: Doing,
+        grad_mode: GradMode,
     ) -> torch.Tensor | Waiting:
         """The memory of a unit, which keeps its bytes for as long as its storage lives."""
-        had = self._turn == caller  # backward within a forward
-        queued = self.await_turn(caller, waited)
+        had = self.turns.has(caller)  # backward within a forward
+        queued = self.turns.take(caller, waited)
         if queued is not None:
             return queued
         try:
             with devices.on_stream(cuda_stream):
-                slot = self._need(unit, doing)
+                slot = self._need(unit, grad_mode)
                 self.resources.memory.ready(slot)
             memory = slot.work if converted else slot.memory
             assert memory is not None
@@ -429,12 +303,15 @@ class Uses:
                     self._kept = slot
                 else:
                     self._window.let_go([slot])
-                self._window.look_ahead()
+                self._window.look_ahead_later()
         except BaseException:
             self._give_up()
             raise
         finally:
             self._end_turn(caller)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        self._owner.post(_on_stream, devices.stream_here(self.resources.memory.device), work)
 
     def _put_away(self, unit: Unit | None) -> None:
         """Let go of another unit: kept for micro-batches, or of a pass whose end was not told."""
@@ -460,8 +337,8 @@ class Uses:
 
     def weight(self, unit: Unit, number: int, cuda_stream: Any) -> torch.Tensor:
         """A copy of one weight; see `_alone`. What stays is brought, and not read again."""
-        if self.closed:
-            raise ClosedError("the stream of weights is closed: model.weight_stream.reopen()")
+        if self.turns.closed:
+            raise ClosedError(CLOSED)
         with devices.on_stream(cuda_stream):
             shown = None
             if unit.resident and unit.experts is None and not unit.converted_bytes:
@@ -553,11 +430,10 @@ class Uses:
     def counts(self) -> dict[str, Any]:
         """Since it was opened."""
         window = self._window
-        stayed = self._out.used + sum(number[0] for _, number in self._out.live.values())
         values = (
             window.bytes_read + self.beside_bytes + self.resources.reader.served_bytes,
             window.units_read,
-            self.units_used + stayed,
+            self.units_used + self.turns.shared_count,
             window.mispredicted,
             window.dropped,
             self.experts_read,
@@ -608,3 +484,8 @@ def read_weight(
     memory.ready(slot)
     (copy,) = memory.tensors(slot, keep=True)
     return copy, fill.nbytes
+
+
+def _on_stream(cuda_stream: Any, work: Callable[[], None]) -> None:
+    with devices.on_stream(cuda_stream):
+        work()
