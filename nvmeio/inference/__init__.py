@@ -10,13 +10,13 @@ best; `kv_cache` puts past keys and values away, `prefixes` keeps them for other
 docs/inference.md has the arithmetic.
 """
 
-from nvmeio.inference._stream.resources import StreamStats as StreamStats
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks
 from nvmeio.inference.blocks import run_in_blocks as run_in_blocks
 from nvmeio.inference.losses import chunked_cross_entropy as chunked_cross_entropy
 from nvmeio.inference.packing import PackReport as PackReport
 from nvmeio.inference.packing import pack as pack
 from nvmeio.inference.prefixes import PrefixCache as PrefixCache
+from nvmeio.inference.stream import StreamStats as StreamStats
 from nvmeio.inference.stream import WeightStream as WeightStream
 from nvmeio.inference.streaming import stream_model as stream_model
 

@@ -48,7 +48,7 @@ from nvmeio.inference._plan.budget import check_numbers, share_out
 from nvmeio.inference._plan.slot_layout import Weight, part_of
 from nvmeio.inference._plan.units import partition
 from nvmeio.inference._stream import hooks
-from nvmeio.inference._stream.binding import shown_as
+from nvmeio.inference._stream.stand_ins import shown_as
 from nvmeio.inference.stream import WeightStream
 
 _PREFIX = ".nvmeio-spill-"

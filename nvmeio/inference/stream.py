@@ -42,17 +42,48 @@ from nvmeio.inference._plan.budget import Shares
 from nvmeio.inference._plan.units import Partition, Unit
 from nvmeio.inference._ranks.rank_reader import Passes, RankReader
 from nvmeio.inference._ranks.stream_ranks import Ranks, new_reader
-from nvmeio.inference._stream.embedding_rows import EmbeddingRows
 from nvmeio.inference._stream.own_pass import OwnPass
-from nvmeio.inference._stream.resources import Resources, StreamStats
 from nvmeio.inference._stream.slots import SlotPools
 from nvmeio.inference._stream.stand_ins import ABSENT
 from nvmeio.inference._stream.turns import CLOSED
 from nvmeio.inference._stream.uses import GradMode, Uses
+from nvmeio.inference._stream.weights import EmbeddingRows, Resources
 from nvmeio.inference.blocks import Lockstep
 from nvmeio.progress import Progress
 
 Value = TypeVar("Value")
+
+
+class StreamStats(NamedTuple):
+    """What a stream has done since it was made.
+
+    Attributes:
+        bytes_read: Bytes of weights that were asked of the files, rows and experts included.
+        units_read: Units (layers) that were read.
+        units_used: How often a unit was used.
+        mispredicted: Units that were needed and not on their way, the very first aside.
+        dropped: Units that were read, wholly or in part, and not used.
+        experts_read: Experts that were read on demand.
+        rows_read: Rows of embeddings that were read.
+        waited_s: Seconds in which the computation waited for weights.
+        resident_bytes: Memory that holds weights for good.
+        window_bytes: Memory that weights are streamed through.
+        work_bytes: Memory that converted weights are in, and what only other ranks want.
+        streamed_bytes: What one pass reads, with all experts and without rows.
+    """
+
+    bytes_read: int
+    units_read: int
+    units_used: int
+    mispredicted: int
+    dropped: int
+    experts_read: int
+    rows_read: int
+    waited_s: float
+    resident_bytes: int
+    window_bytes: int
+    work_bytes: int
+    streamed_bytes: int
 
 
 class _Origin(NamedTuple):

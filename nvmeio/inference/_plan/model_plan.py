@@ -28,7 +28,7 @@ from nvmeio.inference._plan.units import Partition, partition
 from nvmeio.inference._ranks import tensor_parallel
 from nvmeio.inference._ranks.stream_ranks import Ranks, check_part, digest_of, room_for_others
 from nvmeio.inference._ranks.tensor_parallel import TensorParallel
-from nvmeio.inference._stream import binding
+from nvmeio.inference._stream import stand_ins
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -104,7 +104,7 @@ def plan_model(asked: Asked, opened: SafetensorsSet, ranks: Ranks | None) -> Mod
     else:
         parts, shares = fit(parts, cut_to, budget, asked.window, left)
     for unit in (parts.fixed, *parts.units):
-        (binding.freeze if asked.trainable else binding.stand_in)(unit, asked.device)
+        (stand_ins.freeze if asked.trainable else stand_ins.stand_in)(unit, asked.device)
     part = opened.metadata.get(packed_index.PART)
     return ModelPlan(model, parts, shares, ranks, parallel, dict(opened.tensors), packed, part)
 

@@ -22,10 +22,10 @@ from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.spans import HOLE_BYTES, read_to
 from nvmeio.errors import IntegrityError
-from nvmeio.inference._plan.quant import Quantised
 
 if TYPE_CHECKING:
     from nvmeio.inference._plan.checksums import CutSums
+    from nvmeio.inference._plan.packed_format import Quantised
 
 
 class Read(NamedTuple):

@@ -23,11 +23,13 @@ from nvmeio.errors import ClosedError
 from nvmeio.inference._plan import tiles
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._stream import stand_ins
-from nvmeio.inference._stream.binding import check_absent, check_frozen, count_changes
 from nvmeio.inference._stream.stand_ins import (
     NOT_HERE,
     Elsewhere,
     WeightOnDisk,
+    check_absent,
+    check_frozen,
+    count_changes,
     is_meta,
     mark_absent,
 )

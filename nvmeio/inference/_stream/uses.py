@@ -16,23 +16,13 @@ from nvmeio._memory import devices
 from nvmeio._residency.order import Cyclic, Remembered
 from nvmeio._residency.window import Window
 from nvmeio._threads.owner import Claim, OwnerThread
-from nvmeio.errors import BatchError, ClosedError, TransferError, with_context
-from nvmeio.handle import AioHandle
+from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.units import Partition, Unit
-from nvmeio.inference._stream.binding import (
-    check,
-    check_frozen,
-    install,
-    names_in,
-    shows,
-    uninstall,
-)
-from nvmeio.inference._stream.keeper import Weights
-from nvmeio.inference._stream.resources import Resources
 from nvmeio.inference._stream.slots import Slot
+from nvmeio.inference._stream.stand_ins import check, check_frozen, install, shows, uninstall
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
+from nvmeio.inference._stream.weights import Resources, Weights
 from nvmeio.inference.blocks import Lockstep
-from nvmeio.operation import Operation
 
 # Where a token's routing named this share of the experts or more, the next layer's are read whole
 # and ahead; below it, those that are named are read when they are.
@@ -95,7 +85,7 @@ class Uses:
         self._kept: Slot | None = None  # used, and held for the other micro-batches
         self._fixed_slot: Slot | None = None
         self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
-        self.units_used = self.experts_read = self.beside_bytes = 0
+        self.units_used = self.experts_read = 0
 
     def open(self) -> None:
         """Bring what is always there."""
@@ -336,7 +326,7 @@ class Uses:
     # --- experts --------------------------------------------------------------------------------
 
     def weight(self, unit: Unit, number: int, cuda_stream: Any) -> torch.Tensor:
-        """A copy of one weight; see `_alone`. What stays is brought, and not read again."""
+        """A copy of one weight. What stays is brought, and not read again."""
         if self.turns.closed:
             raise ClosedError(CLOSED)
         with devices.on_stream(cuda_stream):
@@ -345,9 +335,7 @@ class Uses:
                 slot = self._window.need(unit, computing=False)
                 self.resources.memory.ready(slot)
                 shown = slot.tensors[number]
-            weight, nbytes = read_weight(self.resources, unit, number, shown)
-            self.beside_bytes += nbytes
-            return weight
+            return self._keeper.read_alone(unit, number, shown)
 
     def need_experts(self, unit: Unit, hit: Sequence[int], cuda_stream: Any) -> None:
         """Have those experts of the unit in use in place."""
@@ -359,51 +347,13 @@ class Uses:
         missing = [expert for expert in hit if not slot.experts[expert]]
         if not missing:
             return
-        reads = [read for expert in missing for read in unit.layout.experts[expert]]
         try:
             with devices.on_stream(cuda_stream):
-                self._read_beside(slot, reads)
-                for expert in missing:
-                    slot.experts[expert] = 1
-                self.resources.memory.check(slot, reads, self.resources.checkpoint.files)
-                for expert in missing:
-                    self.resources.memory.convert_expert(slot, slot.tensors, expert)
-                self.resources.memory.converted(slot)
+                self._keeper.read_experts(slot, missing)
         except BaseException:
             self._give_up()
             raise
         self.experts_read += len(missing)
-
-    def _read_beside(self, slot: Slot, reads: Sequence[Any]) -> None:
-        """Read past the queue, for somebody who waits."""
-        files = self.resources.checkpoint.files
-        by_handle: dict[AioHandle, list[Any]] = {}
-        for read in reads:
-            by_handle.setdefault(self.resources.handles.of(files[read.file]), []).append(read)
-        begun: list[tuple[list[Any], Operation]] = []
-        try:
-            for handle, own in by_handle.items():
-                batch = handle.async_pread_batch(
-                    [slot.host[read.at : read.at + read.end - read.start] for read in own],
-                    [files[read.file] for read in own],
-                    [read.start for read in own],
-                )
-                begun.append((own, batch))
-        finally:
-            ended = [(own, batch.exception()) for own, batch in begun]
-        for own, failed in ended:
-            if isinstance(failed, BatchError):
-                item, failed = failed.failures[0]
-                if isinstance(failed, TransferError):
-                    names = names_in(slot.unit, own[item].at, own[item].end - own[item].start)
-                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
-            if failed is not None:
-                raise failed
-        for index in {read.file for read in reads}:
-            self.resources.checkpoint.check(index, f"layer {slot.unit.name!r}")
-        for read in reads:
-            self.resources.memory.copied(slot, read)
-        self.beside_bytes += sum(read.end - read.start for read in reads)
 
     # --- what it has done -----------------------------------------------------------------------
 
@@ -431,7 +381,7 @@ class Uses:
         """Since it was opened."""
         window = self._window
         values = (
-            window.bytes_read + self.beside_bytes + self.resources.reader.served_bytes,
+            window.bytes_read + self._keeper.beside_bytes + self.resources.reader.served_bytes,
             window.units_read,
             self.units_used + self.turns.shared_count,
             window.mispredicted,
@@ -440,50 +390,6 @@ class Uses:
             window.waited_s,
         )
         return dict(zip(self.COUNTS, values, strict=True))
-
-
-def read_weight(
-    resources: Resources, unit: Unit, number: int, shown: torch.Tensor | None
-) -> tuple[torch.Tensor, int]:
-    """A copy of a weight, in memory of its own that lasts as long as it; in the owner's thread.
-
-    It lies at the same offset in its page as in the window: kernels give other last bits at others.
-
-    Args:
-        resources: Of the stream.
-        unit: Whose weight it is.
-        number: Of its weights.
-        shown: The weight, where it is in memory; None reads it.
-
-    Returns:
-        It, and how many bytes were read.
-
-    Raises:
-        TransferError, IntegrityError: As for `WeightStream.use`.
-    """
-    files, memory = resources.checkpoint.files, resources.memory
-    alone = Unit(unit.name)
-    alone.weights = [unit.weights[number]]
-    alone.plan(resources.checkpoint, unit.own_alignment)
-    slot = memory.apart(alone)
-    if shown is not None:
-        (copy,) = memory.tensors(slot, keep=True)
-        return copy.copy_(shown), 0
-    fill = memory.fill(slot, alone.layout.reads, files)
-    resources.reader.submit(fill)
-    fill.done.wait()
-    what = f"weight {alone.weights[0].name!r} of {unit.name}"
-    if isinstance(fill.error, TransferError):
-        raise with_context(fill.error, what) from fill.error
-    if fill.error is not None:
-        raise fill.error
-    for index in slot.files:
-        resources.checkpoint.check(index, what)
-    if slot.event is not None:
-        slot.event.wait()  # its host memory goes
-    memory.ready(slot)
-    (copy,) = memory.tensors(slot, keep=True)
-    return copy, fill.nbytes
 
 
 def _on_stream(cuda_stream: Any, work: Callable[[], None]) -> None:

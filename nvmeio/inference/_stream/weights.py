@@ -1,0 +1,349 @@
+"""What a stream's weights are read from and where they are shown: units, experts, one alone, rows.
+
+`Weights` keeps the units of the stream's window: their memory, reads, checks, and what shows them.
+Rows of an embedding that stays in its file come by themselves: those that a pass asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._io.drives import DriveHandles
+from nvmeio._residency.reader import Fill, Reader
+from nvmeio._residency.window import Keeper
+from nvmeio.errors import BatchError, RowsError, TransferError, with_context
+from nvmeio.handle import AioHandle
+from nvmeio.inference._plan.slot_layout import FileExtent, Read
+from nvmeio.inference._plan.units import Unit
+from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
+from nvmeio.inference._stream.slots import Slot, SlotPools
+from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
+from nvmeio.operation import Operation
+
+
+class Resources(NamedTuple):
+    """What opening a stream makes, and closing takes apart.
+
+    It closes a model that is dropped, so nothing in it may lead to the model (as a slot does, by
+    its unit and the modules that show it): the model would never go.
+    """
+
+    handles: DriveHandles
+    checkpoint: SafetensorsSet
+    memory: SlotPools
+    reader: Reader
+
+    def close(self) -> None:
+        """Take it apart."""
+        with contextlib.ExitStack() as steps:
+            steps.callback(self.handles.close)
+            steps.callback(self.checkpoint.close)
+            steps.callback(self.memory.close)
+            steps.callback(self.reader.stop)
+
+
+class Weights(Keeper[Unit, Slot]):
+    """Memory and reads of a stream's units, for its window."""
+
+    def __init__(self, resources: Resources, units: Sequence[Unit], trainable: bool) -> None:
+        self._resources = resources
+        self._memory = resources.memory
+        self._checkpoint = resources.checkpoint
+        reader = resources.reader
+        self._ranks = reader if isinstance(reader, RankReader) else None
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self.dense = False
+        self.beside_bytes = 0  # read past the queue
+        self._trainable = trainable
+        self._converted: Slot | None = None  # that was bound last, if the room is not shared
+        # Where what goes from under autograd lies now: by the address of its storage, which unit
+        # it is of, and whether it is converted.
+        self.places: dict[int, tuple[Unit, bool]] = {}
+
+    def take(self, unit: Unit) -> Slot | None:
+        """A slot, of what stays or of the window."""
+        return self._memory.take(unit, unit.resident)
+
+    def fill(self, slot: Slot) -> Fill:
+        """Everything but experts; these too where the last token needed most of them.
+
+        With several ranks, whose tokens differ, never: each reads those that it needs.
+        """
+        unit = slot.unit
+        if self._ranks is not None and unit in self._numbers:
+            return self._memory.fill_together(slot, self._numbers[unit], self._ranks)
+        reads = unit.layout.reads
+        if self.dense and unit.experts is not None:
+            reads += unit.layout.all_experts
+            slot.experts = bytearray(b"\1" * unit.experts.number)
+        return self._memory.fill(slot, reads, self._checkpoint.files)
+
+    def check(self, slot: Slot) -> None:
+        """Raise if a file was written to."""
+        for index in slot.files:
+            self._checkpoint.check(index, f"layer {slot.unit.name!r}")
+        if isinstance(slot.fill, SharedFill):
+            slot.event = slot.fill.event
+
+    def explain(self, slot: Slot, error: BaseException) -> BaseException:
+        """With the names of the tensors."""
+        unit, at = slot.unit, None if slot.fill is None else slot.fill.failed_at
+        if not isinstance(error, TransferError):
+            return error
+        names = unit.name if at is None else names_in(unit, at.at, at.memory.nbytes)
+        return with_context(error, f"weights {names} of {unit.name}")
+
+    def bind(self, slot: Slot) -> None:
+        """Show the weights, converted where that is needed."""
+        if self._trainable:
+            check_frozen(slot.unit.targets)
+            self._put_away_converted(slot)
+        self._memory.ready(slot)
+        slot.tensors = self._memory.tensors(slot)
+        self._memory.converted(slot)
+        if self._trainable:
+            self._note_places(slot)
+        slot.shown = install(slot.unit.targets, slot.tensors)
+
+    def unbind(self, slot: Slot) -> None:
+        """Show nothing; the room for conversions is the next one's."""
+        uninstall(slot.unit.targets)
+        slot.tensors, slot.shown = [], []
+        if self._trainable:
+            for memory in (slot.memory, slot.work):
+                if memory is not None:
+                    self.places.pop(memory.untyped_storage().data_ptr(), None)
+            slot.work = None
+        self._memory.let_go(slot)
+
+    def _put_away_converted(self, slot: Slot) -> None:
+        if not slot.unit.converted_bytes:
+            return
+        before, self._converted = self._converted, slot
+        if before is not None and before is not slot and before.bound and not before.holds:
+            before.bound = False
+            self.unbind(before)
+
+    def _note_places(self, slot: Slot) -> None:
+        if not slot.unit.resident:
+            self.places[slot.memory.untyped_storage().data_ptr()] = (slot.unit, False)
+        if slot.work is not None:
+            self.places[slot.work.untyped_storage().data_ptr()] = (slot.unit, True)
+
+    def rest(self, slot: Slot) -> bool:
+        """What streams goes. What stays remains in place, unless it is in room that all share.
+
+        Where backward comes, all stays until there is need of its room.
+        """
+        if self._trainable:
+            return False
+        if slot.bound and not self.settled(slot):
+            slot.bound = False
+            self.unbind(slot)
+        return not slot.unit.resident
+
+    def settled(self, slot: Slot) -> bool:
+        """Whether a unit stays in place between its uses."""
+        unit = slot.unit
+        return slot.bound and unit.resident and not unit.converted_bytes and unit.experts is None
+
+    def give_back(self, slot: Slot) -> None:
+        """To its pool."""
+        self._memory.give_back(slot)
+
+    def take_anyway(self, unit: Unit) -> Slot:
+        """Cannot be, the budget was shared out for this; unless tensors of others keep memory."""
+        if not self._trainable:
+            raise RuntimeError(f"no slot for {unit!r}")
+        gc.collect()  # what is held by a tensor in a cycle
+        slot = self.take(unit)
+        if slot is None:
+            raise MemoryError(
+                f"there is no room for {unit.name} in the window: its memory is held by layers "
+                "that run now, or by tensors over weights that somebody keeps. Let go of these, "
+                "raise resident_bytes, or give a larger window="
+            ) from self._memory.refused
+        return slot
+
+    # Past the queue, for somebody who waits
+
+    def read_experts(self, slot: Slot, missing: Sequence[int]) -> None:
+        """Bring experts of a unit that is in use."""
+        experts = slot.unit.layout.experts
+        reads = [read for expert in missing for read in experts[expert]]
+        self._read_beside(slot, reads)
+        for expert in missing:
+            slot.experts[expert] = 1
+        self._memory.check(slot, reads, self._checkpoint.files)
+        for expert in missing:
+            self._memory.convert_expert(slot, slot.tensors, expert)
+        self._memory.converted(slot)
+
+    def _read_beside(self, slot: Slot, reads: Sequence[Read]) -> None:
+        files = self._checkpoint.files
+        by_handle: dict[AioHandle, list[Read]] = {}
+        for read in reads:
+            by_handle.setdefault(self._resources.handles.of(files[read.file]), []).append(read)
+        begun: list[tuple[list[Read], Operation]] = []
+        try:
+            for handle, own in by_handle.items():
+                batch = handle.async_pread_batch(
+                    [slot.host[read.at : read.at + read.end - read.start] for read in own],
+                    [files[read.file] for read in own],
+                    [read.start for read in own],
+                )
+                begun.append((own, batch))
+        finally:
+            ended = [(own, batch.exception()) for own, batch in begun]
+        for own, failed in ended:
+            if isinstance(failed, BatchError):
+                item, failed = failed.failures[0]
+                if isinstance(failed, TransferError):
+                    names = names_in(slot.unit, own[item].at, own[item].end - own[item].start)
+                    failed = with_context(failed, f"weights {names} of {slot.unit.name}")
+            if failed is not None:
+                raise failed
+        for index in {read.file for read in reads}:
+            self._checkpoint.check(index, f"layer {slot.unit.name!r}")
+        for read in reads:
+            self._memory.copied(slot, read)
+        self.beside_bytes += sum(read.end - read.start for read in reads)
+
+    def read_alone(self, unit: Unit, number: int, shown: torch.Tensor | None) -> torch.Tensor:
+        """A copy of a weight, in memory of its own that lasts as long as it.
+
+        It lies at the same offset in its page as in the window: kernels give other last bits at
+        others.
+
+        Args:
+            unit: Whose weight it is.
+            number: Of its weights.
+            shown: The weight, where it is in memory; None reads it.
+        """
+        memory = self._memory
+        alone = Unit(unit.name)
+        alone.weights = [unit.weights[number]]
+        alone.plan(self._checkpoint, unit.own_alignment)
+        slot = memory.apart(alone)
+        if shown is not None:
+            (copy,) = memory.tensors(slot, keep=True)
+            return copy.copy_(shown)
+        fill = memory.fill(slot, alone.layout.reads, self._checkpoint.files)
+        self._resources.reader.submit(fill)
+        fill.done.wait()
+        what = f"weight {alone.weights[0].name!r} of {unit.name}"
+        if isinstance(fill.error, TransferError):
+            raise with_context(fill.error, what) from fill.error
+        if fill.error is not None:
+            raise fill.error
+        for index in slot.files:
+            self._checkpoint.check(index, what)
+        if slot.event is not None:
+            slot.event.wait()  # its host memory goes
+        memory.ready(slot)
+        (copy,) = memory.tensors(slot, keep=True)
+        self.beside_bytes += fill.nbytes
+        return copy
+
+
+class EmbeddingRows:
+    """Reads rows, and counts them.
+
+    Args:
+        device: Where they are wanted.
+
+    Attributes:
+        number: Rows that were read.
+        nbytes: Bytes of them.
+        waited_s: How long that took, in seconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.number = 0
+        self.nbytes = 0
+        self.waited_s = 0.0
+
+    def read(
+        self, resources: Resources, unit: Unit, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a unit's only weight, each once, and for each id its number among them.
+
+        Args:
+            resources: Of the stream.
+            unit: Whose weight it is.
+            ids: Numbers of rows.
+
+        Raises:
+            IndexError: An id is out of range, as of torch's own embedding.
+            TransferError, IntegrityError: As for `WeightStream.use`.
+        """
+        weight = unit.weights[0]
+        part = weight.parts[0]
+        unique, places = torch.unique(ids.reshape(-1).cpu(), return_inverse=True)
+        rows, width = weight.shape
+        if unique.numel() and not 0 <= int(unique[0]) <= int(unique[-1]) < rows:
+            raise IndexError(
+                f"index out of range: {weight.name!r} has {rows} rows, ids are "
+                f"{int(unique[0])} to {int(unique[-1])}"
+            )
+        extent = part.extents[0]
+        offsets = extent.offset + unique * (width * part.dtype.itemsize)
+        found = torch.empty(len(unique), width, dtype=part.dtype, device="cpu")
+        checkpoint, row_of = resources.checkpoint, None
+        began = time.perf_counter()
+        try:
+            for file, chosen in _by_file(checkpoint, extent, offsets):
+                row_of = chosen
+                self._gather(resources, file, found, offsets, chosen)
+                checkpoint.check(file, repr(weight.name))
+        except TransferError as failed:
+            what = f"weight {weight.name!r} of {unit.name}"
+            if isinstance(failed, RowsError):
+                row = failed.row if row_of is None else int(row_of[failed.row])
+                what = f"row {int(unique[row])} of {what}"
+            raise with_context(failed, what) from failed
+        self.number += len(found)
+        self.nbytes += found.nbytes
+        self.waited_s += time.perf_counter() - began
+        return found.to(self._device, weight.dtype), places.view(ids.shape).to(self._device)
+
+    def _gather(
+        self,
+        resources: Resources,
+        file: int,
+        found: torch.Tensor,
+        offsets: torch.Tensor,
+        chosen: torch.Tensor | None,
+    ) -> None:
+        """Read the rows at some of the places; None: at all of them."""
+        source = resources.checkpoint.files[file]
+        handle = resources.handles.of(source)
+        if chosen is None:
+            handle.sync_gather(found, source, offsets)
+            return
+        rows = torch.empty(len(chosen), *found.shape[1:], dtype=found.dtype, device="cpu")
+        handle.sync_gather(rows, source, offsets[chosen])
+        found[chosen] = rows
+
+
+def _by_file(
+    checkpoint: SafetensorsSet, extent: FileExtent, offsets: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Which rows are read from which file; None: all. A row lies where it begins."""
+    spans = checkpoint.spans(extent.file, extent.offset, extent.offset + extent.nbytes)
+    if len(spans) == 1:
+        yield spans[0].file, None
+        return
+    starts = torch.tensor([span.start for span in spans])
+    files = torch.tensor([span.file for span in spans])
+    of_rows = files[torch.searchsorted(starts, offsets, right=True) - 1]
+    for file in torch.unique(of_rows).tolist():
+        yield file, torch.nonzero(of_rows == file).reshape(-1)
