@@ -1,13 +1,14 @@
 """Inference with models larger than memory: weights streamed from disk, layer by layer.
 
-Reading order for newcomers: `_formats.safetensors_set` (open files), `_recipes` (how a model's
-tensors come from theirs), `_units` (what is streamed as one), `_slot_layout` (where it lies),
-`_budget` (what stays), `_packed_checksums`, `_slots` (memory), `stream` (the heart), `_hooks` (the
-seam to a model), `streaming` (`stream_model`); of several ranks `_rank_parts` (who reads what),
-`_stream_ranks` (how they meet), `_rank_reader` (how they go on). `packing` writes what is read
-best; `kv_cache` puts past keys and values away, `prefixes` keeps them for other processes;
-`_training` is the seam where adapters are trained, `losses` what they need of a large vocabulary.
-docs/inference.md has the arithmetic.
+Reading order for newcomers: `streaming` (`stream_model`); `_plan` (what is streamed): `slot_layout`
+(what a weight is read from, and where it lies), `units` (what is streamed as one), `budget` (what
+stays), `model_plan`; `stream` (the caller's side), and behind it `_stream`: `hooks` and `stand_ins`
+(the seam to a model), `turns` (who may use the weights), `uses` (what is in memory for it),
+`weights` (how that is read and shown), `slots` (memory). Of several ranks `_ranks`.
+
+`packing` writes what is read best, `spilling` what a model has in memory; `kv_cache` puts past keys
+and values away, `prefixes` keeps them for other processes; `blocks` has micro-batches share layers,
+`losses` is for a large vocabulary. docs/inference.md has the arithmetic.
 """
 
 from nvmeio.inference.blocks import generate_in_blocks as generate_in_blocks

@@ -34,7 +34,7 @@ from test_module_on_device import (
 from test_training_on_device import train
 
 import nvmeio
-from nvmeio._residency import direct as direct_module
+from nvmeio._residency import on_device as direct_module
 from nvmeio._residency.reader import Fill
 from nvmeio.engines.cufile import driver, engine, library
 from nvmeio.engines.cufile import driver as driver_module

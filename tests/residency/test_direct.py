@@ -14,7 +14,7 @@ from fake_device import Mark
 from support import PATIENCE_S
 
 import nvmeio
-from nvmeio._residency.direct import OrderedReads
+from nvmeio._residency.on_device import OrderedReads
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio.files import File
 

@@ -27,9 +27,15 @@ from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
 from nvmeio._io.long_call import profiled
 from nvmeio._memory import devices
-from nvmeio._residency.direct import DirectWindow, OrderedReads
 from nvmeio._residency.lent import LentPool, LentSlot, laid_over
-from nvmeio._residency.on_device import DevicePool, DeviceSlot, DeviceUnits, DeviceWindow
+from nvmeio._residency.on_device import (
+    DevicePool,
+    DeviceSlot,
+    DeviceUnits,
+    DeviceWindow,
+    DirectWindow,
+    OrderedReads,
+)
 from nvmeio._residency.order import Limited, ThereAndBack
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio._residency.saved import in_backward
