@@ -264,7 +264,7 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         if inputs is None:
             inputs = self._inputs()
         with profiled("step"):
-            self._transactions.run(lambda transaction: self._step(inputs, transaction))
+            self._transactions.run(functools.partial(self._step, inputs))
 
     async def async_step(self) -> None:
         """`step`, awaited: a thread does it, and the event loop goes on.

@@ -143,7 +143,7 @@ def sync(folder: Path) -> None:
 HELPING: dict[str, Callable[[Path], None]] = {
     "nvmeio-snapshot": snapshot,
     "nvmeio-prefault": prefaulting,
-    "nvmeio-offload-sync": sync,
+    "nvmeio-offload-help": sync,
 }
 
 

@@ -12,8 +12,7 @@ from _offload_models import assert_same_weights, loss_of, model, train
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
-from nvmeio.offload._optimizer import swapped as swapped_module
-from nvmeio.offload._step import stored_weights
+from nvmeio.offload._step import pipeline, stored_weights
 from nvmeio.offload._swap_files.swap_dir import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
@@ -102,9 +101,9 @@ def test_a_group_that_cannot_be_added_changes_nothing(
                 left.append(0)
                 return pool(nbytes)
 
-            allocate, pool = SwapDir.allocate, swapped_module.PinnedPool
+            allocate, pool = SwapDir.allocate, pipeline.PinnedPool
             if where == "buffers":
-                patch.setattr(swapped_module, "PinnedPool", no_memory)
+                patch.setattr(pipeline, "PinnedPool", no_memory)
             else:
                 patch.setattr(SwapDir, "allocate", full)
             with pytest.raises((nvmeio.TransferError, MemoryError)):

@@ -55,7 +55,7 @@ def test_data_that_was_lost_is_told_of_every_time(
     with monkeypatch.context() as patch:
         patch.setattr(engine.handles, "sync_fsync", lose)
         train(made, optimizer, 1, 1)
-        engine.store._sync._thread.join()
+        engine.store._sync._helper.drain()
     before = [p.detach().clone() for p in made.parameters()]
     for _ in range(2):
         loss_of(made, 2).backward()

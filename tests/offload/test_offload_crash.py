@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from _offload_models import assert_same_state, assert_same_weights, loss_of, model, train
-from support import run_python, spin_until
+from support import die_at_birth, run_python, spin_until
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
@@ -504,15 +504,13 @@ def test_without_room_for_a_thread_the_step_makes_itself_durable(
 ) -> None:
     """It left a thread behind that was never started, and closing failed with it."""
 
-    def refuse(thread: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
     made = model()
-    with resumed(made, tmp_path) as optimizer:
-        with monkeypatch.context() as patch:
-            patch.setattr("nvmeio.offload._generations.generation_sync.Thread.start", refuse)
-            engine: Any = optimizer._swapper
-            engine.store.commit(set(), {}, {}, [], {})
+    with monkeypatch.context() as patch:
+        die_at_birth(patch, "nvmeio-offload-help")
+        optimizer = resumed(made, tmp_path)
+    with optimizer:
+        engine: Any = optimizer._swapper
+        engine.store.commit(set(), {}, {}, [], {})
         found = manifests.newest(optimizer.swap_dir)
         assert found is not None
         assert (found.generation, found.durable) == (2, True)

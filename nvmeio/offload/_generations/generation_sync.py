@@ -7,7 +7,7 @@ import errno
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._storage.durable import sync_data
-from nvmeio._threads.threads import Thread
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import ClosedError, TransferError
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
@@ -25,6 +25,7 @@ class GenerationSync:
         files: The files.
         handles: For fsync.
         ranks: What several ranks tell each other of their generations.
+        helper: The thread that does it; None where there is none: it is done at once.
     """
 
     def __init__(
@@ -33,23 +34,29 @@ class GenerationSync:
         files: StateFiles,
         handles: DriveHandles,
         ranks: DurableSteps | None,
+        helper: OwnerThread | None,
     ) -> None:
         self._directory = directory
         self._files = files
         self._handles = handles
         self._ranks = ranks
-        self._thread: Thread | None = None
+        self._helper = helper
+        self._begun: Manifest | None = None  # until the helper takes it up
         self._lost: tuple[int, BaseException] | None = None  # what cannot be trusted, and why
         self._unmarked: Manifest | None = None  # durable, but for the mark
         self._names_to_sync = 2  # the first two generations make new files
 
     def start(self, manifest: Manifest) -> None:
         """Begin to make a generation durable; the one before is settled."""
-        thread = Thread(self._sync, "nvmeio-offload-sync", (manifest,))
-        try:
-            thread.start()
-            self._thread = thread
-        except (RuntimeError, MemoryError):  # no room for another thread: here, then
+        self._begun = manifest
+        if self._helper is None:
+            self._take_up()
+        else:
+            self._helper.post(self._take_up)
+
+    def _take_up(self) -> None:
+        manifest, self._begun = self._begun, None
+        if manifest is not None:
             self._sync(manifest)
 
     def _sync(self, manifest: Manifest) -> None:
@@ -91,9 +98,9 @@ class GenerationSync:
             TransferError: It is not. Where its data was lost, every further call raises: the
                 kernel reports that once, and forgets what it could not write (man 2 fsync).
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._helper is not None:
+            self._helper.drain()
+        self._take_up()  # if the helper has ended
         if self._lost is not None:
             generation, why = self._lost
             raise TransferError(

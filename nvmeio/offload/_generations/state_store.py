@@ -8,6 +8,7 @@ from typing import Any
 
 from nvmeio._checks import Paths
 from nvmeio._io.drives import DriveHandles
+from nvmeio._threads.owner import OwnerThread
 from nvmeio.errors import IntegrityError
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.generation_sync import GenerationSync
@@ -34,6 +35,7 @@ class StateStore:
         durable: Make each generation survive a power cut, beside what comes next.
         checksum: Sum what is written, and compare what is read.
         ranks: What several ranks tell each other of that.
+        helper: Makes generations durable; None: `commit` waits for that.
 
     Attributes:
         files: Where the pieces lie, and what moves them.
@@ -48,6 +50,7 @@ class StateStore:
         durable: bool,
         checksum: bool,
         ranks: DurableSteps | None = None,
+        helper: OwnerThread | None = None,
     ) -> None:
         self._directory = directory
         self._ranks = ranks if durable else None
@@ -56,7 +59,7 @@ class StateStore:
         self.small: list[dict[str, Any]] = []
         self.generation = 0
         self._run = ""
-        self._sync = GenerationSync(directory, self.files, handles, self._ranks)
+        self._sync = GenerationSync(directory, self.files, handles, self._ranks, helper)
         self._resumed: Manifest | None = None  # may have to be made durable
         self._before: list[_PieceFacts] = []  # of the generation before
         self._small_before: list[dict[str, Any]] = []

@@ -28,9 +28,9 @@ from nvmeio.offload._optimizer.memory_plans import MemoryPlan, plan_of
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._optimizer.settings import OptimizerSettings
 from nvmeio.offload._optimizer.state_loading import StateLoad
-from nvmeio.offload._optimizer.swapped import Buffers, Swapped
+from nvmeio.offload._optimizer.swapped import Swapped
 from nvmeio.offload._step.device_turns import DeviceTurns
-from nvmeio.offload._step.pipeline import Times
+from nvmeio.offload._step.pipeline import Pipeline, Times, new_helper
 from nvmeio.offload._step.step import Step
 from nvmeio.offload._step.step_inputs import StepInputs, grads_of
 from nvmeio.offload._step.stepping import Stepper, placed
@@ -75,9 +75,10 @@ class StateSwapper:
     ) -> None:
         self.directory = directory
         self.handles = DriveHandles(handle, directory.paths)
+        self._helper = helper = new_helper("nvmeio-offload-help")
         durable, checksum = settings.durable, settings.checksum
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
-        self.store = StateStore(directory, self.handles, durable, checksum, ranks)
+        self.store = StateStore(directory, self.handles, durable, checksum, ranks, helper)
         self.gradients: GradientSwapper | None = None
         if settings.on_disk:
             self.gradients = GradientSwapper(directory, self.handles, transactions)
@@ -88,9 +89,9 @@ class StateSwapper:
         self._cuts = Cuts(stepper, settings)
         self._device = None if settings.device.type == "cpu" else DeviceTurns(settings.device)
         ahead, behind = settings.read_ahead, settings.write_behind
-        self._buffers = Buffers(self.handles, ahead, behind, self._device)
+        self._pipeline = Pipeline(self.handles, ahead, behind, helper, self._device)
         self._swapped = Swapped(
-            self.handles, self.store, self._buffers, self.gradients, device=self._device
+            self.handles, self.store, self._pipeline, self.gradients, device=self._device
         )
         self._weights = StoredWeights(self._swapped)
 
@@ -214,34 +215,26 @@ class StateSwapper:
 
         Raises: As `SwappedOptimizer.step`.
         """
-        scaled, inverse = inputs.scaled, None
-        if self.gradients is not None:
-            if scaled is not None:
-                inverse = scaled.inverse()
-                if bool(scaled.found_inf):
-                    self.gradients.factor = None
-                    return None
-            self.gradients.check(scaled=scaled is not None)
-            self.gradients.restore()
-        grads = grads_of(self._swapped.params) if inputs.grads is None else inputs.grads
-        return self._step(inputs.groups, grads, inverse, transaction)
-
-    def _step(
-        self,
-        groups: Groups,
-        grads: Mapping[int, torch.Tensor],
-        inverse_scale: torch.Tensor | None,
-        transaction: Transaction,
-    ) -> Times:
+        scaled, gradients = inputs.scaled, self.gradients
+        factor = before = None
+        if gradients is not None:
+            inverse = None if scaled is None else scaled.inverse()
+            if scaled is not None and bool(scaled.found_inf):
+                gradients.factor = None
+                return None
+            gradients.check(scaled=scaled is not None)
+            gradients.restore()
+        groups, grads = inputs.groups, inputs.grads
+        if grads is None:
+            grads = grads_of(self._swapped.params)
         for param in self._swapped.params:
             param.check_unchanged()
         self._swapped.make_way()
-        factor = before = None
-        if self.gradients is not None:
-            self.gradients.flush()
-            factor = before = self.gradients.factor
-        if inverse_scale is not None:
-            factor = inverse_scale if before is None else before * inverse_scale
+        if gradients is not None:
+            gradients.flush()
+            factor = before = gradients.factor
+            if inverse is not None:
+                factor = inverse if before is None else before * inverse
         step = Step(self._swapped, self._stepper, groups, grads, factor)
         if step.is_empty and not self.store.lockstep:
             return Times()
@@ -252,7 +245,7 @@ class StateSwapper:
 
         self.store.prepare()
         try:
-            times = self._buffers.run(step.turns, check, self._device)
+            times = self._pipeline.run(step.turns, check, on_device=True)
             check()
             # What stays in memory cannot be undone, and cannot fail: it is stepped last.
             step.step_resident()
@@ -262,8 +255,8 @@ class StateSwapper:
             self._undo(step, failed)
             raise
         self._tell_changed(step)
-        if self.gradients is not None:
-            self.gradients.factor = None
+        if gradients is not None:
+            gradients.factor = None
         # Other ranks count on this step from now on.
         if _why_no_undo(step) == "" and not self.store.lockstep:
             transaction.on_rollback(lambda: self._roll_back(step, before))
@@ -318,7 +311,7 @@ class StateSwapper:
         self.store.prepare()
         load = StateLoad(self._swapped, states)
         self._swapped.make_way()
-        self._buffers.run(load.turns, transaction.check)
+        self._pipeline.run(load.turns, transaction.check)
         load.load_resident()
         pieces = self.store.files.pieces
         small = {n: self._placed(pieces[n], each, groups) for n, each in load.small.items()}
@@ -361,7 +354,7 @@ class StateSwapper:
         return plan_of(
             self._swapped.params,
             self._swapped.subgroups,
-            self._buffers.slots,
+            self._pipeline.slots,
             0 if gradients is None else gradients.file_bytes,
             sum(memory.nbytes for memory in self._swapped.resident.values())
             + (0 if gradients is None else gradients.memory_bytes),
@@ -371,19 +364,19 @@ class StateSwapper:
     @property
     def pinned(self) -> bool:
         """Whether the buffers are page-locked, or there are none."""
-        return self._buffers.pinned
+        return self._pipeline.pinned
 
     @property
     def read_bytes(self) -> int:
         """Read from the drive since this was made, gradients included."""
         grads = 0 if self.gradients is None else self.gradients.read_bytes
-        return self._buffers.read_bytes + grads
+        return self._pipeline.read_bytes + grads
 
     @property
     def written_bytes(self) -> int:
         """Written to the drive since this was made, gradients included."""
         grads = 0 if self.gradients is None else self.gradients.written_bytes
-        return self._buffers.written_bytes + grads
+        return self._pipeline.written_bytes + grads
 
     # The end
 
@@ -402,7 +395,9 @@ class StateSwapper:
         do_all(ends)
 
     def _free(self) -> None:
-        self._buffers.free()
+        self._pipeline.close()
+        if self._helper is not None:
+            self._helper.close()
         if self._device is not None:
             self._device.free()
         self._swapped.resident.clear()

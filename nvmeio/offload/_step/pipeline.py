@@ -2,15 +2,17 @@
 
 Two threads: one computes and starts the writes, the other reads ahead, so the drive never waits for
 the computation to look up. One read is under way at a time, and any number of writes: reads that
-share the drive would all end together, late. The slots go round through two queues. Where a device
-computes, the first thread only asks it to, and a third one begins the writes as results arrive.
+share the drive would all end together, late. The slots go round through two queues. A single turn
+has nothing to read ahead of, and takes one thread. Where a device computes, the first thread only
+asks it to, and a third one begins the writes as results arrive.
 
-No thread is the main one, so no interrupt comes here (see `_transactions`).
+No thread is the main one, so no interrupt comes here (see `Transactions`).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,12 +24,14 @@ import torch
 
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory.devices import Mark
-from nvmeio._threads import jobs
+from nvmeio._threads.owner import OwnerThread
+from nvmeio.errors import ClosedError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle
 from nvmeio.offload._step.device_turns import DeviceTurns
 from nvmeio.offload._swap_files.subgroups import SlotRun
 from nvmeio.operation import Operation
+from nvmeio.pool import PinnedPool
 
 # From so many transfers with one handle on they are one operation: a third of the Python.
 _BATCH_FROM = 4
@@ -75,36 +79,93 @@ class SlotTurn(NamedTuple):
 
 
 class Pipeline:
-    """Takes turns in order over slots.
+    """Takes turns in order over slots; made once for all runs, with the threads that help it.
 
     Args:
         handles: Move the bytes.
-        slots: 1-D uint8 tensors, each large enough for every turn.
         read_ahead: Read while computing; False reads when the turn has come.
         write_behind: Write while computing; False waits for each turn's writes.
-        device: Where turns compute, in memory of its own; None for the CPU, in the slots.
+        helper: Reads ahead; None for none.
+        device: Computes the turns of a step in memory of its own, with a slot more on the way there
+            and back; None for the CPU, in the slots.
+
+    Attributes:
+        slots: 1-D uint8 tensors, each large enough for every turn.
+        read_bytes: Since this was made.
+        written_bytes: Since this was made.
     """
 
     def __init__(
         self,
         handles: DriveHandles,
-        slots: Sequence[torch.Tensor],
-        read_ahead: bool = True,
-        write_behind: bool = True,
+        read_ahead: bool,
+        write_behind: bool,
+        helper: OwnerThread | None = None,
         device: DeviceTurns | None = None,
     ) -> None:
+        self.slots: list[torch.Tensor] = []
+        self.read_bytes = 0
+        self.written_bytes = 0
         self._handles = handles
-        self._slots = slots
         self._read_ahead = read_ahead
         self._write_behind = write_behind
+        self._helper = helper
         self._device = device
+        self._writer = None if device is None else new_helper("nvmeio-offload-write")
+        self._pool: PinnedPool | None = None
+        self._leases = contextlib.ExitStack()
 
-    def run(self, turns: Sequence[SlotTurn], check: Callable[[], None] | None = None) -> Times:
+    # The slots
+
+    def make(self, nbytes: int, most: int) -> None:
+        """Have a slot for each stage; those there are stay if long enough.
+
+        Args:
+            nbytes: The length of each.
+            most: How many are of use.
+        """
+        stages = 1 + self._read_ahead + self._write_behind + (self._device is not None)
+        count = min(stages, max(1, most))
+        if not nbytes or (len(self.slots) >= count and self.slots[0].nbytes >= nbytes):
+            return
+        self.free()
+        self._pool = PinnedPool(count * nbytes)
+        for _ in range(count):
+            self.slots.append(self._leases.enter_context(self._pool.take(nbytes)))
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.slots = []
+        self._leases.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def close(self) -> None:
+        """Give back memory and threads."""
+        if self._writer is not None:
+            self._writer.close()
+        self.free()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the slots are page-locked, or there are none."""
+        return self._pool is None or self._pool.locked
+
+    # A run
+
+    def run(
+        self,
+        turns: Sequence[SlotTurn],
+        check: Callable[[], None] | None = None,
+        on_device: bool = False,
+    ) -> Times:
         """Take all turns, each once.
 
         Args:
             turns: In order.
             check: Called before each of them is computed; what it raises ends the run.
+            on_device: They compute on the device, where there is one.
 
         Raises:
             TransferError: A transfer failed, the first one; no turn after it was computed.
@@ -113,57 +174,78 @@ class Pipeline:
         After an error: nothing is in flight any more.
         """
         times, began = Times(), time.perf_counter()
-        ahead = _Ahead(self._handles, self._slots, turns, self._read_ahead)
-        behind = None if self._device is None else _Behind(self._write, ahead, times)
+        if not turns:
+            return times
+        device = self._device if on_device else None
+        helper = self._helper if self._read_ahead and len(turns) > 1 else None
+        filled = _Filled(self._handles, self.slots, turns, helper)
+        behind = None
+        if device is not None and self._writer is not None:
+            behind = _Behind(self._writer, lambda computed: self._write(computed, filled, times))
+            behind.begin(filled.stop)
         failure: BaseException | None = None
         is_whole = False
-        ahead.start()
         try:
-            if behind is not None:
-                behind.start()
             for turn in turns:
                 start = time.perf_counter()
-                slot = ahead.next()
+                slot = filled.next(turn)
                 times.read_wait_s += time.perf_counter() - start
                 times.read_bytes += sum(move.nbytes for move in turn.reads)
                 if check is not None:
                     check()
                 start = time.perf_counter()
-                if behind is None or self._device is None:
-                    moves = turn.compute(slot)
-                    times.compute_s += time.perf_counter() - start
-                    self._write(_Computed(turn, slot, moves), ahead, times)
+                if device is None:
+                    computed = _Computed(turn, slot, turn.compute(slot))
                 else:
-                    behind.results.put(_asked(self._device, turn, slot))
-                    times.compute_s += time.perf_counter() - start
+                    computed = _asked(device, turn, slot)
+                times.compute_s += time.perf_counter() - start
+                if behind is None:
+                    self._write(computed, filled, times)
+                else:
+                    behind.results.put(computed)
             is_whole = True
         except _Stopped:
             pass  # writing failed, which is raised below
         finally:
             start = time.perf_counter()
-            if behind is not None and self._device is not None:
+            if behind is not None:
                 failure = behind.end(is_whole)
-                self._device.settle()
-            failed = ahead.end()
+            if device is not None:
+                device.settle()
+            failed = filled.end()
             failure = failure or failed
             times.write_wait_s += time.perf_counter() - start
         if failure is not None:
             raise failure
+        self.read_bytes += times.read_bytes
+        self.written_bytes += times.written_bytes
         times.total_s = time.perf_counter() - began
         return times
 
-    def _write(self, computed: _Computed, ahead: _Ahead, times: Times) -> None:
+    def _write(self, computed: _Computed, filled: _Filled, times: Times) -> None:
         """Begin a turn's writes, and look at what is written meanwhile."""
-        turn, slot, moves, _ = computed
+        turn, slot, moves, mark = computed
+        if mark is not None:
+            mark.wait()
         writes = started(self._handles, slot, moves, writing=True)
         times.written_bytes += sum(move.nbytes for move in moves)
         try:
             if turn.seal is not None:
                 turn.seal(slot)
         finally:
-            ahead.written.put((slot, writes))
+            filled.written.put((slot, writes))
         if not self._write_behind:
             times.write_wait_s += _waited(writes)
+
+
+def new_helper(name: str) -> OwnerThread | None:
+    """A thread that only helps; None where no thread can be had."""
+    helper = OwnerThread(name)
+    try:
+        helper.call(bool)  # it has begun
+    except ClosedError:
+        return None
+    return helper
 
 
 class _Computed(NamedTuple):
@@ -192,28 +274,22 @@ class _Stopped(Exception):
 
 
 class _Behind:
-    """Takes what a device computed to the drive as it arrives, in a thread of its own.
+    """Takes what a device computed to the drive as it arrives, in the writer's thread.
 
     Attributes:
         results: What comes, in order; None at the end.
     """
 
-    def __init__(
-        self,
-        write: Callable[[_Computed, _Ahead, Times], None],
-        ahead: _Ahead,
-        times: Times,
-    ) -> None:
+    def __init__(self, writer: OwnerThread, write: Callable[[_Computed], None]) -> None:
         self.results: SimpleQueue[_Computed | None] = SimpleQueue()
+        self._writer = writer
         self._write = write
-        self._ahead = ahead
-        self._times = times
         self._stopping = False
-        self._job = jobs.Job(self._write_all, "nvmeio-offload-write")
-        self._job.then(self._over)
+        self._failure: BaseException | None = None
 
-    def start(self) -> None:
-        self._job.start()
+    def begin(self, failed: Callable[[], None]) -> None:
+        """Wait for results; `failed` is called where one cannot be written."""
+        self._writer.post(self._write_all, failed)
 
     def end(self, is_whole: bool) -> BaseException | None:
         """Wait until all that came is being written, or, of a run that failed, nothing more is.
@@ -223,22 +299,20 @@ class _Behind:
         """
         self._stopping = not is_whole
         self.results.put(None)
-        self._job.wait()
-        return self._job.error
+        self._writer.drain()
+        return self._failure
 
-    def _write_all(self) -> None:
-        while (computed := self.results.get()) is not None and not self._stopping:
-            assert computed.mark is not None
-            computed.mark.wait()
-            self._write(computed, self._ahead, self._times)
-
-    def _over(self) -> None:
-        if self._job.error is not None:
-            self._ahead.stop()
+    def _write_all(self, failed: Callable[[], None]) -> None:
+        try:
+            while (computed := self.results.get()) is not None and not self._stopping:
+                self._write(computed)
+        except BaseException as failure:
+            self._failure = failure
+            failed()
 
 
-class _Ahead:
-    """Reads the turns' slots one after the other, in a thread of its own.
+class _Filled:
+    """The slots as the turns' reads fill them, one after the other; ahead where a helper does it.
 
     Attributes:
         written: Slots whose turn is over, with the writes that are under way in them.
@@ -249,41 +323,36 @@ class _Ahead:
         handles: DriveHandles,
         slots: Sequence[torch.Tensor],
         turns: Sequence[SlotTurn],
-        read_ahead: bool,
+        helper: OwnerThread | None,
     ) -> None:
         self._handles = handles
         self._free = deque(slots)
-        self._turns = turns
-        self._read_ahead = read_ahead
-        self._wanted: SimpleQueue[None] = SimpleQueue()  # one for each turn, if not read ahead
-        self._ready: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         self.written: SimpleQueue[tuple[torch.Tensor, list[Operation]] | None] = SimpleQueue()
         self._stopping = False
-        self._job = jobs.Job(self._read_all, "nvmeio-offload-read")
-        self._job.then(self._over)
+        self._ahead = helper is not None
+        self._ready: SimpleQueue[torch.Tensor | None] = SimpleQueue()  # None at the end
+        self._failure: BaseException | None = None
+        if helper is not None:
+            helper.post(self._read_all, turns)
 
-    def start(self) -> None:
-        self._job.start()
-
-    def next(self) -> torch.Tensor:
+    def next(self, turn: SlotTurn) -> torch.Tensor:
         """The slot of the next turn, once it is read."""
-        self._wanted.put(None)
-        slot = self._ready.get()
+        slot = self._ready.get() if self._ahead else self._read(turn)
         if slot is None:
-            self._job.result()
-            raise _Stopped
+            self._ahead = False
+            raise _Stopped if self._failure is None else self._failure
         return slot
 
     def stop(self) -> None:
-        """Read no more; from another thread."""
+        """Read no more; from any thread."""
         self._stopping = True
-        self._wanted.put(None)
         self.written.put(None)
 
     def end(self) -> BaseException | None:
         """Wait until nothing is in flight; the first failure of a write that nobody was told of."""
         self.stop()
-        self._job.wait()
+        while self._ahead:
+            self._ahead = self._ready.get() is not None
         failure: BaseException | None = None
         while not self.written.empty():
             left = self.written.get()
@@ -292,17 +361,26 @@ class _Ahead:
                 failure = failure or failed
         return failure
 
-    def _read_all(self) -> None:
-        for turn in self._turns:
-            if not self._read_ahead:
-                self._wanted.get()
-            slot = self._free.popleft() if self._free else self._next_free()
-            if slot is None or self._stopping:
-                return
-            finish(started(self._handles, slot, turn.reads, writing=False))
-            if turn.verify is not None:
-                turn.verify(slot)
-            self._ready.put(slot)
+    def _read_all(self, turns: Sequence[SlotTurn]) -> None:
+        try:
+            for turn in turns:
+                slot = self._read(turn)
+                if slot is None:
+                    break
+                self._ready.put(slot)
+        except BaseException as failed:
+            self._failure = failed
+        self._ready.put(None)
+
+    def _read(self, turn: SlotTurn) -> torch.Tensor | None:
+        """A slot with what the turn reads; None if the run ends."""
+        slot = self._free.popleft() if self._free else self._next_free()
+        if slot is None or self._stopping:
+            return None
+        finish(started(self._handles, slot, turn.reads, writing=False))
+        if turn.verify is not None:
+            turn.verify(slot)
+        return slot
 
     def _next_free(self) -> torch.Tensor | None:
         """The slot whose turn was over first; None if the run ends."""
@@ -312,9 +390,6 @@ class _Ahead:
         slot, writes = found
         finish(writes)
         return slot
-
-    def _over(self) -> None:
-        self._ready.put(None)
 
 
 def started(

@@ -60,7 +60,7 @@ class StoredWeights:
             verify = swapped.files.verifying([], begun)
             turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
             moved.update({piece.number: piece.begun for piece in pieces})
-        swapped.buffers.run(turns, check)
+        swapped.pipeline.run(turns, check)
         swapped.store.commit(set(moved), moved, {}, groups, sums)
 
     def _can_differ(self, piece: Piece) -> bool:
@@ -86,7 +86,7 @@ class StoredWeights:
                 compute = functools.partial(self._give_back, subgroup, pieces)
                 verify = files.verifying(pieces, [])
                 turns.append(SlotTurn(files.weights(subgroup, pieces), compute, verify))
-        self._swapped.buffers.run(turns)
+        self._swapped.pipeline.run(turns)
 
     def _give_back(
         self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
