@@ -17,7 +17,7 @@ from nvmeio._residency import calls
 from nvmeio._storage.durable import make_directory
 from nvmeio.integrations._clients import joined, lightning_modules
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload.converting import follow, swapped_like
+from nvmeio.offload.optimizer import follow, swapped_like
 
 __all__ = ["LightningSwappedOptimizer", "SwapOptimizers"]  # noqa: F822
 

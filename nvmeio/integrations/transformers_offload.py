@@ -16,7 +16,7 @@ from typing import Any
 
 from nvmeio.integrations._clients import joined, on_demand
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload.converting import swapped_like
+from nvmeio.offload.optimizer import swapped_like
 
 __all__ = ["NvmeOffloadTrainer", "NvmeOffloadTrainerMixin"]  # noqa: F822
 

@@ -1,8 +1,9 @@
 """Training with optimizer state, gradients and parameters on the drive.
 
-Reading order: `_subgroups` (where things lie), `_pipeline` (the three stages), `_state_store`
-(generations), `_transactions` (one thread changes it all), `_state_swapper` and `_step`,
-`optimizer`, `gradients`, `module`, `activations`. docs/offload.md has the arithmetic.
+Reading order: `_swap_files` (where things lie), `_step` (the pipeline, and what its turns compute),
+`_generations` (which state is complete; one thread changes it all), `_optimizer` (opened, stepped,
+loaded), `optimizer`; `_module` and `module` (parameters); `_activations` and `activations`.
+docs/offload.md has the arithmetic.
 """
 
 from nvmeio.offload._optimizer.memory_plans import MemoryPlan as MemoryPlan
@@ -10,10 +11,10 @@ from nvmeio.offload._step.pipeline import Times as Times
 from nvmeio.offload.activations import SwappedActivations as SwappedActivations
 from nvmeio.offload.config import Offloaded as Offloaded
 from nvmeio.offload.config import offload as offload
-from nvmeio.offload.converting import follow as follow
-from nvmeio.offload.converting import swapped_like as swapped_like
 from nvmeio.offload.module import SwappedModule as SwappedModule
 from nvmeio.offload.optimizer import SwappedOptimizer as SwappedOptimizer
+from nvmeio.offload.optimizer import follow as follow
+from nvmeio.offload.optimizer import swapped_like as swapped_like
 
 __all__ = [
     "MemoryPlan",

@@ -13,10 +13,10 @@ from nvmeio._residency.saved import Place, check_unchanged, has_memory, in_backw
 from nvmeio._threads.closing import Closing
 from nvmeio._threads.owner import Claim
 from nvmeio.handle import AioHandle
+from nvmeio.offload._activations.activation_reads import SavedStorage
 from nvmeio.offload._activations.activation_store import ActivationStore
 from nvmeio.offload._activations.activations_on_device import DeviceActivations, DeviceStorage
-from nvmeio.offload._activations.saved_storage import SavedStorage
-from nvmeio.offload._optimizer import checks
+from nvmeio.offload._optimizer import arguments
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -82,13 +82,13 @@ class SwappedActivations(Closing):
         checksum: bool = True,
         handle: AioHandle | None = None,
     ) -> None:
-        window = checks.size("resident_bytes", resident_bytes)
-        least = checks.size("min_bytes", min_bytes)
-        checks.integer("resident_bytes", window, 8192)
-        there = checks.size("device_bytes", device_bytes)
-        checks.integer("device_bytes", there, 8192)
-        checks.integer("min_bytes", least, 1)
-        checks.handle(handle)
+        window = arguments.size("resident_bytes", resident_bytes)
+        least = arguments.size("min_bytes", min_bytes)
+        arguments.integer("resident_bytes", window, 8192)
+        there = arguments.size("device_bytes", device_bytes)
+        arguments.integer("device_bytes", there, 8192)
+        arguments.integer("min_bytes", least, 1)
+        arguments.handle(handle)
         if not isinstance(checksum, bool):
             raise TypeError(f"checksum must be true or false, not {checksum!r:.80}")
         self._min_bytes = least
@@ -206,7 +206,7 @@ class SwappedActivations(Closing):
         return f"<SwappedActivations, resident_bytes={self.resident_bytes}, {state}>"
 
     def __reduce__(self) -> Any:
-        checks.refuse_pickling(self, "make one there")
+        arguments.refuse_pickling(self, "make one there")
 
 
 class _Saving(BaseException):

@@ -30,7 +30,7 @@ from nvmeio.offload._config_words import (
     known,
     number,
 )
-from nvmeio.offload._optimizer import checks
+from nvmeio.offload._optimizer import arguments as arguments_module
 from nvmeio.offload._step.pipeline import Times
 from nvmeio.offload.module import SwappedModule, is_direct
 from nvmeio.offload.optimizer import DEFAULT_SUBGROUP_BYTES, SwappedOptimizer
@@ -344,7 +344,7 @@ def _section(
 
 def _resume(config: Mapping[str, Any]) -> bool | str:
     try:
-        return checks.resume(config.get("resume", False))
+        return arguments_module.resume(config.get("resume", False))
     except TypeError as refused:
         raise ValueError(str(refused)) from None
 

@@ -14,16 +14,20 @@ from nvmeio._memory import devices
 from nvmeio._threads.closing import Closing
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
-from nvmeio.offload._module.absent import is_absent
-from nvmeio.offload._module.inner import watch
+from nvmeio.offload._module.inner import attach, watch
 from nvmeio.offload._module.param_store import ParamStore, store_of
-from nvmeio.offload._module.saved_parameters import attach
 from nvmeio.offload._module.sharded import Sharded, is_fsdp
-from nvmeio.offload._module.stages import Unit, find_stages, find_units
-from nvmeio.offload._module.tiles import TiledLayers, whole_parameters
-from nvmeio.offload._module.windows import Windows, divide, largest, needed
-from nvmeio.offload._optimizer import checks
-from nvmeio.offload._swap_files.tensors import is_sharded, own_strides, sharded_alike
+from nvmeio.offload._module.stages import ParamUnit, find_stages, find_units
+from nvmeio.offload._module.tiles import (
+    TiledLayers,
+    Windows,
+    divide,
+    largest,
+    needed,
+    whole_parameters,
+)
+from nvmeio.offload._optimizer import arguments
+from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, own_strides, sharded_alike
 
 
 class SwappedModule(Closing, torch.nn.Module):
@@ -104,14 +108,14 @@ class SwappedModule(Closing, torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-        resident_bytes = checks.size("resident_bytes", resident_bytes)
-        stage_bytes = checks.size("stage_bytes", stage_bytes)
-        checks.integer("resident_bytes", resident_bytes, 4096)
+        resident_bytes = arguments.size("resident_bytes", resident_bytes)
+        stage_bytes = arguments.size("stage_bytes", stage_bytes)
+        arguments.integer("resident_bytes", resident_bytes, 4096)
         if stage_bytes is not None:
-            checks.integer("stage_bytes", stage_bytes, 1)
-        checks.handle(handle)
+            arguments.integer("stage_bytes", stage_bytes, 1)
+        arguments.handle(handle)
         there = devices.usable("device", device)
-        device_bytes = checks.device_bytes(device_bytes, there)
+        device_bytes = arguments.device_bytes(device_bytes, there)
         sharded = _sharded_by_fsdp(module, there, stage_bytes)
         if sharded is None:
             _check_parameters(module, there)
@@ -450,7 +454,7 @@ def _materialised(
 
 
 def _make(
-    unit: Unit,
+    unit: ParamUnit,
     made_by: dict[int, torch.nn.Module],
     init: Callable[[torch.nn.Module], object] | None,
 ) -> None:

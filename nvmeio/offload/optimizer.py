@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from typing import Any, NoReturn
 
@@ -19,14 +20,13 @@ from nvmeio._threads.endings import Ending
 from nvmeio.errors import ClosedError, NvmeioError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.transactions import Transaction, Transactions
-from nvmeio.offload._optimizer import checks, state_view
+from nvmeio.offload._optimizer import arguments, state_view
+from nvmeio.offload._optimizer.arguments import OptimizerSettings
 from nvmeio.offload._optimizer.memory_plans import MemoryPlan
-from nvmeio.offload._optimizer.opening import open_state
-from nvmeio.offload._optimizer.settings import OptimizerSettings
-from nvmeio.offload._optimizer.state_swapper import StateSwapper
+from nvmeio.offload._optimizer.params import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._optimizer.state_view import StateView
+from nvmeio.offload._optimizer.swapper import StateSwapper, open_state
 from nvmeio.offload._step.pipeline import Times
-from nvmeio.offload._step.step_inputs import Scaled, StepInputs, check_groups, grads_of
 from nvmeio.offload._step.stepping import Stepper
 
 DEFAULT_SUBGROUP_BYTES = 64 << 20
@@ -142,30 +142,30 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
         stepper = Stepper(optimizer_class, optimizer_args, there)
         if params is None:
             raise TypeError("params is missing: parameters or groups of them, as for torch.optim")
-        checks.handle(handle)
-        checks.choice("gradients", gradients, ("memory", "disk"))
+        arguments.handle(handle)
+        arguments.choice("gradients", gradients, ("memory", "disk"))
         if swap_dir is None and (ratio != 0 or gradients == "disk"):
             raise ValueError(
                 "swap_dir must be a directory: None is for ratio=0.0 with gradients in memory, "
                 "which leaves nothing for the drive"
             )
-        resume = checks.resume(resume)
+        resume = arguments.resume(resume)
         self._settings = OptimizerSettings(
-            subgroup_bytes=checks.size("subgroup_bytes", subgroup_bytes),
-            buffer_bytes=checks.size("buffer_bytes", buffer_bytes),
-            master_dtype=checks.master_dtype(master_dtype),
+            subgroup_bytes=arguments.size("subgroup_bytes", subgroup_bytes),
+            buffer_bytes=arguments.size("buffer_bytes", buffer_bytes),
+            master_dtype=arguments.master_dtype(master_dtype),
             on_disk=gradients == "disk",
             ratio=ratio,
             recoverable=switch("recoverable", recoverable),
             durable=switch("durable", durable),
             checksum=switch("checksum", checksum),
             resume=bool(resume),
-            must_resume=resume == checks.MUST,
+            must_resume=resume == arguments.MUST,
             overwrite=switch("overwrite", overwrite),
             read_ahead=switch("pipeline_read", pipeline_read),
             write_behind=switch("pipeline_write", pipeline_write),
             device=there,
-            device_bytes=checks.device_bytes(device_bytes, there),
+            device_bytes=arguments.device_bytes(device_bytes, there),
         )
         self._optimizer_class = optimizer_class
         self._swapper: StateSwapper | None = None
@@ -529,3 +529,59 @@ class SwappedOptimizer(Closing, torch.optim.Optimizer):
             f"<SwappedOptimizer of {self._optimizer_class.__name__} in {self.swap_dir}, "
             f"generation {self.generation}: {self.plan}>"
         )
+
+
+def swapped_like(
+    optimizer: torch.optim.Optimizer,
+    swap_dir: Paths,
+    *,
+    as_class: type[SwappedOptimizer] = SwappedOptimizer,
+    **options: Any,
+) -> SwappedOptimizer:
+    """A swapped optimizer of the same class, with the same groups, options and state.
+
+    Args:
+        optimizer: In memory; not to be used any more.
+        swap_dir: As for `SwappedOptimizer`, like `options`.
+        as_class: What to make, `SwappedOptimizer` or a subclass.
+        options: ``master_dtype=torch.float32`` and the like.
+
+    Raises:
+        TypeError: It is swapped already, or its class takes other arguments than its defaults say.
+        Exception: As for `SwappedOptimizer`.
+
+    Learning-rate schedulers of `optimizer` go on if they are given the new one (`follow`).
+    """
+    if isinstance(optimizer, SwappedOptimizer):
+        raise TypeError(f"{optimizer!r} is swapped already")
+    kind = type(optimizer)
+    takes = inspect.signature(kind.__init__).parameters
+    arguments = {k: v for k, v in optimizer.defaults.items() if k in takes}
+    made = as_class(
+        kind,
+        [dict(group) for group in optimizer.param_groups],
+        swap_dir=swap_dir,
+        **options,
+        **arguments,
+    )
+    if optimizer.state and not made.resumed:
+        made.load_state_dict(optimizer.state_dict())
+    return made
+
+
+def follow(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a learning-rate scheduler go on with another optimizer that has the same groups."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        follow(inner, optimizer)
+    stepping = optimizer.step
+    if getattr(stepping, "_wrapped_by_lr_sched", False):
+        return
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return stepping(*args, **kwargs)
+
+    # Schedulers want to see that the optimizer steps before they do (lr_scheduler.py in torch).
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

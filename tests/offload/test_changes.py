@@ -12,8 +12,8 @@ from _offload_models import assert_same_weights, loss_of, model, train
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
-from nvmeio.offload._step import pipeline, stored_weights
-from nvmeio.offload._swap_files.swap_dir import SwapDir
+from nvmeio.offload._step import pipeline, turns
+from nvmeio.offload._swap_files.swap_dirs import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "durable": False}
 
@@ -156,7 +156,7 @@ def test_masters_that_cannot_be_brought_back_break_it(
         def fail(*args: Any) -> None:
             raise nvmeio.TransferError(errno.EIO, operation="read", path="state.0")
 
-        monkeypatch.setattr(stored_weights.StoredWeights, "give_back", fail)
+        monkeypatch.setattr(turns.StoredWeights, "give_back", fail)
         with pytest.raises(nvmeio.TransferError):
             two.load_state_dict(one.state_dict())
         with pytest.raises(nvmeio.NvmeioError, match="load again"):

@@ -164,7 +164,7 @@ def test_interrupted_in_mid_step_the_last_whole_one_is_kept(tmp_path: Path) -> N
         handle="None",
         options="",
         end="""
-    import nvmeio.offload._step.step as _step
+    import nvmeio.offload._step.turns as _step
     compute, interrupted = _step.Step._compute, threading.Event()
     def interrupt(*_):
         interrupted.set()

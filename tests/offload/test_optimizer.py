@@ -31,7 +31,7 @@ from support import (
 
 import nvmeio
 from nvmeio.offload import SwappedOptimizer
-from nvmeio.offload._step.step import Step
+from nvmeio.offload._step.turns import Step
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 1e-2}),

@@ -22,10 +22,9 @@ from nvmeio._ranks.rank_store import RankStore
 from nvmeio.buffers import empty_aligned
 from nvmeio.offload import SwappedOptimizer
 from nvmeio.offload._generations import manifests, rank_steps
-from nvmeio.offload._generations.generation_sync import GenerationSync
+from nvmeio.offload._generations.generations import Generations, GenerationSync
 from nvmeio.offload._generations.rank_steps import Agreed, DurableSteps, Made
 from nvmeio.offload._generations.state_files import NAMES, StateFiles
-from nvmeio.offload._generations.state_store import StateStore
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup, pack, place
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 
@@ -44,7 +43,7 @@ class Rank:
         self.handle = AioHandle(engine="threads")
         self.directory = SwapDirs(folder, f"rank{number}", resume=True)
         handles = DriveHandles(self.handle, self.directory.paths)
-        self.store = StateStore(self.directory, handles, True, False, steps)
+        self.store = Generations(self.directory, handles, True, False, steps)
         pieces = [
             Piece(n, 0, NUMEL, (NUMEL,), torch.float32, torch.float32, (), True, True)
             for n in range(3)
@@ -276,7 +275,7 @@ def test_ranks_that_resume_wait_for_each_other_from_the_first_step_on(
         joined.append(len(joined) + 1 == first._store.add("joined", 0))
         return Agreed(None, [], [], "")  # when all have come so far
 
-    monkeypatch.setattr("nvmeio.offload._generations.state_store.agreed", agreed)
+    monkeypatch.setattr("nvmeio.offload._generations.generations.agreed", agreed)
     ranks = [Rank(number, tmp_path, steps) for number, steps in enumerate((first, second))]
     for rank in ranks:
         assert rank.store.resume() is None

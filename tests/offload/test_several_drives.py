@@ -20,7 +20,7 @@ from nvmeio.engines.base import Opcode
 from nvmeio.engines.threads import Block, ThreadsEngine
 from nvmeio.offload import SwappedModule, SwappedOptimizer
 from nvmeio.offload._swap_files import swap_dirs
-from nvmeio.offload._swap_files.swap_dir import SwapDir
+from nvmeio.offload._swap_files.swap_dirs import SwapDir
 
 SMALL: dict[str, Any] = {"subgroup_bytes": 64 << 10, "lr": 1e-2}
 WIDTH = 300  # 5.4 MB of weights, so that sections are dealt to all drives

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import nvmeio
 from nvmeio.offload import SwappedModule, SwappedOptimizer
-from nvmeio.offload._module.absent import is_absent
+from nvmeio.offload._swap_files.tensors import is_absent
 
 INPUTS, OUTPUTS = 64, 1000
 WINDOW = INPUTS * OUTPUTS * 4 // 2  # half of the matrix

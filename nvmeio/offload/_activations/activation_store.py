@@ -34,8 +34,7 @@ from nvmeio._threads.endings import Ending, open_owned
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError, TransferError, with_context
 from nvmeio.handle import AioHandle
-from nvmeio.offload._activations.activation_reads import ActivationReads
-from nvmeio.offload._activations.saved_storage import SavedStorage, bytes_over
+from nvmeio.offload._activations.activation_reads import ActivationReads, SavedStorage, bytes_over
 from nvmeio.operation import Operation
 
 logger = logging.getLogger("nvmeio")

@@ -25,8 +25,8 @@ from nvmeio._memory.devices import Beside, Mark
 from nvmeio._residency.lent import LentPool
 from nvmeio._threads.owner import Claim
 from nvmeio.errors import NvmeioError, TransferError
+from nvmeio.offload._activations.activation_reads import SavedStorage, bytes_over, locked, mark_of
 from nvmeio.offload._activations.activation_store import ActivationStore
-from nvmeio.offload._activations.saved_storage import SavedStorage, bytes_over, locked, mark_of
 
 _AHEAD = 2  # brought to the device before they are asked for
 

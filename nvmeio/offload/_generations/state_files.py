@@ -1,4 +1,4 @@
-"""The two state files: where each piece lies in them, and what moves to and from there."""
+"""The two state files: where each piece lies in them, what moves to and from there, its sums."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio._io.drives import StripedFile
-from nvmeio.errors import TransferError
+from nvmeio._storage import crc32
+from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.files import File
-from nvmeio.offload._generations import state_checksums
 from nvmeio.offload._step.pipeline import Move
-from nvmeio.offload._swap_files.extents import Extent, extents_of, moves_of, parts_of
-from nvmeio.offload._swap_files.file_tensors import FilePart
-from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup, runs, sections
+from nvmeio.offload._swap_files.extents import Extent, FilePart, extents_of, moves_of, parts_of
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotSpan, Subgroup, runs, sections
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 
 NAMES = ("state.0", "state.1")
@@ -27,7 +26,7 @@ NAMES = ("state.0", "state.1")
 class StateFiles:
     """Two places for each piece, one in each file; `Piece.current` says which one counts.
 
-    It looks at that, and changes nothing of it: `StateStore` does.
+    It looks at that, and changes nothing of it: `Generations` does.
 
     Args:
         directory: Locked by this process.
@@ -158,7 +157,7 @@ class StateFiles:
             if name != WEIGHTS
         ]
         expected = [
-            state_checksums.ExpectedSpan(
+            ExpectedSpan(
                 self._files[piece.current],
                 self._subgroup_of[piece.number].offset + piece.spans[name].offset,
                 piece,
@@ -167,7 +166,7 @@ class StateFiles:
             )
             for piece, name in spans
         ]
-        return functools.partial(state_checksums.verify, expected=expected) if expected else None
+        return functools.partial(verify, expected=expected) if expected else None
 
     def sum_up(
         self, slot: torch.Tensor, pieces: Iterable[Piece], begun: bool = True
@@ -175,7 +174,7 @@ class StateFiles:
         """The checksums of what `writes` takes to the drive, by the numbers of the pieces."""
         if not self._checksum:
             return {}
-        return {piece.number: state_checksums.of_piece(slot, piece, begun) for piece in pieces}
+        return {piece.number: of_piece(slot, piece, begun) for piece in pieces}
 
     def _moves(
         self, subgroup: Subgroup, which: int, spans: Sequence[Any], whole: bool
@@ -249,3 +248,54 @@ class StateFiles:
         """Close the files."""
         for file in self._files:
             file.close()
+
+
+class ExpectedSpan(NamedTuple):
+    """What a span of a slot should hold after a read.
+
+    Attributes:
+        file: It is read from.
+        file_offset: Where it lies there.
+        piece: Whose it is.
+        name: `WEIGHTS`, or a kind of state.
+        sum: The CRC-32.
+    """
+
+    file: StripedFile
+    file_offset: int
+    piece: Piece
+    name: str
+    sum: int
+
+
+def of_piece(slot: torch.Tensor, piece: Piece, begun: bool) -> dict[str, int]:
+    """The checksums of a piece in its slot; of the weights alone where it has not begun."""
+    return {
+        name: _of_span(slot, span)
+        for name, span in piece.spans.items()
+        if (not piece.lent if name == WEIGHTS else begun)
+    }
+
+
+def verify(slot: torch.Tensor, expected: Sequence[ExpectedSpan]) -> None:
+    """Compare what was read with its checksums.
+
+    Raises:
+        IntegrityError: Something is not what was written; names file, parameter and span.
+    """
+    for each in expected:
+        span = each.piece.spans[each.name]
+        found = _of_span(slot, span)
+        if found != each.sum:
+            raise IntegrityError(
+                f"{each.name} of parameter {each.piece.param}, elements {each.piece.start} to "
+                f"{each.piece.stop}, in {each.file.describe(each.file_offset, span.nbytes)}, are "
+                "not what was written there: look at `dmesg` and `smartctl -a`, and go on from a "
+                "checkpoint or a snapshot (checksum=False takes them as they are)",
+                expected=f"CRC-32 {each.sum:08x}",
+                found=f"{found:08x}",
+            )
+
+
+def _of_span(slot: torch.Tensor, span: SlotSpan) -> int:
+    return crc32.of_memory(slot.data_ptr() + span.offset, span.nbytes)

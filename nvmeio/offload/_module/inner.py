@@ -1,4 +1,4 @@
-"""What the module within a `SwappedModule` answers when it is asked for itself.
+"""The module within a `SwappedModule`: its calls bring parameters, and it answers for itself.
 
 Its parameters are NaN outside of the window. So its `state_dict` has them over the files, and what
 would take them from memory, or put others there, is refused: loading outside of a `gather` block,
@@ -9,16 +9,19 @@ Hooks and parameters outlive the `SwappedModule`: what they refuse then is what 
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._residency import calls
+from nvmeio._residency.saved import saving
 from nvmeio.errors import ClosedError
-from nvmeio.offload._module.absent import is_absent
-from nvmeio.offload._module.param_store import store_of
-from nvmeio.offload._swap_files.tensors import local
+from nvmeio.offload._module.param_store import ParamStore, store_of
+from nvmeio.offload._module.stages import ParamUnit, Stage
+from nvmeio.offload._swap_files.tensors import is_absent, local
 
 
 def watch(module: torch.nn.Module) -> None:
@@ -124,3 +127,62 @@ def _check_values(name: str, parameter: torch.nn.Parameter) -> None:
             f"{name} has no values: the SwappedModule that had them is closed. Save its "
             "state_dict() before that"
         )
+
+
+# Its calls, and what autograd keeps of them: where a parameter is found, in place of memory
+
+
+class _SavedParameter(NamedTuple):
+    """A unit's memory."""
+
+    store: ParamStore
+    unit: ParamUnit
+    parameter: torch.nn.Parameter | None  # that a tensor is a view of; None where it is empty
+    version: int  # of the parameter, then
+
+    def memory(self) -> torch.Tensor:
+        """It, unless the parameter was changed."""
+        if self.parameter is not None and self.parameter._version != self.version:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameter.shape)} was changed (by a step, "
+                "within gather or by load_state_dict) after the forward pass that this "
+                "backward belongs to: run forward again. torch refuses the same in memory"
+            )
+        return self.store.memory_of(self.unit)
+
+
+def attach(store: ParamStore, stage: Stage) -> None:
+    """Let a stage's parameters come before its call and be free to go after it."""
+    mine = {id(p) for p in stage.parameters}
+    units = [unit for unit in store.units if mine & {id(p) for p in unit.parameters}]
+
+    def origin_of(address: int, offset: int) -> _SavedParameter | None:
+        unit = store.unit_at(address)
+        if unit is None:
+            return None
+        parameter = _parameter_at(unit, offset)
+        return _SavedParameter(
+            store, unit, parameter, 0 if parameter is None else parameter._version
+        )
+
+    def again(saves: bool, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        store.check_open()
+        running = calls.Running(store.hold(units), again)
+        try:
+            kept = saving(origin_of) if saves else None
+            try:
+                return call(*args, **kwargs)
+            finally:
+                del kept
+        finally:
+            del running
+
+    calls.wrap(stage.module, functools.partial(again, True))
+
+
+def _parameter_at(unit: ParamUnit, offset: int) -> torch.nn.Parameter | None:
+    """The parameter that has this byte of a unit's memory."""
+    for parameter, span in zip(unit.parameters, unit.spans, strict=True):
+        if span.offset <= offset < span.offset + span.nbytes:
+            return parameter
+    return None

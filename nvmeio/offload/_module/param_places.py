@@ -10,10 +10,9 @@ import torch
 
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._io.drives import FileSpan, StripedFile
-from nvmeio.offload._module.stages import Unit
+from nvmeio.offload._module.stages import ParamUnit
 from nvmeio.offload._step.pipeline import Move
-from nvmeio.offload._swap_files.extents import Extent, extents_of, moves_of, parts_of
-from nvmeio.offload._swap_files.file_tensors import file_tensor
+from nvmeio.offload._swap_files.extents import Extent, extents_of, file_tensor, moves_of, parts_of
 from nvmeio.offload._swap_files.subgroups import SlotSpan
 from nvmeio.offload._swap_files.tensors import like, local
 
@@ -26,12 +25,12 @@ class ParamPlaces:
         file: Has all units, each at its offset.
     """
 
-    def __init__(self, unit_of: Mapping[int, Unit], file: StripedFile) -> None:
+    def __init__(self, unit_of: Mapping[int, ParamUnit], file: StripedFile) -> None:
         self._unit_of = unit_of
         self._file = file
         self._elsewhere: dict[int, Callable[[], Sequence[Extent]]] = {}
 
-    def moves(self, unit: Unit, writing: bool = False) -> list[Move]:
+    def moves(self, unit: ParamUnit, writing: bool = False) -> list[Move]:
         """The transfers between the drive and a unit's memory.
 
         Reads go over small gaps, where another unit's parameter may lie. Writes do not.

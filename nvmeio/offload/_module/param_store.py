@@ -45,13 +45,12 @@ from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.handle import AioHandle
 from nvmeio.offload._generations.rank_steps import directory_name
-from nvmeio.offload._module.absent import absent, is_absent
 from nvmeio.offload._module.param_places import ParamPlaces
-from nvmeio.offload._module.stages import Unit
+from nvmeio.offload._module.stages import ParamUnit
 from nvmeio.offload._step.pipeline import move_all
 from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
-from nvmeio.offload._swap_files.tensors import laid, lay, local, strides_of
+from nvmeio.offload._swap_files.tensors import absent, is_absent, laid, lay, local, strides_of
 
 NAME = "weights"
 _CLOSED = "the swapped module is closed"
@@ -66,7 +65,7 @@ _AHEAD = 2
 _AHEAD_BYTES = 64 << 20
 
 
-Slot = LentSlot[Unit]
+Slot = LentSlot[ParamUnit]
 _ATTRIBUTE = "_nvmeio_param_store"
 
 
@@ -80,11 +79,11 @@ class Gathered(NamedTuple):
     """
 
     claim: Claim
-    slots: Sequence[Slot | DeviceSlot[Unit]]
+    slots: Sequence[Slot | DeviceSlot[ParamUnit]]
     written: list[bool]
 
 
-class ParamStore(Keeper[Unit, Slot]):
+class ParamStore(Keeper[ParamUnit, Slot]):
     """Keeps parameters on the drive.
 
     Args:
@@ -98,7 +97,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ParamUnit],
         resident_bytes: int,
         device: torch.device | None = None,
         device_bytes: int = 0,
@@ -110,14 +109,14 @@ class ParamStore(Keeper[Unit, Slot]):
         self.device = torch.device("cpu") if device is None else device
         self.device_bytes = device_bytes
         # As soon as all have been made.
-        self._on_device: DeviceWindow[Unit] | DirectWindow[Unit] | None = None
+        self._on_device: DeviceWindow[ParamUnit] | DirectWindow[ParamUnit] | None = None
         self.closed = False
         self.locked = False
         self._pid = os.getpid()
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self._by_address: dict[int, Unit] = {}
+        self._by_address: dict[int, ParamUnit] = {}
         self._absent = {unit: [absent(span, self.device) for span in unit.spans] for unit in units}
-        self._gathered_now: list[Sequence[Slot | DeviceSlot[Unit]]] = []  # in blocks
+        self._gathered_now: list[Sequence[Slot | DeviceSlot[ParamUnit]]] = []  # in blocks
         self._resources = contextlib.ExitStack()
         self._owner = OwnerThread("nvmeio-parameters", _CLOSED)
 
@@ -143,10 +142,10 @@ class ParamStore(Keeper[Unit, Slot]):
         self._ordered = OrderedReads(self._handles, streams)
         self._reader = reader = Reader(self._ordered if self.direct else self._handles)
         self._resources.callback(reader.stop)
-        order: Limited[Unit] | ThereAndBack[Unit] = _new_order()
+        order: Limited[ParamUnit] | ThereAndBack[ParamUnit] = _new_order()
         if self.device_bytes:
             order = Limited(order, self._not_on_device)
-        self._window: Window[Unit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
+        self._window: Window[ParamUnit, Slot] = Window(reader, self, order, _AHEAD, _AHEAD_BYTES)
         return ending
 
     # The device
@@ -159,7 +158,7 @@ class ParamStore(Keeper[Unit, Slot]):
     def _go_on_device(self) -> None:
         self._window.drop_all()
         self._device_pool = DevicePool(self.device, self.device_bytes)
-        units = DeviceUnits[Unit](
+        units = DeviceUnits[ParamUnit](
             nbytes_of=lambda unit: unit.nbytes, bind=self._lay_over, unbind=self._lay_over_nothing
         )
         if not self.direct:
@@ -178,24 +177,24 @@ class ParamStore(Keeper[Unit, Slot]):
             _AHEAD_BYTES,
         )
 
-    def _not_on_device(self, upcoming: Iterator[Unit]) -> Iterator[Unit]:
+    def _not_on_device(self, upcoming: Iterator[ParamUnit]) -> Iterator[ParamUnit]:
         there = self._on_device
         if not isinstance(there, DeviceWindow):
             return upcoming
         return (u for u in upcoming if not there.has(u))
 
-    def _let_compute(self, slots: Sequence[Slot | DeviceSlot[Unit]], stream: Any) -> None:
+    def _let_compute(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]], stream: Any) -> None:
         if self._on_device is not None:
             self._on_device.let_compute([s for s in slots if isinstance(s, DeviceSlot)], stream)
 
     @property
-    def _top(self) -> Window[Unit, Any]:
+    def _top(self) -> Window[ParamUnit, Any]:
         """The window that parameters lie over."""
         return self._window if self._on_device is None else self._on_device
 
     # What computing asks for
 
-    def hold(self, units: Sequence[Unit]) -> Claim:
+    def hold(self, units: Sequence[ParamUnit]) -> Claim:
         """Have units in memory for as long as the claim lives.
 
         Raises:
@@ -206,14 +205,14 @@ class ParamStore(Keeper[Unit, Slot]):
             stream = devices.stream_here(self.device)
             return self._owner.call(self._hold, units, in_backward(), stream)
 
-    def _hold(self, units: Sequence[Unit], backward: bool, stream: Any) -> Claim:
+    def _hold(self, units: Sequence[ParamUnit], backward: bool, stream: Any) -> Claim:
         with self._failing():
             held = self._top.hold(units, backward=backward)
         claim = self._owner.claim(self._top.let_go, held)
         self._let_compute(held, stream)
         return claim
 
-    def memory_of(self, unit: Unit) -> torch.Tensor:
+    def memory_of(self, unit: ParamUnit) -> torch.Tensor:
         """A unit's bytes; they stay what they are for as long as this storage lives.
 
         Where they have arrived the owner is told, and not waited for.
@@ -229,7 +228,7 @@ class ParamStore(Keeper[Unit, Slot]):
         self._owner.post(top.note, unit, backward)
         return memory
 
-    def _memory_of(self, unit: Unit, backward: bool, stream: Any) -> torch.Tensor:
+    def _memory_of(self, unit: ParamUnit, backward: bool, stream: Any) -> torch.Tensor:
         with self._failing():
             slot = self._top.need(unit, backward=backward)
         self._let_compute([slot], stream)
@@ -250,7 +249,7 @@ class ParamStore(Keeper[Unit, Slot]):
             self._window.drop_ahead()
             raise
 
-    def unit_at(self, address: int) -> Unit | None:
+    def unit_at(self, address: int) -> ParamUnit | None:
         """The unit whose memory begins at an address."""
         return self._by_address.get(address)
 
@@ -270,7 +269,7 @@ class ParamStore(Keeper[Unit, Slot]):
         """
         self._owner.call(self._make_way, [self._unit_of[id(p)] for p in parameters])
 
-    def _make_way(self, changing: Sequence[Unit]) -> None:
+    def _make_way(self, changing: Sequence[ParamUnit]) -> None:
         gathered = {slot.unit for slots in self._gathered_now for slot in slots}
         if not gathered.isdisjoint(changing):
             raise RuntimeError(
@@ -281,11 +280,11 @@ class ParamStore(Keeper[Unit, Slot]):
 
     # Changing
 
-    def first(self, unit: Unit) -> Gathered:
+    def first(self, unit: ParamUnit) -> Gathered:
         """Memory for a unit that was never on the drive, with its values where it has some."""
         return self._owner.call(self._first, unit)
 
-    def _first(self, unit: Unit) -> Gathered:
+    def _first(self, unit: ParamUnit) -> Gathered:
         values = [local(p) for p in unit.parameters]
         slot = self._window.blank(unit)
         slot.holds += 1
@@ -295,11 +294,11 @@ class ParamStore(Keeper[Unit, Slot]):
             setattr(parameter, _ATTRIBUTE, self)
         return self._gathered([slot])
 
-    def gather(self, units: Sequence[Unit]) -> Gathered:
+    def gather(self, units: Sequence[ParamUnit]) -> Gathered:
         """Have units in memory to be changed."""
         return self._owner.call(self._gather, units, devices.stream_here(self.device))
 
-    def _gather(self, units: Sequence[Unit], stream: Any) -> Gathered:
+    def _gather(self, units: Sequence[ParamUnit], stream: Any) -> Gathered:
         with self._failing():
             slots = self._top.hold(units, computing=False)
         gathered = self._gathered(slots)
@@ -310,10 +309,10 @@ class ParamStore(Keeper[Unit, Slot]):
         """Whether a block has it in memory, to be changed."""
         return self._owner.call(self._is_gathered, self._unit_of[id(parameter)])
 
-    def _is_gathered(self, unit: Unit) -> bool:
+    def _is_gathered(self, unit: ParamUnit) -> bool:
         return any(slot.unit is unit for slots in self._gathered_now for slot in slots)
 
-    def _gathered(self, slots: Sequence[Slot | DeviceSlot[Unit]]) -> Gathered:
+    def _gathered(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]]) -> Gathered:
         written: list[bool] = []
         self._gathered_now.append(slots)
         return Gathered(self._owner.claim(self._scatter, slots, written), slots, written)
@@ -324,7 +323,7 @@ class ParamStore(Keeper[Unit, Slot]):
         self._owner.call(self._write, gathered.slots, gathered.written, stream)
 
     def _write(
-        self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool], stream: Any
+        self, slots: Sequence[Slot | DeviceSlot[ParamUnit]], written: list[bool], stream: Any
     ) -> None:
         for slot in slots:
             host = slot.host
@@ -339,12 +338,12 @@ class ParamStore(Keeper[Unit, Slot]):
             self._move(host, slot.unit, writing=True)
         written.append(True)
 
-    def _move(self, memory: torch.Tensor, unit: Unit, writing: bool) -> None:
+    def _move(self, memory: torch.Tensor, unit: ParamUnit, writing: bool) -> None:
         """Between the drive and memory that no stream is at work in, awaited."""
         with self._ordered.on_stream():
             move_all(self._handles, memory, self._places.moves(unit, writing), writing)
 
-    def _scatter(self, slots: Sequence[Slot | DeviceSlot[Unit]], written: list[bool]) -> None:
+    def _scatter(self, slots: Sequence[Slot | DeviceSlot[ParamUnit]], written: list[bool]) -> None:
         """A block that changed units is over. If it failed they have the values of the drive."""
         self._gathered_now = [each for each in self._gathered_now if each is not slots]
         top = self._top
@@ -362,7 +361,7 @@ class ParamStore(Keeper[Unit, Slot]):
                     slot.holds = 0  # whoever has it computes NaN
             top.drop(slot.unit)
 
-    def _read_again(self, slot: Slot | DeviceSlot[Unit]) -> None:
+    def _read_again(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
         if not isinstance(slot, DeviceSlot):
             self._move(slot.host, slot.unit, writing=False)
         elif isinstance(self._on_device, DeviceWindow):
@@ -377,7 +376,7 @@ class ParamStore(Keeper[Unit, Slot]):
         gathered.claim.end()
         self._owner.drain()
 
-    def load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
+    def load(self, unit: ParamUnit, given: Mapping[int, torch.Tensor]) -> None:
         """Change parameters on the drive.
 
         Args:
@@ -387,7 +386,7 @@ class ParamStore(Keeper[Unit, Slot]):
         here = {key: devices.on_host(local(tensor)) for key, tensor in given.items()}
         self._owner.call(self._load, unit, here)
 
-    def _load(self, unit: Unit, given: Mapping[int, torch.Tensor]) -> None:
+    def _load(self, unit: ParamUnit, given: Mapping[int, torch.Tensor]) -> None:
         window = self._top if self.direct else self._window
         slots = window.hold([unit], computing=False)
         written: list[bool] = []
@@ -427,7 +426,7 @@ class ParamStore(Keeper[Unit, Slot]):
 
     # What the window asks for
 
-    def take(self, unit: Unit) -> Slot | None:
+    def take(self, unit: ParamUnit) -> Slot | None:
         """Memory of the budget."""
         return self._pool.take(unit, unit.nbytes)
 
@@ -435,7 +434,7 @@ class ParamStore(Keeper[Unit, Slot]):
         """From where the parameters are now."""
         return Fill(self._reads(slot.unit, slot.host))
 
-    def _reads(self, unit: Unit, memory: torch.Tensor) -> list[WantedBytes]:
+    def _reads(self, unit: ParamUnit, memory: torch.Tensor) -> list[WantedBytes]:
         return [
             WantedBytes(
                 move.file,
@@ -465,13 +464,13 @@ class ParamStore(Keeper[Unit, Slot]):
         if self._on_device is None:
             self._lay_over_nothing(slot)
 
-    def _lay_over(self, slot: Slot | DeviceSlot[Unit]) -> None:
+    def _lay_over(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
         assert slot.memory is not None
         self._by_address[slot.memory.data_ptr()] = slot.unit
         for parameter, tensor in zip(slot.unit.parameters, _over(slot), strict=True):
             lay(parameter, tensor)
 
-    def _lay_over_nothing(self, slot: Slot | DeviceSlot[Unit]) -> None:
+    def _lay_over_nothing(self, slot: Slot | DeviceSlot[ParamUnit]) -> None:
         assert slot.memory is not None
         self._by_address.pop(slot.memory.data_ptr(), None)
         for parameter, nothing in zip(slot.unit.parameters, self._absent[slot.unit], strict=True):
@@ -485,7 +484,7 @@ class ParamStore(Keeper[Unit, Slot]):
         """With the last tensor over it, if there is one."""
         slot.memory = None
 
-    def take_anyway(self, unit: Unit) -> Slot:
+    def take_anyway(self, unit: ParamUnit) -> Slot:
         """What looks free may be held by a tensor in a cycle."""
         while self._on_device is not None and self._device_pool.wait_for_one():
             slot = self.take(unit)
@@ -549,7 +548,7 @@ class ParamStore(Keeper[Unit, Slot]):
             self._resources.close()
 
     @property
-    def held(self) -> list[Unit]:
+    def held(self) -> list[ParamUnit]:
         """What somebody holds."""
         return self._owner.call(lambda: [s.unit for s in self._top.there if s.holds])
 
@@ -582,11 +581,11 @@ def store_of(parameter: torch.Tensor) -> ParamStore | None:
     return found
 
 
-def _new_order() -> ThereAndBack[Unit]:
+def _new_order() -> ThereAndBack[ParamUnit]:
     return ThereAndBack(lambda unit: len(unit.stages) == 1)
 
 
-def _over(slot: Slot | DeviceSlot[Unit]) -> list[torch.Tensor]:
+def _over(slot: Slot | DeviceSlot[ParamUnit]) -> list[torch.Tensor]:
     """The parameters' tensors over the unit's memory."""
     assert slot.memory is not None
     places = ((s.offset, s.dtype, s.shape, s.strides) for s in slot.unit.spans)

@@ -23,11 +23,10 @@ import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio.errors import BackendUnavailableError, ClosedError
-from nvmeio.offload._module.absent import is_absent
 from nvmeio.offload._module.param_store import ParamStore, store_of
-from nvmeio.offload._module.stages import Stage, Unit
+from nvmeio.offload._module.stages import ParamUnit, Stage
 from nvmeio.offload._swap_files.subgroups import SlotSpan, aligned
-from nvmeio.offload._swap_files.tensors import is_sharded, local, view
+from nvmeio.offload._swap_files.tensors import is_absent, is_sharded, local, view
 
 _GROUP = ("fsdp_params", "unshard", "wait_for_unshard", "is_sharded", "_all_gather_result")
 _SHARD = ("sharded_param", "padded_sharded_param_size", "_sharded_param_data")
@@ -52,7 +51,7 @@ class Sharded:
         self._modules = [each for _, each in _fsdp_modules(module)]
         self.reshard()
         self.stages: list[Stage] = []
-        self.units: list[Unit] = []
+        self.units: list[ParamUnit] = []
         self._groups: list[Any] = []
         for name, each in _fsdp_modules(module):
             for group in _groups_of(each):
@@ -84,7 +83,7 @@ class Sharded:
 class _Gathering:
     """A group of FSDP's whose shard is brought for the time in which it gathers it."""
 
-    def __init__(self, store: ParamStore, unit: Unit, group: Any, broken: list[str]) -> None:
+    def __init__(self, store: ParamStore, unit: ParamUnit, group: Any, broken: list[str]) -> None:
         self._store, self._unit, self._group, self._broken = store, unit, group, broken
         self._shards: list[Any] = list(group.fsdp_params)
         self._sizes = [_padded_numel(each) for each in self._shards]
@@ -204,7 +203,7 @@ def _check_group(name: str, group: Any) -> None:
             )
 
 
-def _check_parameters(module: torch.nn.Module, units: Sequence[Unit]) -> None:
+def _check_parameters(module: torch.nn.Module, units: Sequence[ParamUnit]) -> None:
     known = {id(parameter) for unit in units for parameter in unit.parameters}
     for name, parameter in module.named_parameters():
         if id(parameter) not in known:
@@ -217,9 +216,9 @@ def _check_parameters(module: torch.nn.Module, units: Sequence[Unit]) -> None:
             raise ValueError(f"{name} is swapped already, or was by a SwappedModule that is closed")
 
 
-def _unit(stage: Stage, group: Any) -> Unit:
+def _unit(stage: Stage, group: Any) -> ParamUnit:
     """A group's shards one behind the other, each with room for the padding that FSDP sends."""
-    unit, at = Unit(list(stage.parameters), stages=[stage]), 0
+    unit, at = ParamUnit(list(stage.parameters), stages=[stage]), 0
     for shard in group.fsdp_params:
         tensor = local(shard.sharded_param)
         room = _padded_numel(shard) * tensor.dtype.itemsize

@@ -32,7 +32,7 @@ class Stage:
 
 
 @dataclass(eq=False)
-class Unit:
+class ParamUnit:
     """Parameters that the same stages need: they come and go together.
 
     Attributes:
@@ -95,7 +95,7 @@ def _nbytes(parameters: Sequence[torch.nn.Parameter]) -> int:
 
 def find_units(
     stages: Sequence[Stage], strides: Mapping[int, tuple[int, ...]] | None = None
-) -> list[Unit]:
+) -> list[ParamUnit]:
     """Parameters by who needs them: those of one stage alone are one unit, tied ones another.
 
     Args:
@@ -110,10 +110,10 @@ def find_units(
             mine = users.setdefault(id(parameter), [])
             if stage not in mine:
                 mine.append(stage)
-    by_users: dict[tuple[int, ...], Unit] = {}
+    by_users: dict[tuple[int, ...], ParamUnit] = {}
     for key, parameter in parameters.items():
         who = tuple(id(stage) for stage in users[key])
-        unit = by_users.setdefault(who, Unit([], stages=users[key]))
+        unit = by_users.setdefault(who, ParamUnit([], stages=users[key]))
         unit.parameters.append(parameter)
     offset = 0
     for unit in by_users.values():

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._optimizer.state_loading import MASTER
-from nvmeio.offload._swap_files.file_tensors import file_tensor
+from nvmeio.offload._step.turns import MASTER
+from nvmeio.offload._swap_files.extents import file_tensor
 from nvmeio.offload._swap_files.subgroups import WEIGHTS
 from nvmeio.offload._swap_files.tensors import like, local
 
 if TYPE_CHECKING:
     from nvmeio.offload._generations.transactions import Transactions
-    from nvmeio.offload._optimizer.state_swapper import StateSwapper
+    from nvmeio.offload._optimizer.swapper import StateSwapper
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):

@@ -1,4 +1,7 @@
-"""What belongs to one swapped optimizer: its parameters, their subgroups, files and buffers."""
+"""What belongs to one swapped optimizer: its parameters, their subgroups, files and slots.
+
+And the weights of a piece between its slot, its parameter in memory, and the parameter's store.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from dataclasses import dataclass, field
 import torch
 
 from nvmeio._io.drives import DriveHandles
+from nvmeio.offload._generations.generations import Generations
 from nvmeio.offload._generations.state_files import StateFiles
-from nvmeio.offload._generations.state_store import StateStore
 from nvmeio.offload._module.param_store import ParamStore
+from nvmeio.offload._optimizer.gradients import GradientSwapper
 from nvmeio.offload._optimizer.params import SwappedParam
 from nvmeio.offload._step.device_turns import DeviceTurns
-from nvmeio.offload._step.piece_weights import param_moves
 from nvmeio.offload._step.pipeline import Move, Pipeline, move_all
-from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
-from nvmeio.offload.gradients import GradientSwapper
+from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, Subgroup
+from nvmeio.offload._swap_files.tensors import local, part, view
 
 logger = logging.getLogger("nvmeio")
 
@@ -38,7 +41,7 @@ class Swapped:
     """
 
     handles: DriveHandles
-    store: StateStore
+    store: Generations
     pipeline: Pipeline
     gradients: GradientSwapper | None = None
     params: list[SwappedParam] = field(default_factory=list)
@@ -115,3 +118,41 @@ class Swapped:
     def write_now(self, slot: torch.Tensor, moves: Sequence[Move]) -> None:
         """Outside of the pipeline; awaited."""
         move_all(self.handles, slot, moves, writing=True)
+
+
+def weights_out(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
+    """From the slot into the parameter, or, rounded, to where its store is written from."""
+    weights = view(slot, piece.spans[WEIGHTS])
+    if param.param_store is None:
+        part(local(param.parameter), piece.start, piece.stop, piece.shape).copy_(weights)
+    elif param.stores_rounded and piece.grad is not None:
+        base = subgroup.nbytes + subgroup.scratch_nbytes
+        view(slot, piece.grad, base).copy_(weights)
+
+
+def weights_in(subgroup: Subgroup, piece: Piece, param: SwappedParam, slot: torch.Tensor) -> None:
+    """From the parameter (or what was read of its store) into the slot."""
+    weights = view(slot, piece.spans[WEIGHTS])
+    if param.param_store is None:
+        weights.copy_(part(local(param.parameter), piece.start, piece.stop, piece.shape))
+    elif param.stores_rounded and piece.grad is not None:
+        base = subgroup.nbytes + subgroup.scratch_nbytes
+        weights.copy_(view(slot, piece.grad, base))
+
+
+def param_moves(subgroup: Subgroup, piece: Piece, param: SwappedParam) -> list[Move]:
+    """Between a parameter's store and the slot: into the weights, or, rounded, beside them."""
+    if param.param_store is None or piece.grad is None:
+        return []
+    base = subgroup.nbytes + subgroup.scratch_nbytes + piece.grad.offset
+    if not param.stores_rounded:
+        base = piece.spans[WEIGHTS].offset
+    size = param.dtype.itemsize
+    found = []
+    for extent in param.param_store.where(param.parameter):
+        start, stop = max(piece.start, extent.start), min(piece.stop, extent.stop)
+        if start < stop:
+            offset = extent.file_offset + (start - extent.start) * size
+            into = base + (start - piece.start) * size
+            found.append(Move(extent.file, offset, into, (stop - start) * size))
+    return found

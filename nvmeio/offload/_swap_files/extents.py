@@ -1,14 +1,22 @@
-"""Spans of striped files as what transfers, tensors and the window of parameters are made of."""
+"""Spans of striped files as what transfers, tensors and the window of parameters are made of.
+
+A tensor over spans reads nothing before somebody looks at an element.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
+from nvmeio._files.plan import PAGE_BYTES, round_down
 from nvmeio._io.drives import FileSpan, StripedFile
 from nvmeio.files import File
 from nvmeio.offload._step.pipeline import Move
-from nvmeio.offload._swap_files.file_tensors import FilePart
 
 
 class Extent(NamedTuple):
@@ -63,3 +71,100 @@ def parts_of(spans: Iterable[FileSpan]) -> list[FilePart]:
         finally:
             opened.release()
     return found
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file, by an open descriptor."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+def file_tensor(
+    parts: Sequence[FilePart],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """One tensor over parts of files, end to end.
+
+    Its pages are those of the page cache, read when they are looked at and given up when memory
+    is short. A change of the tensor stays in memory and never reaches the file; a change of the
+    file shows in the tensor.
+
+    Args:
+        parts: In order; together the tensor's bytes.
+        dtype: Of the elements.
+        shape: Of the tensor.
+        strides: Of its elements in these bytes, without gaps; () for row-major order.
+
+    Cost: no memory where all parts but the last are whole pages on page boundaries; else a copy.
+
+    Source: man 2 mmap, MAP_PRIVATE and MAP_FIXED.
+    """
+    total = sum(each.nbytes for each in parts)
+    if not total:
+        return torch.empty(shape, dtype=dtype)
+    if not _maps(parts):
+        return _shaped(_copied(parts, dtype), shape, strides)
+    lead = parts[0].offset % PAGE_BYTES
+    room = mmap.mmap(-1, lead + total)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    for each in parts:
+        start = round_down(each.offset, PAGE_BYTES)
+        nbytes = each.nbytes + each.offset - start
+        found = _libc.mmap(
+            at,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            each.fd,
+            start,
+        )
+        if found in (None, _FAILED):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        at += nbytes
+    # The object owns the addresses, and with them what was mapped over them since.
+    flat = torch.frombuffer(room, dtype=dtype, count=total // dtype.itemsize, offset=lead)
+    return _shaped(flat, shape, strides)
+
+
+def _shaped(flat: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, strides) if strides else flat.view(shape)
+
+
+def _maps(parts: Sequence[FilePart]) -> bool:
+    inner = all(each.nbytes % PAGE_BYTES == 0 for each in parts[:-1])
+    return len(parts) == 1 or (inner and all(each.offset % PAGE_BYTES == 0 for each in parts))
+
+
+def _copied(parts: Sequence[FilePart], dtype: torch.dtype) -> torch.Tensor:
+    data = bytearray(sum(each.nbytes for each in parts))
+    at = 0
+    for each in parts:
+        if not each.nbytes:
+            continue
+        start = round_down(each.offset, PAGE_BYTES)
+        lead = each.offset - start
+        # Not read(2), which takes no such offsets where the descriptor is for direct I/O.
+        with mmap.mmap(
+            each.fd, lead + each.nbytes, access=mmap.ACCESS_READ, offset=start
+        ) as mapped:
+            data[at : at + each.nbytes] = mapped[lead : lead + each.nbytes]
+        at += each.nbytes
+    return torch.frombuffer(data, dtype=dtype)

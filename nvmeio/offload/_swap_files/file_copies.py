@@ -17,8 +17,7 @@ from nvmeio.errors import TransferError, transfer_error
 from nvmeio.offload._generations import manifests
 from nvmeio.offload._generations.manifests import Manifest
 from nvmeio.offload._generations.transactions import Transaction
-from nvmeio.offload._swap_files.swap_dir import LOCK, OURS
-from nvmeio.offload._swap_files.swap_dirs import SwapDirs
+from nvmeio.offload._swap_files.swap_dirs import LOCK, OURS, SwapDirs
 
 _FICLONE = 0x40049409  # linux/fs.h
 _STRIDE_BYTES = 64 << 20  # between two looks whether the copy is still wanted

@@ -1,4 +1,4 @@
-"""What moves an optimizer's state between the drive, memory and the parameters."""
+"""What opens an optimizer's state, and moves it between the drive, memory and the parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,32 +14,29 @@ from nvmeio._checks import Paths
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.drives import DriveHandles
 from nvmeio._memory import devices
-from nvmeio._threads.endings import do_all
+from nvmeio._ranks.rank_store import several
+from nvmeio._threads.endings import Ending, do_all
 from nvmeio.buffers import empty_aligned
 from nvmeio.errors import TransferError
 from nvmeio.handle import AioHandle
+from nvmeio.offload._generations.generations import Generations
 from nvmeio.offload._generations.manifests import Manifest
-from nvmeio.offload._generations.rank_steps import DurableSteps
-from nvmeio.offload._generations.state_store import StateStore
+from nvmeio.offload._generations.rank_steps import DurableSteps, agreed, directory_name
 from nvmeio.offload._generations.transactions import Transaction, Transactions
 from nvmeio.offload._optimizer import memory_plans
-from nvmeio.offload._optimizer.cuts import Cuts
-from nvmeio.offload._optimizer.memory_plans import MemoryPlan, plan_of
-from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._optimizer.settings import OptimizerSettings
-from nvmeio.offload._optimizer.state_loading import StateLoad
+from nvmeio.offload._optimizer.arguments import OptimizerSettings
+from nvmeio.offload._optimizer.gradients import GradientSwapper
+from nvmeio.offload._optimizer.memory_plans import Cuts, MemoryPlan, plan_of
+from nvmeio.offload._optimizer.params import StepInputs, SwappedParam, grads_of
 from nvmeio.offload._optimizer.swapped import Swapped
 from nvmeio.offload._step.device_turns import DeviceTurns
 from nvmeio.offload._step.pipeline import Pipeline, Times, new_helper
-from nvmeio.offload._step.step import Step
-from nvmeio.offload._step.step_inputs import StepInputs, grads_of
 from nvmeio.offload._step.stepping import Stepper, placed
-from nvmeio.offload._step.stored_weights import StoredWeights
+from nvmeio.offload._step.turns import StateLoad, Step, StoredWeights
 from nvmeio.offload._swap_files.extents import Extent
 from nvmeio.offload._swap_files.subgroups import Piece, Subgroup
 from nvmeio.offload._swap_files.swap_dirs import SwapDirs
 from nvmeio.offload._swap_files.tensors import view
-from nvmeio.offload.gradients import GradientSwapper
 
 logger = logging.getLogger("nvmeio")
 
@@ -78,7 +75,7 @@ class StateSwapper:
         self._helper = helper = new_helper("nvmeio-offload-help")
         durable, checksum = settings.durable, settings.checksum
         ranks = DurableSteps.of_default_group(directory.path) if durable else None
-        self.store = StateStore(directory, self.handles, durable, checksum, ranks, helper)
+        self.store = Generations(directory, self.handles, durable, checksum, ranks, helper)
         self.gradients: GradientSwapper | None = None
         if settings.on_disk:
             self.gradients = GradientSwapper(directory, self.handles, transactions)
@@ -417,5 +414,79 @@ def _why_no_undo(step: Step) -> str:
     return ""
 
 
-def _extents(store: StateStore, pieces: Sequence[Piece]) -> list[Extent]:
+def _extents(store: Generations, pieces: Sequence[Piece]) -> list[Extent]:
     return [extent for piece in pieces for extent in store.files.extents(piece)]
+
+
+class OpenedState(NamedTuple):
+    """State that was opened.
+
+    Attributes:
+        swapper: Has it.
+        ending: Closes it; keep it where it dies with the optimizer.
+        resumed: The options of the parameter groups that were there; None at the beginning.
+    """
+
+    swapper: StateSwapper
+    ending: Ending
+    resumed: list[dict[str, Any]] | None
+
+
+def open_state(
+    swap_dir: Paths | None,
+    handle: AioHandle | None,
+    transactions: Transactions,
+    stepper: Stepper,
+    settings: OptimizerSettings,
+    groups: Groups,
+    transaction: Transaction,
+) -> OpenedState:
+    """Make the state of an optimizer, or go on with what is in its directory.
+
+    Args:
+        swap_dir: As for `SwappedOptimizer`, like `handle`.
+        handle: Moves the bytes and stays open, or None.
+        transactions: Whose thread this is called in.
+        stepper: Does the arithmetic.
+        settings: How.
+        groups: The parameter groups.
+        transaction: Whose opening it is.
+    """
+    remove = not settings.resume
+    name = directory_name("optimizer")
+    try:
+        directory = SwapDirs(swap_dir, name, settings.resume, overwrite=settings.overwrite)
+    except Exception as failed:
+        if settings.resume and several():
+            agreed("", failed)  # the others wait to hear what this rank has
+        raise
+    swapper: StateSwapper | None = None
+    try:
+        swapper = StateSwapper(directory, handle, transactions, stepper, settings)
+        manifest = swapper.open(groups, transaction)
+        transaction.check()
+    except BaseException:
+        if swapper is not None:
+            swapper.close(remove)
+        else:
+            directory.release(remove)
+        raise
+    ending = Ending(transactions.owner, functools.partial(swapper.close, remove))
+    store = swapper.store
+    transaction.on_rollback(lambda: do_all((store.undo_stay, ending.close)))
+    store.stay()
+    _tell(directory, manifest, settings)
+    return OpenedState(swapper, ending, None if manifest is None else manifest.groups)
+
+
+def _tell(directory: SwapDirs, manifest: Manifest | None, settings: OptimizerSettings) -> None:
+    """Say in the log what became of what was there: one line."""
+    where = ", ".join(directory.paths)
+    if manifest is not None:
+        logger.info("resumed %s from %s", manifest, where)
+    elif settings.resume:
+        hint = directory.hint()
+        level = logging.WARNING if hint else logging.INFO
+        logger.log(level, "began in %s: there was nothing to resume%s", where, hint)
+    else:
+        logger.info("began in %s", where)

@@ -1,22 +1,23 @@
-"""One step: what is read, computed and written, subgroup by subgroup."""
+"""What the pipeline's turns do: a step; weights to the drive and back; a state dict to it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nvmeio._memory import devices
 from nvmeio.offload._optimizer.params import SwappedParam
-from nvmeio.offload._optimizer.swapped import Swapped
-from nvmeio.offload._step import piece_weights
+from nvmeio.offload._optimizer.swapped import Swapped, weights_in, weights_out
 from nvmeio.offload._step.device_turns import DeviceTurns
 from nvmeio.offload._step.pipeline import Move, SlotTurn
 from nvmeio.offload._step.stepping import Stepper, Work
 from nvmeio.offload._swap_files.subgroups import WEIGHTS, Piece, SlotRun, Subgroup
 from nvmeio.offload._swap_files.tensors import laid, local, part, strides_of, view
+
+MASTER = "master"
 
 
 class Step:
@@ -192,7 +193,7 @@ class Step:
             if copied_to is not None:
                 copied_to.copy_(work.weights.detach())
             if work.piece.staged:
-                piece_weights.weights_out(subgroup, work.piece, param, slot)
+                weights_out(subgroup, work.piece, param, slot)
             elif work.piece.stored:
                 view(slot, work.piece.spans[WEIGHTS]).copy_(work.weights.detach())
         self.small.update(small)
@@ -228,3 +229,194 @@ class Step:
         wide = view(slot, scratch, subgroup.nbytes)
         wide.copy_(gradient)
         return wide
+
+
+class StoredWeights:
+    """Takes the weights of parameters to the drive, and gives them back.
+
+    Args:
+        swapped: The state that they are a part of.
+    """
+
+    def __init__(self, swapped: Swapped) -> None:
+        self._swapped = swapped
+
+    def take(
+        self,
+        subgroups: Sequence[Subgroup],
+        groups: list[dict[str, Any]],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Take parameters as they are now for the weights on the drive: a generation of its own.
+
+        Args:
+            subgroups: Those of the parameters.
+            groups: The options of all parameter groups.
+            check: Raises if nobody wants it any more.
+        """
+        swapped = self._swapped
+        swapped.store.prepare()
+        turns, moved = [], {}
+        sums: dict[int, dict[str, int]] = {}
+
+        def seal(pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+            for piece in pieces:
+                sums.update(swapped.files.sum_up(slot, [piece], piece.begun))
+
+        for subgroup in subgroups:
+            pieces = [p for p in subgroup.pieces if p.stored and self._can_differ(p)]
+            reads = swapped.param_reads(pieces, subgroup)
+            compute = functools.partial(self._take, subgroup, pieces)
+            if subgroup.resident:
+                memory = swapped.resident[id(subgroup)]
+                swapped.read_now(memory, reads)
+                compute(memory)
+                continue
+            begun = [piece for piece in pieces if piece.begun]
+            reads += swapped.files.reads(subgroup, begun, weights=False)
+            verify = swapped.files.verifying([], begun)
+            turns.append(SlotTurn(reads, compute, verify, functools.partial(seal, pieces)))
+            moved.update({piece.number: piece.begun for piece in pieces})
+        swapped.pipeline.run(turns, check)
+        swapped.store.commit(set(moved), moved, {}, groups, sums)
+
+    def _can_differ(self, piece: Piece) -> bool:
+        """Whether the parameter can differ from the drive: one that lives there does not."""
+        param = self._swapped.param_of(piece)
+        at_first = not self._swapped.store.generation
+        return param.param_store is None or param.stores_rounded or at_first
+
+    def _take(self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor) -> list[Move]:
+        for piece in pieces:
+            weights_in(subgroup, piece, self._swapped.param_of(piece), slot)
+        old = [piece for piece in pieces if piece.begun]
+        new = [piece for piece in pieces if not piece.begun]
+        files = self._swapped.files
+        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
+
+    def give_back(self, subgroups: Sequence[Subgroup]) -> None:
+        """Bring the weights of the last complete step back into the parameters."""
+        files, turns = self._swapped.files, []
+        for subgroup in subgroups:
+            if not subgroup.resident:
+                pieces = [piece for piece in subgroup.pieces if piece.stored]
+                compute = functools.partial(self._give_back, subgroup, pieces)
+                verify = files.verifying(pieces, [])
+                turns.append(SlotTurn(files.weights(subgroup, pieces), compute, verify))
+        self._swapped.pipeline.run(turns)
+
+    def _give_back(
+        self, subgroup: Subgroup, pieces: Sequence[Piece], slot: torch.Tensor
+    ) -> list[Move]:
+        for piece in pieces:
+            weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
+        return self._swapped.param_writes(subgroup, pieces)
+
+
+class StateLoad:
+    """Takes over states by parameter number; None for one without.
+
+    Args:
+        swapped: The optimizer's state.
+        states: As a state dict has them.
+
+    Attributes:
+        turns: For the pipeline.
+        moved: The numbers of the pieces that are written to their other place.
+        small: The state outside of the files, by piece number.
+        begun: Whether the state of a piece exists, by its number.
+        sums: The checksums of the pieces, by number.
+        strides: Of their state, by number and name.
+    """
+
+    def __init__(self, swapped: Swapped, states: Mapping[int, dict[str, Any] | None]) -> None:
+        self._swapped = swapped
+        self._states = states
+        self.turns: list[SlotTurn] = []
+        self.moved: set[int] = set()
+        self.small: dict[int, dict[str, Any]] = {}
+        self.begun: dict[int, bool] = {}
+        self.sums: dict[int, dict[str, int]] = {}
+        self.strides: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._resident: list[Subgroup] = []
+        for subgroup in swapped.subgroups:
+            if subgroup.resident:
+                self._resident.append(subgroup)
+                continue
+            in_stores = [p for p in subgroup.pieces if swapped.param_of(p).param_store is not None]
+            reads = swapped.files.weights(subgroup, in_stores)
+            self.turns.append(
+                SlotTurn(
+                    reads,
+                    functools.partial(self._take_over, subgroup),
+                    swapped.files.verifying(in_stores, []),
+                    functools.partial(self._seal, subgroup),
+                )
+            )
+            self.moved.update(piece.number for piece in subgroup.pieces if piece.spans)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are master weights, which the parameters have to follow."""
+        return any(entry and MASTER in entry for entry in self._states.values())
+
+    def load_resident(self) -> None:
+        """Take over what stays in memory."""
+        for subgroup in self._resident:
+            self._take_over(subgroup, self._swapped.resident[id(subgroup)])
+
+    def follow_resident_masters(self) -> None:
+        """Bring the master weights that stay in memory into their parameters."""
+        for subgroup in self._resident:
+            slot = self._swapped.resident[id(subgroup)]
+            stored = [piece for piece in subgroup.pieces if piece.stored]
+            for piece in stored:
+                weights_out(subgroup, piece, self._swapped.param_of(piece), slot)
+            self._swapped.write_now(slot, self._swapped.param_writes(subgroup, stored))
+
+    def _take_over(self, subgroup: Subgroup, slot: torch.Tensor) -> list[Move]:
+        for piece in subgroup.pieces:
+            entry = self._states.get(piece.param)
+            if piece.stored:
+                self._take_weights(subgroup, piece, entry, slot)
+            self.begun[piece.number] = bool(entry)
+            self.small[piece.number] = self._take_state(piece, entry, slot) if entry else {}
+        # Both sorts move, or a piece without state would be left behind by its weights.
+        old = [p for p in subgroup.pieces if self.begun[p.number]]
+        new = [p for p in subgroup.pieces if not self.begun[p.number]]
+        files = self._swapped.files
+        return files.writes(subgroup, old) + files.writes(subgroup, new, False)
+
+    def _seal(self, subgroup: Subgroup, slot: torch.Tensor) -> None:
+        for piece in subgroup.pieces:
+            begun = self.begun[piece.number]
+            self.sums.update(self._swapped.files.sum_up(slot, [piece], begun))
+
+    def _take_weights(
+        self, subgroup: Subgroup, piece: Piece, entry: dict[str, Any] | None, slot: torch.Tensor
+    ) -> None:
+        param = self._swapped.param_of(piece)
+        if entry and MASTER in entry:
+            given = part(local(entry[MASTER]), piece.start, piece.stop, piece.shape)
+            view(slot, piece.spans[WEIGHTS]).copy_(given)
+        elif param.param_store is None:
+            weights_in(subgroup, piece, param, slot)
+
+    def _take_state(
+        self, piece: Piece, entry: dict[str, Any], slot: torch.Tensor
+    ) -> dict[str, Any]:
+        """Copy what is swapped into the slot; what is not."""
+        small: dict[str, Any] = {}
+        strides = self.strides[piece.number] = {}
+        for name, value in entry.items():
+            if name in piece.spans:
+                kind = next(kind for kind in piece.kinds if kind.name == name)
+                given = local(value)
+                if kind.shape is None:
+                    given = part(given, piece.start, piece.stop, piece.shape)
+                strides[name] = strides_of(given)
+                span = piece.spans[name]._replace(strides=strides[name])
+                view(slot, span).copy_(given)
+            elif name != MASTER:
+                small[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return small
