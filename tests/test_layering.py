@@ -49,7 +49,6 @@ LAYERS = {
     "tuned": 4,
     "testing": 5,
     "compat": 5,
-    "_threads.caller": 5,
     "_io": 5,
     "_ranks": 5,
     "_formats": 5,

@@ -54,6 +54,31 @@ class Cancelled(Exception):
     """`InFlight.cancel` was called; whoever called it knows."""
 
 
+class Cancellation:
+    """What has to be told when some work is cancelled, from another thread."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._told: list[Callable[[], object]] = []
+
+    def cancel(self) -> None:
+        """Cancel it: `check` raises from now on, and everybody is told. From any thread."""
+        self.cancelled = True
+        for tell in list(self._told):
+            tell()
+
+    def then(self, tell: Callable[[], object]) -> None:
+        """Have this called when it is cancelled; at once if it was."""
+        self._told.append(tell)
+        if self.cancelled:
+            tell()
+
+    def check(self) -> None:
+        """Raise `Cancelled` if it was."""
+        if self.cancelled:
+            raise Cancelled
+
+
 class _Entry(NamedTuple):
     operation: Operation
     nbytes: int

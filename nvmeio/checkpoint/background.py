@@ -22,11 +22,11 @@ from nvmeio import _checks
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
+from nvmeio._io.inflight import Cancellation
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._ranks.rank_store import RankStore
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads import endings
-from nvmeio._threads.caller import Cancellation
 from nvmeio._threads.jobs import begun, run_interruptible
 from nvmeio.checkpoint import safetensors
 from nvmeio.checkpoint._manager.job import Plan, SaveJob, SaveReport, Setup, pickled_state

@@ -14,11 +14,11 @@ from nvmeio import _checks
 from nvmeio._io.long_call import LongCall, profiled
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.durable import check_above
-from nvmeio._threads.caller import run_with_caller
 from nvmeio._threads.closing import ClosingWork
 from nvmeio._threads.future import Future
 from nvmeio._threads.jobs import begun, in_thread, run_interruptible
 from nvmeio.checkpoint._load.load_options import HowToLoad, LoadOptions, MapLocation
+from nvmeio.checkpoint._load.loading import Loaded
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
 from nvmeio.checkpoint._manager.restoring import Wanted, restore, restore_parts, whole_saves
@@ -365,10 +365,12 @@ class Checkpointer(ClosingWork):
         begun = self._begin_restore(together)
         with begun.telling():
             options = LoadOptions.checked(map_location, weights_only=weights_only)
-            work = self._restoring(step, rank, begun)
+            read = self._restoring(step, rank, begun)
             with LongCall("restore", self.directory, progress) as call:
                 how = HowToLoad(options, self._saver.open_handle, call)
-                return run_with_caller(lambda ask: work(how.by(ask)), call.cancel)
+                state = run_interruptible(lambda: read(how), call.cancel).result()
+                self._saver.lineage.goes_on = True
+                return state
 
     async def async_restore(
         self,
@@ -384,10 +386,12 @@ class Checkpointer(ClosingWork):
         begun = self._begin_restore(together)
         with begun.telling():
             options = LoadOptions.checked(map_location, weights_only=weights_only)
-            work = self._restoring(step, rank, begun)
+            read = self._restoring(step, rank, begun)
             with LongCall("restore", self.directory, progress) as call:
                 how = HowToLoad(options, self._saver.open_handle, call)
-                return await in_thread(lambda: work(how), call.cancel)
+                state = await in_thread(lambda: read(how).result(), call.cancel)
+                self._saver.lineage.goes_on = True
+                return state
 
     def _begin_restore(self, together: bool) -> Attempts[Any]:
         """Before anything is refused, for the other ranks wait for this one."""
@@ -399,22 +403,15 @@ class Checkpointer(ClosingWork):
 
     def _restoring(
         self, step: int | None, rank: int | None, begun: Attempts[Any]
-    ) -> Callable[[HowToLoad], Any]:
+    ) -> Callable[[HowToLoad], Loaded]:
         number = None if step is None else _checked_step(step)
         if rank is not None:
             _checks.integer("rank", rank, 0)
         size, own, drives = self._store.size, self._store.rank, self._saver.setup.drives
         wanted = Wanted[Any](self.directory, number, rank, size, own, begun.next)
-        load = partial(restore, wanted)
         if drives is not None:
-            load = partial(restore_parts, wanted, drives)
-
-        def work(how: HowToLoad) -> Any:
-            state = load(how)
-            self._saver.lineage.goes_on = True
-            return state
-
-        return work
+            return partial(restore_parts, wanted, drives)
+        return partial(restore, wanted)
 
     def steps(self) -> list[int]:
         """The steps that are complete, in ascending order; [] if there is no directory.

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from checkpoint._objects import assert_same, noise
 from interrupting import at_places
 
 import nvmeio
+from nvmeio.checkpoint._manager.saver import SaveCall
+from nvmeio.checkpoint.background import BackgroundSaver
 
 
 def state() -> dict[str, Any]:
@@ -188,18 +190,53 @@ def test_error_of_a_users_setstate(error: BaseException, tmp_path: Path) -> None
     resources.check()
 
 
-def test_pickling_sees_the_thread_of_the_caller(tmp_path: Path) -> None:
+class Looks:
+    """Notes what its own code sees when it is pickled, and unpickled."""
+
+    seen: ClassVar[list[tuple[int, str]]] = []
+
+    def __reduce__(self) -> Any:
+        self.look()
+        return Looks, (), {"a": noise(10)}
+
+    def __setstate__(self, told: dict[str, Any]) -> None:
+        self.look()
+
+    def look(self) -> None:
+        self.seen.append((threading.get_ident(), torch.empty(0).device.type))
+
+
+@pytest.mark.parametrize("kind", ["save", "Checkpointer", "BackgroundSaver"])
+def test_an_objects_own_code_sees_the_thread_of_the_caller(kind: str, tmp_path: Path) -> None:
     """torch's modes belong to a thread: an object's own code must find those of its user."""
-    seen: list[Any] = []
-
-    class Looks:
-        def __reduce__(self) -> Any:
-            seen.append((threading.get_ident(), torch.empty(0).device.type))
-            return str, ()
-
+    Looks.seen = []
+    path = str(tmp_path / "a.pt")
     with torch.device("meta"):
-        nvmeio.save([Looks()], tmp_path / "a.pt")
-    assert seen == [(threading.get_ident(), "meta")]
+        if kind == "save":
+            nvmeio.save([Looks()], path)
+            nvmeio.load(path, "cpu", weights_only=False)
+        elif kind == "Checkpointer":
+            with nvmeio.Checkpointer(tmp_path / "c") as checkpointer:
+                checkpointer.save_sync([Looks()], 1)
+                checkpointer.wait_sync()
+                checkpointer.restore(map_location="cpu", weights_only=False)
+        else:
+            saver = BackgroundSaver()
+            saver.save([Looks()], path)
+            saver.wait()
+            nvmeio.load(path, "cpu", weights_only=False)
+    assert Looks.seen == [(threading.get_ident(), "meta")] * 2
+
+
+def test_an_interrupt_while_one_of_several_ranks_pickles_is_told_to_the_others() -> None:
+    """They wait for this rank: what ends its pickling is handed over, to be told in its turn."""
+    state = Raises(KeyboardInterrupt("mine"), "pickling")
+    call = SaveCall(1, None, ranks=2)
+    call.pickle(state)
+    assert isinstance(call.refused, KeyboardInterrupt) and call.cancelled
+    alone = SaveCall(1, None, ranks=1)
+    with pytest.raises(KeyboardInterrupt, match="mine"):
+        alone.pickle(state)
 
 
 # Checkpointer

@@ -13,7 +13,7 @@ from support import HeldEngine, bytes_tensor, random_bytes, raw, spin_until, thr
 
 import nvmeio
 from nvmeio._io import inflight
-from nvmeio._io.inflight import Cancelled, InFlight, Stagings
+from nvmeio._io.inflight import Cancellation, Cancelled, InFlight, Stagings
 from nvmeio.errors import ShortTransferError
 
 KIB = 1 << 10
@@ -180,3 +180,15 @@ def test_writes_arrive(handle: nvmeio.AioHandle, tmp_path: Path) -> None:
             part = bytes_tensor(data[offset : offset + 7 * KIB])
             flight.start(partial(handle.async_pwrite, part, str(target), offset), part.nbytes)
     assert target.read_bytes() == data
+
+
+def test_cancellation_tells_those_who_come_late() -> None:
+    stop = Cancellation()
+    told: list[int] = []
+    stop.then(lambda: told.append(1))
+    stop.check()
+    stop.cancel()
+    stop.then(lambda: told.append(2))
+    assert told == [1, 2]
+    with pytest.raises(Cancelled):
+        stop.check()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nvmeio._io.long_call import LongCall
-from nvmeio._threads.caller import InCaller, at_once
 from nvmeio.handle import AioHandle
 
 MapLocation = (
@@ -82,17 +81,11 @@ class HowToLoad:
         options: The caller's.
         handle: Moves the bytes; None makes one for each file.
         call: Cancels it, and is told how far it is.
-        in_caller: Calls what unpickles.
     """
 
     options: LoadOptions
     handle: AioHandle | None
     call: LongCall
-    in_caller: InCaller = at_once
-
-    def by(self, in_caller: InCaller) -> HowToLoad:
-        """The same, with the unpickling done by the caller's thread."""
-        return replace(self, in_caller=in_caller)
 
 
 def nothing_to_read(options: LoadOptions) -> bool:

@@ -14,9 +14,10 @@ The last is in `_unpickling`, which also says what is left to torch.load.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,7 @@ from nvmeio._io.long_call import LongCall
 from nvmeio._io.spans import Load
 from nvmeio._ranks.messages import DEFAULT_TIMEOUT_S
 from nvmeio._storage.locks import open_reading
-from nvmeio._threads.caller import run_with_caller
-from nvmeio._threads.jobs import in_thread
+from nvmeio._threads.jobs import in_thread, run_interruptible
 from nvmeio.checkpoint._load import unpickling
 from nvmeio.checkpoint._load.load_options import (
     HowToLoad,
@@ -136,7 +136,8 @@ def load(
         )
         with LongCall("load", _checked_path(path), progress) as call:
             how = HowToLoad(options, handle, call)
-            return run_with_caller(lambda ask: load_file(path, how.by(ask), ranks), call.cancel)
+            loaded = run_interruptible(lambda: load_file(path, how, ranks), call.cancel)
+            return loaded.result()
 
 
 async def async_load(
@@ -165,7 +166,7 @@ async def async_load(
         )
         with LongCall("load", _checked_path(path), progress) as call:
             how = HowToLoad(options, handle, call)
-            return await in_thread(lambda: load_file(path, how, ranks), call.cancel)
+            return await in_thread(lambda: load_file(path, how, ranks).result(), call.cancel)
 
 
 def _checked_path(path: Any) -> str | os.PathLike[str]:
@@ -177,38 +178,71 @@ def _checked_path(path: Any) -> str | os.PathLike[str]:
     return path  # type: ignore[return-value]
 
 
-def load_file(path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks = ALONE) -> Any:
-    """Load a file. See `load`."""
-    options, call, in_caller = how.options, how.call, how.in_caller
-    with ranks.loading(call), open_reading(path) as file:
+class Loaded:
+    """What was read: the thread whose modes an object's own code must see makes the object of it.
+
+    Args:
+        unpickle: Makes it.
+        opened: What has to stay open until then; None for nothing.
+    """
+
+    def __init__(
+        self, unpickle: Callable[[], Any], opened: contextlib.ExitStack | None = None
+    ) -> None:
+        self._unpickle = unpickle
+        self._opened = None if opened is None else opened.pop_all()
+
+    def result(self) -> Any:
+        """The object; called once."""
+        try:
+            return self._unpickle()
+        finally:
+            if self._opened is not None:
+                run_interruptible(self._opened.close)
+
+    @classmethod
+    def of_all(cls, loads: Sequence[Loaded]) -> Loaded:
+        """A list of objects."""
+        return cls(lambda: [each.result() for each in loads])
+
+
+def load_file(path: str | os.PathLike[str], how: HowToLoad, ranks: LoadingRanks = ALONE) -> Loaded:
+    """Read a file. See `load`."""
+    options = how.options
+    with ranks.loading(how.call), contextlib.ExitStack() as opened:
+        file = opened.enter_context(open_reading(path))
         older = read_buffered(file, 0, min(file.size(), 4)) != LOCAL_MAGIC
         through_torch = older or options.mmap or unpickling.seam() is None
         ranks.meet(file, together=not (through_torch or nothing_to_read(options)))
         if older and options.pickle_module is None:  # another one may read anything
             check_older(file)
-            return in_caller(unpickling.load_older, file, options)
+            return Loaded(partial(unpickling.load_older, file, options), opened)
         if through_torch:
-            return in_caller(unpickling.load_through_torch, path, options)
+            return Loaded(partial(unpickling.load_through_torch, path, options), opened)
         with CallHandle(how.handle, path) as handle:
-            return load_archive(file, how, handle, ranks)
+            return load_archive(file, how, handle, ranks, opened)
 
 
-def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingRanks) -> Any:
-    """Load an archive that is open, through a handle of this call."""
-    options, call, in_caller = how.options, how.call, how.in_caller
+def load_archive(
+    file: File,
+    how: HowToLoad,
+    handle: CallHandle,
+    ranks: LoadingRanks,
+    opened: contextlib.ExitStack,
+) -> Loaded:
+    """Read an archive that is open, in `opened`, through a handle of this call."""
+    options, call = how.options, how.call
     first = Load()
     call.then(first.cancel)
     checkpoint = ranks.open(partial(TorchFile, file, handle.get, first))
     if checkpoint.archive.is_script:
-        with same_file(file) as same:
-            return in_caller(unpickling.load_through_torch, same, options)
+        return _left_to_torch(file, options, opened)
     with ranks.agreeing():
         scan = scan_pickle(checkpoint)
         if options.weights_only:
             check_calls(checkpoint, scan)
         if nothing_to_read(options):
-            with same_file(file) as same:
-                return in_caller(unpickling.load_through_torch, same, options)
+            return _left_to_torch(file, options, opened)
         spans = spans_of(checkpoint, file, scan)
         if options.weights_only and not scan.globals <= pickle_values.COMMON_GLOBALS:
             unpickling.check_globals(file)
@@ -228,12 +262,22 @@ def load_archive(file: File, how: HowToLoad, handle: CallHandle, ranks: LoadingR
     if scan.plain and unpickling.is_usual(options) and not unpickling.is_swapped(checkpoint):
         options = replace(options, plain=True)
     del scan, spans  # containers by the thousand, that the collector would go through once more
+    if options.plain or not options.weights_only:
+        return Loaded(partial(unpickling.unpickle, reader, options))
+    return Loaded(partial(_unpickle, reader, options, file), opened)
+
+
+def _left_to_torch(file: File, options: LoadOptions, opened: contextlib.ExitStack) -> Loaded:
+    same = opened.enter_context(same_file(file))
+    return Loaded(partial(unpickling.load_through_torch, same, options), opened)
+
+
+def _unpickle(reader: unpickling.MemoryReader, options: LoadOptions, file: File) -> Any:
     try:
-        return in_caller(unpickling.unpickle, reader, options)
+        return unpickling.unpickle(reader, options)
     except pickle.UnpicklingError:
-        if options.weights_only:
-            with same_file(file) as same:
-                unpickling.refuse(same)
+        with same_file(file) as same:  # what torch refuses, in its words
+            unpickling.refuse(same)
         raise
 
 

@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Generic
 
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.long_call import LongCall
 from nvmeio._storage.guarded import INDEX_BYTES, detail_of, read_small
 from nvmeio._storage.locks import leads_to, reading
 from nvmeio.checkpoint._load.load_options import HowToLoad, nothing_to_read
-from nvmeio.checkpoint._load.loading import load_archive, load_file
+from nvmeio.checkpoint._load.loading import Loaded, load_archive, load_file
 from nvmeio.checkpoint._load.unpickling import seam
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.retention import Generation
@@ -54,7 +54,9 @@ class Wanted(Generic[Ranks]):
     new_ranks: Callable[[], Ranks]
 
 
-def until_there(call: LongCall, load: Callable[[], Any], is_gone: Callable[[OSError], bool]) -> Any:
+def until_there(
+    call: LongCall, load: Callable[[], Loaded], is_gone: Callable[[OSError], bool]
+) -> Loaded:
     """Look and load; look once more, a few times, where what was found is gone by then."""
     for _ in range(_ATTEMPTS - 1):
         call.again()
@@ -67,8 +69,8 @@ def until_there(call: LongCall, load: Callable[[], Any], is_gone: Callable[[OSEr
     return load()
 
 
-def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Any:
-    """The state, or a list of states."""
+def restore(wanted: Wanted[LoadingRanks], how: HowToLoad) -> Loaded:
+    """Read the state, or a list of states."""
     load = _Loading(wanted, how)
     return until_there(how.call, load.found, load.is_gone)
 
@@ -82,7 +84,7 @@ class _Loading:
         self._ranks: LoadingRanks = ALONE
         self._path = ""  # what was found
 
-    def found(self) -> Any:
+    def found(self) -> Loaded:
         """Look for it, and load it."""
         ranks = self._ranks = self.wanted.new_ranks()
         self._path = ""
@@ -102,14 +104,14 @@ class _Loading:
             return not os.path.exists(path)
         return failed.errno == errno.ESTALE and (ranks.is_alone or not os.path.isdir(path))
 
-    def load(self, path: str) -> Any:
+    def load(self, path: str) -> Loaded:
         """Load a file; with the other ranks, where they restore together."""
         ranks = self._ranks
         if ranks.is_over and not ranks.is_alone:  # of a file before
             ranks = self.wanted.new_ranks()
         return load_file(path, self._how, ranks)
 
-    def load_own(self, path: str) -> Any:
+    def load_own(self, path: str) -> Loaded:
         """Load a file that no other rank wants."""
         return load_file(path, self._how)
 
@@ -151,7 +153,7 @@ def _parts_there(directory: str) -> str:
     )
 
 
-def _load_directory(path: str, loading: _Loading) -> Any:
+def _load_directory(path: str, loading: _Loading) -> Loaded:
     with naming("open", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -176,13 +178,13 @@ def _load_directory(path: str, loading: _Loading) -> Any:
     )
 
 
-def _load_ranks(path: str, loading: _Loading) -> Any:
+def _load_ranks(path: str, loading: _Loading) -> Loaded:
     wanted, names = loading.wanted, _files_of(path)
     rank = wanted.rank
     if rank is None and wanted.size == len(names):
         return loading.load_own(os.path.join(path, names[wanted.own]))
     if rank is None:
-        return [loading.load(os.path.join(path, name)) for name in names]
+        return Loaded.of_all([loading.load(os.path.join(path, name)) for name in names])
     if rank >= len(names):
         raise ValueError(
             f"{path}: there is no rank {rank}: it was saved by {len(names)}, 0 to {len(names) - 1}"
@@ -224,8 +226,8 @@ def _files_of(path: str) -> list[str]:
 logger = logging.getLogger("nvmeio")
 
 
-def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) -> Any:
-    """The state, or a list of states, from what ranks have on their drives."""
+def restore_parts(wanted: Wanted[PartRanks], drives: OwnDrives, how: HowToLoad) -> Loaded:
+    """Read the state, or a list of states, from what ranks have on their drives."""
     if seam() is None:
         raise BackendUnavailableError(
             "parts of a checkpoint are put together beneath torch's unpickler, which this torch "
@@ -243,7 +245,7 @@ class _LoadingParts:
     drives: OwnDrives
     how: HowToLoad
 
-    def found(self) -> Any:
+    def found(self) -> Loaded:
         """Look what is whole, and load it."""
         wanted = self.wanted
         ranks = wanted.new_ranks()
@@ -258,7 +260,7 @@ class _LoadingParts:
                 return self._load(save, None, ranks)
             return self._load_states(save, survey.saves[save])
 
-    def _load_states(self, save: Save, having: dict[int, list[int]]) -> Any:
+    def _load_states(self, save: Save, having: dict[int, list[int]]) -> Loaded:
         """Of ranks with a state each: this one's own, another one's, or all."""
         wanted, own = self.wanted, self.wanted.own
         if wanted.rank is not None:
@@ -269,16 +271,18 @@ class _LoadingParts:
                 )
             return self._load(save, wanted.rank, wanted.new_ranks())
         if wanted.size != save.parts:
-            return [self._load(save, each, wanted.new_ranks()) for each in range(save.parts)]
+            all_ranks = range(save.parts)
+            return Loaded.of_all([self._load(save, each, wanted.new_ranks()) for each in all_ranks])
         if all(rank in having[rank] for rank in range(save.parts)):
             return self._load_own(save)
-        found = None
+        mine: Loaded | None = None
         for each in range(save.parts):
-            state = self._load(save, each, wanted.new_ranks())
-            found = state if each == own else found
-        return found
+            loaded = self._load(save, each, wanted.new_ranks())
+            mine = loaded if each == own else mine
+        assert mine is not None  # one of as many ranks
+        return mine
 
-    def _load_own(self, save: Save) -> Any:
+    def _load_own(self, save: Save) -> Loaded:
         try:
             return self._load(save, self.wanted.own, of_one())
         except TransferError as failed:
@@ -291,7 +295,7 @@ class _LoadingParts:
                 detail=f"step {save.step} was recycled while it was restored; restore a newer one",
             ) from failed
 
-    def _load(self, save: Save, number: int | None, ranks: PartRanks) -> Any:
+    def _load(self, save: Save, number: int | None, ranks: PartRanks) -> Loaded:
         """One archive; all of its parts, or the one that it has."""
         paths = self.drives.paths(save)
         if number is not None:
@@ -303,7 +307,7 @@ class _LoadingParts:
             image = opened.enter_context(Image(nbytes, name))
             with CallHandle(self.how.handle, name) as handle:
                 ranks.fill(image, handle.get)
-                return load_archive(image, self.how, handle, ranks)
+                return load_archive(image, self.how, handle, ranks, opened)
 
 
 def whole_saves(ranks: PartRanks, drives: OwnDrives, call: LongCall) -> list[Save]:
