@@ -82,8 +82,16 @@ async def async_save(
 ) -> None:
     """`save`, awaited: a thread does it, so that the event loop goes on meanwhile.
 
-    The object is pickled in that thread, and its memory is read until the end: it must not be
-    changed before this returns. Parameters and errors as for `save`.
+    That thread pickles the object, and then reads its memory to the end, so it must stay as it is
+    until this returns: what is changed meanwhile may be in the file or not, byte by byte, and its
+    checksum may not fit. No snapshot is taken here. This returns once, when all is durable, so
+    nobody could tell from when on the object may change; and it would be a copy of all of it where
+    the kernel protects no memory. To go on at once, take one: `Checkpointer.save`, or of any name::
+
+        frozen = nvmeio.snapshot(obj)  # from here on `obj` may change
+        await nvmeio.async_save(await frozen, path)
+
+    Parameters and errors as for `save`.
 
     Cancelling stops the writing; `CancelledError` is raised once nothing is in flight, the partial
     file is gone, and `path` is as it was. A save that was being renamed at that moment is complete.

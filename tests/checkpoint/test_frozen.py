@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint._objects import assert_same, noise
 from support import needs_protection
 
 import nvmeio
@@ -148,3 +151,20 @@ def test_a_copy_that_is_dropped_at_once() -> None:
     copying.wait()
     tensor.zero_()
     assert tensor.untyped_storage().resizable()
+
+
+async def test_async_save_of_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:
+    """By itself, `async_save` takes none: its object must not change before it returns."""
+    state = {"large": noise(3_000_000), "small": noise(7), "step": [1]}
+    wanted = copy.deepcopy(state)
+    taken = nvmeio.snapshot(state)
+    saving = asyncio.create_task(save_of(taken, tmp_path / "a.pt"))
+    state["large"].zero_()
+    state["small"].zero_()
+    state["step"][0] = 2
+    await saving
+    assert_same(nvmeio.load(tmp_path / "a.pt"), wanted)
+
+
+async def save_of(taken: nvmeio.FrozenState[Any], path: Path) -> None:
+    await nvmeio.async_save(await taken, path)
