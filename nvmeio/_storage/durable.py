@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 
 from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
@@ -158,6 +159,31 @@ def write_all(fd: int, data: bytes | bytearray) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def write_small(
+    fd: int, data: bytes, sync: Callable[[int], object] | None, offset: int = 0
+) -> None:
+    """Write bytes of a small file, make them durable (but not its name), and close it.
+
+    Args:
+        fd: Of the file.
+        data: What is written.
+        sync: What makes it durable, as `os.fsync`; None leaves that to others.
+        offset: Where to.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    try:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, offset)
+            offset, view = offset + written, view[written:]
+        if sync is not None:
+            sync(fd)
+    finally:
+        os.close(fd)
 
 
 def make_directory(

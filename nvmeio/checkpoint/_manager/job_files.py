@@ -21,7 +21,15 @@ from nvmeio import files
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
-from nvmeio._storage.durable import allocate, exchange, rename, sync_data, sync_directory
+from nvmeio._storage.durable import (
+    allocate,
+    exchange,
+    rename,
+    sync_data,
+    sync_directory,
+    write_small,
+)
+from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
     Replacement,
@@ -204,7 +212,7 @@ class FileOfEachRank(SaveJob):
             index = {"format": 1, "step": self.step, "files": sizes}
             path = os.path.join(temporary, retention.INDEX)
             text = json.dumps(index, indent=1)
-            retention.write_text(path, text, stamp_after=self.setup.directory)
+            write_small(create(path, 0o666), text.encode(), self._stamp_and_sync)
             sync_directory(temporary)
             if os.path.isdir(self.path):
                 self._exchange(temporary)
@@ -214,6 +222,11 @@ class FileOfEachRank(SaveJob):
                 rename(temporary, self.path)
         except OSError as failed:
             raise self._error(failed, "rename") from failed
+
+    def _stamp_and_sync(self, fd: int) -> None:
+        """Later than every checkpoint there is, and durable."""
+        retention.stamp(fd, self.setup.directory)
+        os.fsync(fd)
 
     def _exchange(self, temporary: str) -> None:
         try:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nvmeio._storage.durable import rename, write_all
+from nvmeio._storage.durable import rename, write_small
 from nvmeio._storage.guarded import create
 from nvmeio._storage.locks import lock_alone
 from nvmeio._storage.replace import (
@@ -267,33 +267,13 @@ def set_latest(directory: str, name: str) -> None:
         except OSError as refused:
             if refused.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            write_text(temporary, name)  # a file system without symbolic links
+            # A file system without symbolic links.
+            write_small(create(temporary, 0o666), name.encode(), os.fsync)
         rename(temporary, pointer)
     except OSError as failed:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise transfer_error(failed, "rename", pointer) from failed
-
-
-def write_text(path: str, text: str, stamp_after: str | None = None) -> None:
-    """Write a small file that is not there yet, durably but for its name.
-
-    Args:
-        path: Of the file.
-        text: What is in it.
-        stamp_after: A directory whose checkpoints are all to be older; see `stamp`.
-
-    Raises:
-        OSError: It could not be written.
-    """
-    fd = create(path, 0o666)
-    try:
-        write_all(fd, text.encode())
-        if stamp_after is not None:
-            stamp(fd, stamp_after)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _pointer(directory: str) -> str:

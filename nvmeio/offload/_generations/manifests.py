@@ -22,6 +22,7 @@ import torch
 
 from nvmeio._memory import devices
 from nvmeio._storage import guarded
+from nvmeio._storage.durable import write_small
 from nvmeio._storage.guarded import detail_of, read_small
 from nvmeio.errors import IntegrityError, naming, transfer_error
 
@@ -154,16 +155,8 @@ def place(directory: str, generation: int) -> str:
 
 def _write(path: str, data: bytes, offset: int, durable: bool = False) -> None:
     with naming("write", path):
-        fd = guarded.open_own(path)
-        try:
-            view = memoryview(data)
-            at = 0
-            while at < len(view):
-                at += os.pwrite(fd, view[at:], offset + at)
-            if durable:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
+        sync = os.fdatasync if durable else None
+        write_small(guarded.open_own(path), data, sync, offset)
 
 
 class Unusable(NamedTuple):

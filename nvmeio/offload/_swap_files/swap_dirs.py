@@ -29,7 +29,7 @@ from nvmeio._ranks.rank_store import several
 from nvmeio._storage import durable, guarded
 from nvmeio._storage.guarded import SETTINGS_BYTES, detail_of, read_small
 from nvmeio._threads import endings
-from nvmeio.errors import IntegrityError, TransferError, transfer_error
+from nvmeio.errors import IntegrityError, TransferError, naming, transfer_error
 from nvmeio.files import File
 from nvmeio.offload._generations import manifests
 
@@ -286,17 +286,8 @@ class SwapDirs:
             "weights": self._weights,
         }
         place = os.path.join(path, RECORD)
-        try:
-            fd = guarded.create(place)
-            try:
-                durable.write_all(fd, json.dumps(record).encode())
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        except OSError as failed:
-            if isinstance(failed, TransferError):
-                raise
-            raise transfer_error(failed, "write", place) from failed
+        with naming("write", place):
+            durable.write_small(guarded.create(place), json.dumps(record).encode(), os.fsync)
 
     def _found(self) -> bool:
         """Take up what is there; False where nothing was completed."""
