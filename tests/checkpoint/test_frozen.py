@@ -155,7 +155,7 @@ def test_a_copy_that_is_dropped_at_once() -> None:
 
 async def test_async_save_of_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:
     """By itself, `async_save` takes none: its object must not change before it returns."""
-    state = {"large": noise(3_000_000), "small": noise(7), "step": [1]}
+    state: dict[str, Any] = {"large": noise(3_000_000), "small": noise(7), "step": [1]}
     wanted = copy.deepcopy(state)
     taken = nvmeio.snapshot(state)
     saving = asyncio.create_task(save_of(taken, tmp_path / "a.pt"))
