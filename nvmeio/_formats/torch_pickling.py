@@ -49,8 +49,8 @@ def save_settings() -> Any:
 
 
 @contextlib.contextmanager
-def aligned_storages() -> Iterator[None]:
-    """torch.save puts storages on page boundaries; where it cannot, nothing changes.
+def aligned_storages(nbytes: int = PAGE_BYTES) -> Iterator[None]:
+    """torch.save puts storages on such boundaries; where it cannot, nothing changes.
 
     Not for a main thread: an interrupt could leave it so.
     """
@@ -60,7 +60,7 @@ def aligned_storages() -> Iterator[None]:
         return
     with _aligning:
         before = settings.storage_alignment
-        settings.storage_alignment = PAGE_BYTES
+        settings.storage_alignment = nbytes
         try:
             yield
         finally:

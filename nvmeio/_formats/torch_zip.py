@@ -33,10 +33,10 @@ END64_MAGIC = b"PK\x06\x06"
 LOCATOR_MAGIC = b"PK\x06\x07"
 
 # flags, method, time, date, CRC, compressed size, size, name and extra length
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
 # made by, needed, flags, method, time, date, CRC, compressed size, size, name, extra and comment
 # length, disk, attributes, attributes, header offset
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 # disk, directory's disk, entries here, entries, directory size, directory offset, comment length
 _END = struct.Struct("<4sHHHHIIH")
 # record size, made by, needed, disk, directory's disk, entries here, entries, size, offset
@@ -44,7 +44,7 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 
 _FLAG_ENCRYPTED = 1
-_FLAG_DESCRIPTOR = 1 << 3
+FLAG_DESCRIPTOR = 1 << 3
 _FLAG_STRONG_ENCRYPTION = 1 << 6
 _ZIP64_EXTRA = 1
 
@@ -53,7 +53,7 @@ CENTRAL_CRC_OFFSET = 16
 
 # A record that TorchScript archives have; they alone compress others (their code).
 SCRIPT_MARK = b"constants.pkl"
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT_BYTES = 0xFFFF
 
 # The directory is read as a whole. A record takes about 70 bytes of it: this is four million.
@@ -230,7 +230,7 @@ class _Parser:
             stop, disk, first_disk, here, count, size, offset = self._end64(
                 locator, locator_at, (disk, first_disk, here, count, size, offset)
             )
-        elif _MAX32 in (size, offset) or count == _MAX16:
+        elif MAX32 in (size, offset) or count == _MAX16:
             raise self._wrong("the zip64 end record is missing", "a zip64 locator", locator[:4])
         if disk or first_disk or here != count:
             raise self._wrong("a zip archive over several disks", "one", (disk, first_disk))
@@ -242,10 +242,10 @@ class _Parser:
             raise self._wrong(
                 "a central directory of absurd size", f"at most {_MAX_DIRECTORY_BYTES}", size
             )
-        if count * _CENTRAL.size > size:
+        if count * CENTRAL.size > size:
             raise self._wrong(
                 "more records than the central directory has room for",
-                f"at most {size // _CENTRAL.size}",
+                f"at most {size // CENTRAL.size}",
                 count,
             )
         return offset, size, count
@@ -262,7 +262,7 @@ class _Parser:
         magic, length, _, _, *wide = end
         if magic != END64_MAGIC or at + 12 + length != locator_at:
             raise self._wrong("the zip64 end record is damaged", END64_MAGIC, magic)
-        limits = (_MAX16, _MAX16, _MAX16, _MAX16, _MAX32, _MAX32)
+        limits = (_MAX16, _MAX16, _MAX16, _MAX16, MAX32, MAX32)
         for told, value, limit in zip(narrow, wide, limits, strict=True):
             if told not in (limit, value):
                 raise self._wrong("the end record contradicts the zip64 end record", value, told)
@@ -282,15 +282,15 @@ class _Parser:
         is_script = False
         at = 0
         for number in range(count):
-            if size - at < _CENTRAL.size:
+            if size - at < CENTRAL.size:
                 raise self._wrong(
                     "the central directory ends too early", f"{count} records", number
                 )
-            magic, _, _, flags, method, _, _, crc, packed, nbytes, *rest = _CENTRAL.unpack_from(
+            magic, _, _, flags, method, _, _, crc, packed, nbytes, *rest = CENTRAL.unpack_from(
                 data, at
             )
             name_length, extra_length, comment_length, disk, _, _, header_offset = rest
-            name_at = at + _CENTRAL.size
+            name_at = at + CENTRAL.size
             extra_at = name_at + name_length
             end = extra_at + extra_length + comment_length
             if magic != CENTRAL_MAGIC or end > size:
@@ -298,7 +298,7 @@ class _Parser:
                     f"entry {number} of the central directory is damaged", CENTRAL_MAGIC, magic
                 )
             name, wide = data[name_at:extra_at], False
-            if _MAX32 in (packed, nbytes, header_offset):
+            if MAX32 in (packed, nbytes, header_offset):
                 extra = data[extra_at : extra_at + extra_length]
                 wide, (nbytes, packed, header_offset) = self._wide(
                     name, extra, (nbytes, packed, header_offset)
@@ -311,7 +311,7 @@ class _Parser:
                 raise self._record_is(name, " has two sizes", nbytes, packed)
             if disk:
                 raise self._record_is(name, " is on another disk", 0, disk)
-            reached = header_offset + _LOCAL.size + name_length + packed
+            reached = header_offset + LOCAL.size + name_length + packed
             if reached > offset:
                 raise self._past_the_end(name, offset, packed, header_offset)
             is_script = is_script or name.endswith(SCRIPT_MARK)
@@ -356,12 +356,12 @@ class _Parser:
     ) -> tuple[bool, list[int]]:
         """Size, packed size and offset, where some of them are 64-bit ones in the extra field."""
         is_there, values = self._zip64(name, extra)
-        if len(values) < narrow.count(_MAX32):
+        if len(values) < narrow.count(MAX32):
             raise self._record_is(
                 name, ": no 64-bit size or offset", "a zip64 extra field", "none, or one too short"
             )
         left = iter(values)
-        return is_there, [next(left) if value == _MAX32 else value for value in narrow]
+        return is_there, [next(left) if value == MAX32 else value for value in narrow]
 
     def _zip64(self, name: bytes, extra: bytes) -> tuple[bool, list[int]]:
         at = 0
@@ -381,28 +381,28 @@ class _Parser:
 
     def _entries(self, centrals: list[_Central], directory_offset: int) -> list[ZipEntry]:
         """The records, after each one's header has been held against its entry."""
-        headers = self._read_many([(c.header_offset, _LOCAL.size + len(c.name)) for c in centrals])
+        headers = self._read_many([(c.header_offset, LOCAL.size + len(c.name)) for c in centrals])
         found: list[ZipEntry] = []
         before, position = b"", 0
         for central, data in zip(centrals, headers, strict=True):
             header_offset, _, name, kept, nbytes, crc, crc_at, _ = central
-            magic, _, flags, method, _, _, *sums, name_length, extra_length = _LOCAL.unpack_from(
+            magic, _, flags, method, _, _, *sums, name_length, extra_length = LOCAL.unpack_from(
                 data
             )
             if (
                 magic != LOCAL_MAGIC
                 or name_length != len(name)
-                or data[_LOCAL.size :] != name
+                or data[LOCAL.size :] != name
                 or (flags, method) != kept
-                or not flags & _FLAG_DESCRIPTOR
+                or not flags & FLAG_DESCRIPTOR
                 or any(sums)  # CRC and sizes, which torch has in the descriptor alone
             ):
                 self._check_header(central, data)
-            offset = header_offset + _LOCAL.size + name_length + extra_length
+            offset = header_offset + LOCAL.size + name_length + extra_length
             descriptor = 0
-            if flags & _FLAG_DESCRIPTOR:
+            if flags & FLAG_DESCRIPTOR:
                 # torch's own rule (miniz): wide where the size or the header's offset needs it.
-                descriptor = 24 if nbytes >= _MAX32 or header_offset >= _MAX32 else 16
+                descriptor = 24 if nbytes >= MAX32 or header_offset >= MAX32 else 16
             if header_offset < position:
                 raise self._overlap(before, position, central)
             before, position = name, offset + nbytes + descriptor
@@ -416,12 +416,12 @@ class _Parser:
     def _check_header(self, central: _Central, data: bytes) -> None:
         """What may differ: CRC and sizes that are in the descriptor, or in the 64-bit field."""
         name, (flags, method) = central.name, central.kept
-        magic, _, *kept, _, _, crc, packed, nbytes, name_length, _ = _LOCAL.unpack_from(data)
+        magic, _, *kept, _, _, crc, packed, nbytes, name_length, _ = LOCAL.unpack_from(data)
         if magic != LOCAL_MAGIC:
             what = f" has no header at byte {central.header_offset}"
             raise self._record_is(name, what, LOCAL_MAGIC, magic)
-        if name_length != len(name) or data[_LOCAL.size :] != name:
-            there = data[_LOCAL.size :]
+        if name_length != len(name) or data[LOCAL.size :] != name:
+            there = data[LOCAL.size :]
             raise self._record_is(name, " has another name in its header", name, there)
         if kept != [flags, method]:
             raise self._record_is(
@@ -430,7 +430,7 @@ class _Parser:
                 (hex(flags), method),
                 (hex(kept[0]), kept[1]),
             )
-        follows = flags & _FLAG_DESCRIPTOR
+        follows = flags & FLAG_DESCRIPTOR
         sizes_known = not follows or nbytes or packed
         if (
             method == 0
@@ -443,6 +443,39 @@ class _Parser:
         if (not follows or crc) and crc != central.crc:
             what = ": header and directory disagree on its CRC-32"
             raise self._record_is(name, what, hex(central.crc), hex(crc))
+
+
+# Writing one
+
+
+def wide_field(nbytes: int, packed: int, header_offset: int) -> bytes:
+    """The extra field with what has no place in 32 bits; b"" where all has."""
+    wide = [nbytes, packed] if nbytes >= MAX32 else []
+    if header_offset >= MAX32:
+        wide.append(header_offset)
+    if not wide:
+        return b""
+    return struct.pack(f"<HH{len(wide)}Q", _ZIP64_EXTRA, 8 * len(wide), *wide)
+
+
+def ends(count: int, start: int, end: int) -> bytes:
+    """What lies behind the directory of [start, end), of both kinds, as torch writes them."""
+    size = end - start
+    few = min(count, _MAX16)
+    return b"".join(
+        (
+            _END64.pack(
+                *(END64_MAGIC, _END64.size - 12, _MADE_BY, _NEEDED, 0, 0),
+                *(count, count, size, start),
+            ),
+            _LOCATOR.pack(LOCATOR_MAGIC, 0, end, 1),
+            _END.pack(END_MAGIC, 0, 0, few, few, min(size, MAX32), min(start, MAX32), 0),
+        )
+    )
+
+
+# Unix and version 3.0 of the format; 4.5, which has 64-bit sizes, is needed.
+_MADE_BY, _NEEDED = 0x31E, 45
 
 
 def descriptor_matches(data: bytes, entry: ZipEntry) -> bool:

@@ -90,7 +90,7 @@ class BackgroundSaver:
         # Aligned, as all of `NvmeTrainer`'s: the files do not depend on when they are written.
         began = time.perf_counter()
         wanted = safetensors.checked(tensors, path, metadata, None, True)
-        return self._save(lambda _: safetensors.layout_of(wanted), path, False, began)
+        return self._save(lambda: safetensors.layout_of(wanted), path, False, began)
 
     def after(self, work: Callable[[], object]) -> None:
         """Have something done once all that was begun is durable; not at all if that failed."""

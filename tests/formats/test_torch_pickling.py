@@ -12,19 +12,12 @@ import pytest
 import torch
 from checkpoint._objects import SAFE
 
-from nvmeio._formats import torch_pickling
-from nvmeio._formats.torch_layout import plan_layout
-from nvmeio._formats.torch_skeleton import Records
+from nvmeio._formats import torch_layout, torch_pickling
 
 
-def pickled(state: object, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def pickled(state: object) -> bytes:
     """What is pickled for a checkpoint."""
-    told: list[Records] = []
-    with monkeypatch.context() as patch:
-        written = Records.written
-        patch.setattr(Records, "written", lambda self: told.append(self) or written(self))  # type: ignore[func-returns-value]
-        plan_layout(state)
-    return told[0].own["data.pkl"]
+    return torch_layout.pickled(state).data
 
 
 def by_torch(state: object) -> bytes:
@@ -51,17 +44,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", sorted(SAFE.keys() - {"sizes", "training"}))
-def test_the_pickle_is_torchs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pickle_is_torchs(kind: str) -> None:
     state = SAFE[kind]()
-    assert pickled(state, monkeypatch) == by_torch(state)
+    assert pickled(state) == by_torch(state)
 
 
-def test_this_torch_is_known(counted: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_torch_is_known(counted: list[object]) -> None:
     """Were it not, all would be right, and only be slow."""
     assert torch_pickling._agrees()
     assert len(torch_pickling._KINDS) > 8
     state = {"a": torch.ones(3), "b": torch.nn.Parameter(torch.ones(2))}
-    assert pickled(state, monkeypatch) == by_torch(state)
+    assert pickled(state) == by_torch(state)
     assert len(counted) == 2
 
 
@@ -90,21 +83,19 @@ OTHERS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", sorted(OTHERS))
-def test_other_tensors_are_pickled_by_torch(
-    kind: str, counted: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tensors_are_pickled_by_torch(kind: str, counted: list[object]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = [OTHERS[kind]()]
         # What a sparse tensor is made of is plain.
-        assert pickled(state, monkeypatch) == by_torch(state)
+        assert pickled(state) == by_torch(state)
     assert len(counted) == (2 if kind == "sparse" else 0)
 
 
-def test_under_a_mode_torch_pickles(counted: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_mode_torch_pickles(counted: list[object]) -> None:
     state = [torch.ones(3)]
     with torch.device("meta"):
-        found = pickled(state, monkeypatch)
+        found = pickled(state)
     assert found == by_torch(state)
     assert not counted
 
@@ -114,8 +105,8 @@ def test_somebody_who_registered_is_asked(
 ) -> None:
     monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (int, ("7",)))
     state = [torch.ones(3)]
-    assert pickled(state, monkeypatch) == by_torch(state)
-    assert b"7" in pickled(state, monkeypatch) and not counted
+    assert pickled(state) == by_torch(state)
+    assert b"7" in pickled(state) and not counted
 
 
 def test_a_method_that_somebody_replaced_is_called(
@@ -123,7 +114,7 @@ def test_a_method_that_somebody_replaced_is_called(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "__reduce_ex__", lambda self, protocol: (int, ("7",)))
     state = [torch.ones(3)]
-    assert pickled(state, monkeypatch) == by_torch(state)
+    assert pickled(state) == by_torch(state)
     assert not counted
 
 
@@ -137,7 +128,7 @@ def test_storages_with_a_place_of_their_own_are_torchs(
         [(0, lambda storage: "elsewhere", lambda storage, place: None), *registry],
     )
     state = [torch.ones(3)]
-    assert b"elsewhere" in pickled(state, monkeypatch)
+    assert b"elsewhere" in pickled(state)
     assert not counted
 
 
@@ -149,7 +140,7 @@ def test_a_torch_that_pickles_otherwise_does_it_itself(
     try:
         assert not torch_pickling._agrees()
         state = [torch.ones(3)]
-        assert pickled(state, monkeypatch) == by_torch(state)
+        assert pickled(state) == by_torch(state)
         assert not counted
     finally:
         torch_pickling._found_to_agree.cache_clear()
@@ -171,4 +162,4 @@ def test_a_comparison_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch)
 def test_one_storage_with_two_dtypes_is_refused_as_by_torch() -> None:
     tensor = torch.ones(4)
     with pytest.raises(RuntimeError, match="different types"):
-        plan_layout([tensor, tensor.view(torch.int32)])
+        pickled([tensor, tensor.view(torch.int32)])

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, pickled
-from nvmeio._formats.torch_skeleton import KeptSkeleton, UnknownWriterError
+from nvmeio._formats.torch_skeleton import UnknownWriterError
 from nvmeio._formats.torch_writing import Crc, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
@@ -118,7 +118,6 @@ class Setup(NamedTuple):
         claim: Makes the directory, and takes its lock; for whoever gives names in it.
         writers: Which ranks write a file that all have; see `_writers`.
         drives: This rank's own, where the ranks share no directory.
-        kept: What planning a save leaves for the next one.
         lineage: Whether saves go on from what is there; None where the caller says what to replace.
     """
 
@@ -133,7 +132,6 @@ class Setup(NamedTuple):
     claim: Callable[[], None]
     writers: str | int = "all"
     drives: OwnDrives | None = None
-    kept: KeptSkeleton | None = None
     lineage: Lineage | None = None
 
     def messages(self, number: int) -> Messages:
@@ -141,8 +139,8 @@ class Setup(NamedTuple):
         return Messages(self.store, number, self.timeout_s)
 
 
-Plan = Callable[[KeptSkeleton | None], FileLayout]
-"""Makes a layout, with what the save before this one left; called once, in any thread."""
+Plan = Callable[[], FileLayout]
+"""Makes a layout; called once, in any thread."""
 
 
 def pickled_state(state: object) -> Plan:
@@ -155,11 +153,11 @@ def pickled_state(state: object) -> Plan:
         pickling = pickled(state)
     except UnknownWriterError as unknown:
         layout = _saved_by_torch(state, unknown)
-        return lambda _: layout
+        return lambda: layout
 
-    def plan(kept: KeptSkeleton | None) -> FileLayout:
+    def plan() -> FileLayout:
         try:
-            return pickling.layout(kept)
+            return pickling.layout()
         except UnknownWriterError as unknown:
             return _saved_by_torch(state, unknown)
 
@@ -270,7 +268,7 @@ class SaveJob(ABC):
         self._began = times[0]
         try:
             self.claim()
-            source = self._agreed(plan(self.setup.kept))
+            source = self._agreed(plan())
             times.append(time.perf_counter())
             snapshot = self._new_snapshot(source)
             times.append(time.perf_counter())

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 
-from nvmeio._formats.torch_skeleton import KeptSkeleton
 from nvmeio._io import long_call
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancelled
@@ -90,7 +89,6 @@ class Saver:
             claim=self._claim,
             writers=writers,
             drives=drives,
-            kept=KeptSkeleton(),
             lineage=self.lineage,
         )
         self._new_job = (JOBS if drives is None else JOBS_ON_OWN_DRIVES)[layout]
@@ -367,8 +365,6 @@ class Saver:
     def _release(self) -> None:
         self._released = True
         self.setup.snapshots.release()
-        if self.setup.kept is not None:
-            self.setup.kept.forget()
         handle, self._handle = self._handle, None
         try:
             if handle is not None and self._own:
