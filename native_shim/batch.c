@@ -9,13 +9,6 @@
 #include <errno.h>
 #include <stdlib.h>
 
-struct nv_batch {
-  uint64_t count;
-  atomic_ullong next; /* the members before it were given to lanes */
-  atomic_ullong left; /* members that are not over */
-  nv_request *members[];
-};
-
 /* Members that follow one another into one file have its blocks allocated at once, by the first: one by one, in
  * any order, they would leave holes between them, which are filled synchronously. As for rows, not where they
  * lie far from each other. */
@@ -44,7 +37,7 @@ nv_request *nv_prepare_batch(nv_engine *engine, nv_cq *cq, uint64_t token,
   nv_batch *batch = calloc(1, sizeof *batch + count * sizeof *batch->members);
   request->batch = batch;
   for (uint64_t i = 0; batch && i < count; i++) {
-    nv_request *member = nv_lay_out(engine, &transfers[i]);
+    nv_request *member = nv_lay_out(&engine->common, &engine->options, &transfers[i]);
     if (!member) break;
     member->whole = request;
     batch->members[batch->count++] = member;
@@ -57,12 +50,6 @@ nv_request *nv_prepare_batch(nv_engine *engine, nv_cq *cq, uint64_t token,
   atomic_init(&batch->left, count);
   grow_together(batch);
   return request;
-}
-
-void nv_batch_free(nv_batch *batch) {
-  if (!batch) return;
-  for (uint64_t i = 0; i < batch->count; i++) free(batch->members[i]);
-  free(batch);
 }
 
 static nv_lane *next_lane(nv_engine *engine) {
@@ -129,10 +116,6 @@ void nv_finish(nv_request *request) {
   else
     nv_report(request);
   if (idle && engine->stopping) nv_lanes_wake(engine);
-}
-
-void nv_batch_stop(nv_batch *batch) {
-  for (uint64_t i = 0; i < batch->count; i++) nv_cancel(batch->members[i]);
 }
 
 const nv_result *nv_batch_result(nv_request *request, uint64_t member) {

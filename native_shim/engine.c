@@ -1,5 +1,5 @@
-/* An engine: its lanes, and how requests get to them. It stands above both: request.c knows neither
- * lanes nor engine, lane.c calls nothing here. */
+/* An engine: its lanes, and how requests get to them, and end. It stands above all others: see the
+ * layers in internal.h. */
 #include "internal.h"
 
 #include <errno.h>
@@ -14,6 +14,14 @@ static void destroy(nv_common *common) {
   free(engine);
 }
 
+/* The lanes are through with a request. */
+static void over(nv_request *request) {
+  if (request->rows)
+    nv_rows_end(request);
+  else
+    nv_finish(request);
+}
+
 nv_engine *nv_engine_new(nv_kaio *kaio, const nv_options *options, int *error) {
   nv_engine *engine = calloc(1, sizeof *engine);
   nv_lane *lanes = calloc(options->lanes, sizeof *lanes);
@@ -26,7 +34,7 @@ nv_engine *nv_engine_new(nv_kaio *kaio, const nv_options *options, int *error) {
   engine->kaio = kaio;
   engine->options = *options;
   engine->lanes = lanes;
-  nv_common_init(&engine->common, destroy);
+  nv_common_init(&engine->common, destroy, over);
   for (uint32_t i = 0; i < options->lanes; i++) {
     int failure = nv_lane_init(&lanes[i], engine, i);
     if (failure) {
@@ -76,54 +84,6 @@ void nv_engine_counters(nv_engine *engine, nv_counters *out) {
 
 /* --- submission -------------------------------------------------------------------------- */
 
-/* A request is split over the lanes where every lane gets at least two blocks of it; smaller ones
- * go to the lanes in turn. Cuts fall on whole blocks, so alignment survives. */
-static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) {
-  uint64_t blocks = (span + options->block_size - 1) / options->block_size;
-  uint64_t parts = options->lanes;
-  if (blocks < 2 * parts) parts = 1;
-  *step = (blocks + parts - 1) / parts * options->block_size;
-  return (uint32_t)parts;
-}
-
-/* With all its parts, of `step` bytes each. */
-static void lay_out(nv_request *request, const nv_transfer *transfer, uint64_t step) {
-  uint64_t start = transfer->span_start, end = transfer->span_end;
-  int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
-  request->opcode = transfer->opcode;
-  request->direct_fd = transfer->direct_fd;
-  request->buffered_fd = transfer->buffered_fd;
-  request->bounce = transfer->bounce;
-  request->preallocate = transfer->preallocate;
-  request->foreign = transfer->foreign;
-  request->address = (char *)(uintptr_t)transfer->address;
-  request->nbytes = transfer->nbytes;
-  request->file_offset = request->grow_from = transfer->file_offset;
-  request->grow_end = transfer->file_offset + transfer->nbytes;
-  request->span_start = start;
-  request->span_end = end;
-  request->offset_alignment = transfer->offset_alignment;
-  request->memory_alignment = transfer->memory_alignment;
-  for (uint32_t i = 0; i < request->nparts; i++) {
-    nv_part *part = &request->parts[i];
-    part->next = start;
-    part->end = (sync || end - start <= step) ? end : start + step;
-    start = part->end;
-  }
-  if (sync) request->parts[0].end = end + 1; /* one block of no bytes */
-}
-
-/* A transfer as a request, which is nobody's yet. */
-nv_request *nv_lay_out(nv_engine *engine, const nv_transfer *transfer) {
-  uint64_t step = 0;
-  int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
-  uint64_t span = transfer->span_end - transfer->span_start;
-  uint32_t nparts = sync ? 1 : share(&engine->options, span, &step);
-  nv_request *request = nv_request_alloc(&engine->common, nparts);
-  if (request) lay_out(request, transfer, step);
-  return request;
-}
-
 nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode, int direct_fd,
                        int buffered_fd, uint64_t address, uint64_t nbytes, uint64_t file_offset,
                        uint64_t span_start, uint64_t span_end, uint32_t offset_alignment,
@@ -144,7 +104,7 @@ nv_request *nv_prepare(nv_engine *engine, nv_cq *cq, uint64_t token, int opcode,
       .preallocate = preallocate,
       .foreign = foreign,
   };
-  nv_request *request = nv_lay_out(engine, &transfer);
+  nv_request *request = nv_lay_out(&engine->common, &engine->options, &transfer);
   if (request) nv_request_adopt(request, cq, token);
   return request;
 }
@@ -177,7 +137,7 @@ int nv_short_prepare(nv_short *piece, const nv_place *place, nv_cq *cq, uint64_t
   return request->hold.held != NULL;
 }
 
-/* As `plan` in _transfer.py, for what is given to it: one block at most, and no edges. */
+/* As `plan` in engines/transfers.py, for what is given to it: one block at most, and no edges. */
 void nv_short_start(nv_short *piece, const nv_place *place, uint64_t address, uint64_t nbytes,
                     uint64_t file_offset, int foreign) {
   uint64_t unit = place->offset_alignment, end = file_offset + nbytes;
@@ -196,7 +156,7 @@ void nv_short_start(nv_short *piece, const nv_place *place, uint64_t address, ui
       .foreign = foreign,
   };
   if (nv_forked(piece->request->common)) return;
-  lay_out(piece->request, &transfer, transfer.span_end - transfer.span_start);
+  nv_fill_in(piece->request, &transfer, transfer.span_end - transfer.span_start);
   nv_start(piece->request);
 }
 

@@ -40,13 +40,20 @@ typedef struct nv_part {
   int has_block;
 } nv_part;
 
-typedef struct nv_batch nv_batch;
+/* The members of a batch. */
+typedef struct {
+  uint64_t count;
+  atomic_ullong next; /* the members before it were given to lanes */
+  atomic_ullong left; /* members that are not over */
+  nv_request *members[];
+} nv_batch;
 
 /* What the requests and completion queues of one engine share; its first member. */
 typedef struct nv_common {
   unsigned generation; /* of forks: another one means that our threads do not exist here */
   atomic_uint refs;    /* the engine's owner, every request, every completion queue */
   void (*last_out)(struct nv_common *);
+  void (*over)(nv_request *); /* by a lane: all its blocks are done */
   pthread_mutex_t mutex;
   pthread_cond_t done_cond;
   uint32_t waiters;
@@ -151,13 +158,24 @@ struct nv_engine {
   atomic_int stopping;
 };
 
+/* Each file calls those above it here, and none below; a lane tells of a request that is over by
+ * `nv_common.over`. */
+
+/* file_facts.c */
+int nv_allocate(int fd, uint64_t from, uint64_t end);
+/* rows.c */
+uint64_t nv_rows_count(const nv_rows *);
 /* request.c */
+int nv_forked(const nv_common *);
+void nv_common_init(nv_common *, void (*last_out)(nv_common *), void (*over)(nv_request *));
+void nv_common_unref(nv_common *);
 nv_request *nv_request_alloc(nv_common *, uint32_t nparts);
 void nv_request_adopt(nv_request *, nv_cq *, uint64_t token);
 nv_request *nv_request_new(nv_common *, nv_cq *, uint64_t token, uint32_t nparts);
-int nv_forked(const nv_common *);
-void nv_common_init(nv_common *, void (*last_out)(nv_common *));
-void nv_common_unref(nv_common *);
+void nv_fill_in(nv_request *, const nv_transfer *, uint64_t step);
+nv_request *nv_lay_out(nv_common *, const nv_options *, const nv_transfer *);
+void nv_rows_begin(nv_request *);
+int nv_rows_is_theirs(const nv_request *, int error);
 int nv_count(nv_request *);
 void nv_report(nv_request *);
 /* lane.c */
@@ -166,21 +184,12 @@ void nv_lane_destroy(nv_lane *);
 void nv_lane_push(nv_lane *, nv_part *);
 void nv_lane_push_all(nv_lane *, nv_part *earliest, nv_part *latest);
 void nv_lanes_wake(nv_engine *);
-/* file_facts.c */
-int nv_allocate(int fd, uint64_t from, uint64_t end);
-/* engine.c */
-nv_request *nv_lay_out(nv_engine *, const nv_transfer *);
 /* batch.c */
-void nv_batch_free(nv_batch *);
 void nv_batch_start(nv_engine *, nv_request *);
 void nv_finish(nv_request *);
-void nv_batch_stop(nv_batch *);
-/* rows.c */
-uint64_t nv_rows_count(const nv_rows *);
 /* rows_request.c */
 int nv_rows_plan_aside(nv_request *, nv_lane *);
-void nv_rows_begin(nv_request *);
-int nv_rows_is_theirs(const nv_request *, int error);
 void nv_rows_end(nv_request *);
+/* engine.c stands on all of them. */
 
 #endif

@@ -181,17 +181,13 @@ static void write_buffered(nv_request *request, uint64_t from, uint64_t to) {
 static void finish_part(nv_part *part) {
   nv_request *request = part->request;
   if (atomic_fetch_sub(&request->parts_left, 1) != 1) return;
-  if (request->rows) {
-    nv_rows_end(request);
-    return;
-  }
-  if (request->opcode == NV_WRITE) {
+  if (request->opcode == NV_WRITE && !request->rows) {
     /* Behind the direct blocks, not before: a dirty page beside their span would make the
      * kernel write it back first. */
     write_buffered(request, request->file_offset, request->span_start);
     write_buffered(request, request->span_end, user_end(request));
   }
-  nv_finish(request);
+  request->common->over(request);
 }
 
 static void start_part(nv_lane *lane, nv_part *part) {

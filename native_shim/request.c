@@ -33,9 +33,10 @@ int nv_forked(const nv_common *common) { return common->generation != fork_gener
 
 /* --- what the requests of an engine share ------------------------------------------------ */
 
-void nv_common_init(nv_common *common, void (*last_out)(nv_common *)) {
+void nv_common_init(nv_common *common, void (*last_out)(nv_common *), void (*over)(nv_request *)) {
   common->generation = fork_generation;
   common->last_out = last_out;
+  common->over = over;
   atomic_init(&common->refs, 1);
   pthread_mutex_init(&common->mutex, NULL);
   pthread_condattr_t attributes;
@@ -258,13 +259,96 @@ nv_request *nv_request_new(nv_common *common, nv_cq *cq, uint64_t token, uint32_
   return request;
 }
 
+static void free_batch(nv_batch *batch) {
+  if (!batch) return;
+  for (uint64_t i = 0; i < batch->count; i++) free(batch->members[i]);
+  free(batch);
+}
+
 static void request_release(nv_request *request) {
   nv_common *common = request->common;
   nv_rows_free(request->rows);
-  nv_batch_free(request->batch);
+  free_batch(request->batch);
   free(request);
   nv_common_unref(common);
 }
+
+/* --- what a request moves ----------------------------------------------------------------- */
+
+/* A request is split over the lanes where every lane gets at least two blocks of it; smaller ones
+ * go to the lanes in turn. Cuts fall on whole blocks, so alignment survives. */
+static uint32_t share(const nv_options *options, uint64_t span, uint64_t *step) {
+  uint64_t blocks = (span + options->block_size - 1) / options->block_size;
+  uint64_t parts = options->lanes;
+  if (blocks < 2 * parts) parts = 1;
+  *step = (blocks + parts - 1) / parts * options->block_size;
+  return (uint32_t)parts;
+}
+
+/* With all its parts, of `step` bytes each. */
+void nv_fill_in(nv_request *request, const nv_transfer *transfer, uint64_t step) {
+  uint64_t start = transfer->span_start, end = transfer->span_end;
+  int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
+  request->opcode = transfer->opcode;
+  request->direct_fd = transfer->direct_fd;
+  request->buffered_fd = transfer->buffered_fd;
+  request->bounce = transfer->bounce;
+  request->preallocate = transfer->preallocate;
+  request->foreign = transfer->foreign;
+  request->address = (char *)(uintptr_t)transfer->address;
+  request->nbytes = transfer->nbytes;
+  request->file_offset = request->grow_from = transfer->file_offset;
+  request->grow_end = transfer->file_offset + transfer->nbytes;
+  request->span_start = start;
+  request->span_end = end;
+  request->offset_alignment = transfer->offset_alignment;
+  request->memory_alignment = transfer->memory_alignment;
+  for (uint32_t i = 0; i < request->nparts; i++) {
+    nv_part *part = &request->parts[i];
+    part->next = start;
+    part->end = (sync || end - start <= step) ? end : start + step;
+    start = part->end;
+  }
+  if (sync) request->parts[0].end = end + 1; /* one block of no bytes */
+}
+
+/* A transfer as a request, which is nobody's yet. */
+nv_request *nv_lay_out(nv_common *common, const nv_options *options,
+                       const nv_transfer *transfer) {
+  uint64_t step = 0;
+  int sync = transfer->opcode == NV_FSYNC || transfer->opcode == NV_FDATASYNC;
+  uint64_t span = transfer->span_end - transfer->span_start;
+  uint32_t nparts = sync ? 1 : share(options, span, &step);
+  nv_request *request = nv_request_alloc(common, nparts);
+  if (request) nv_fill_in(request, transfer, step);
+  return request;
+}
+
+/* Sorts the rows, unless that is done; leaves parts without blocks empty. */
+void nv_rows_begin(nv_request *request) {
+  if (request->planned) return;
+  request->planned = 1;
+  if (request->stop) return;
+  int failure = -nv_rows_plan(request->rows);
+  if (failure) {
+    int none = 0;
+    atomic_compare_exchange_strong(&request->error, &none, failure);
+    atomic_store(&request->stop, 1);
+    return;
+  }
+  int fd = request->direct_fd >= 0 ? request->direct_fd : request->buffered_fd;
+  request->result.preallocated = nv_rows_preallocate(request->rows, fd);
+  for (uint32_t i = 0; i < request->nparts; i++)
+    request->parts[i].end = nv_rows_more(request->rows, i) != 0;
+}
+
+/* Whether an error in a block concerns its rows only; else nothing more is begun. EINVAL is a file
+ * that refuses direct I/O: all of it is done again, without. */
+int nv_rows_is_theirs(const nv_request *request, int error) {
+  return request->rows && error != ECANCELED && !(error == EINVAL && request->direct_fd >= 0);
+}
+
+/* --- its end ------------------------------------------------------------------------------- */
 
 /* Called once, by the lane that finished the last part: the kernel holds nothing any more. Whether
  * nothing is in flight now. */
@@ -326,7 +410,8 @@ void nv_cancel(nv_request *request) {
   atomic_store(&request->cancelled, 1);
   atomic_store(&request->stop, 1);
   if (request->rows) nv_rows_stop(request->rows);
-  if (request->batch) nv_batch_stop(request->batch);
+  for (uint64_t i = 0; request->batch && i < request->batch->count; i++)
+    nv_cancel(request->batch->members[i]);
 }
 
 int nv_is_started(nv_request *request) { return request->started; }

@@ -56,24 +56,6 @@ static int aside(void *(*work)(void *), void *argument) {
   return !failure;
 }
 
-/* Sorts the rows, unless that is done; leaves parts without blocks empty. */
-void nv_rows_begin(nv_request *request) {
-  if (request->planned) return;
-  request->planned = 1;
-  if (request->stop) return;
-  int failure = -nv_rows_plan(request->rows);
-  if (failure) {
-    int none = 0;
-    atomic_compare_exchange_strong(&request->error, &none, failure);
-    atomic_store(&request->stop, 1);
-    return;
-  }
-  int fd = request->direct_fd >= 0 ? request->direct_fd : request->buffered_fd;
-  request->result.preallocated = nv_rows_preallocate(request->rows, fd);
-  for (uint32_t i = 0; i < request->nparts; i++)
-    request->parts[i].end = nv_rows_more(request->rows, i) != 0;
-}
-
 typedef struct {
   nv_request *request;
   nv_lane *lane;
@@ -100,12 +82,6 @@ int nv_rows_plan_aside(nv_request *request, nv_lane *lane) {
   atomic_fetch_sub(&common->refs, 1); /* not the last: the request has one */
   free(it);
   return 0;
-}
-
-/* Whether an error in a block concerns its rows only; else nothing more is begun. EINVAL is a file
- * that refuses direct I/O: all of it is done again, without. */
-int nv_rows_is_theirs(const nv_request *request, int error) {
-  return request->rows && error != ECANCELED && !(error == EINVAL && request->direct_fd >= 0);
 }
 
 static void conclude(nv_request *request) {
