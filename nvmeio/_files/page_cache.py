@@ -33,7 +33,7 @@ class _Counts(ctypes.Structure):
     ]
 
 
-def holds(fd: int, start: int, nbytes: int) -> bool:
+def is_cached(fd: int, start: int, nbytes: int) -> bool:
     """Whether the page cache holds all of a span of a file.
 
     False as well where it cannot be told: before Linux 6.5, on a file system that does not say, or
@@ -50,7 +50,7 @@ def holds(fd: int, start: int, nbytes: int) -> bool:
     return bool(counts.cached >= pages)
 
 
-def copy(fd: int, start: int, memory: torch.Tensor) -> bool:
+def copy_cached(fd: int, start: int, memory: torch.Tensor) -> bool:
     """Fill memory from a span of a file through the page cache.
 
     Args:

@@ -17,20 +17,18 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
-from nvmeio._memory import system
 from nvmeio._memory.mappings import Mapping
+from nvmeio._memory.system import libc
 from nvmeio._threads.threads import Thread
 
 # Below this the reads are done before a thread has begun.
-LEAST_BYTES = 64 << 20
+PREFAULT_FROM_BYTES = 64 << 20
 
 # One call of the kernel; see _memory for what longer ones do to other threads.
-_CHUNK_BYTES = 16 << 20
+_PREFAULT_BYTES = 16 << 20
 
-THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
+_PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; linux/mman.h
-_madvise = system.libc.madvise  # lets go of the GIL
 
 
 class Prefault:
@@ -45,7 +43,7 @@ class Prefault:
         self._lock = threading.Lock()
         self._stopping = False
         self._refused = 0
-        self._count = THREADS if sum(m.nbytes for m in mappings) >= LEAST_BYTES else 0
+        self._count = _PREFAULT_THREADS if sum(m.nbytes for m in mappings) >= PREFAULT_FROM_BYTES else 0
         self._threads: list[Thread] = []
 
     def check(self) -> None:
@@ -63,7 +61,7 @@ class Prefault:
                 piece = next(self._pieces, None)
             if piece is None:
                 return
-            if _madvise(*piece, _MADV_POPULATE_WRITE) != 0:
+            if libc.madvise(*piece, _MADV_POPULATE_WRITE) != 0:
                 code = ctypes.get_errno()
                 if code not in (errno.EINVAL, errno.ENOSYS):  # before 5.14: the reads touch it
                     self._refused = code
@@ -86,5 +84,5 @@ class Prefault:
 
 def _backwards(mappings: Sequence[Mapping]) -> Iterator[tuple[int, int]]:
     for mapping in reversed(mappings):
-        for start in reversed(range(0, mapping.nbytes, _CHUNK_BYTES)):
-            yield mapping.address + start, min(_CHUNK_BYTES, mapping.nbytes - start)
+        for start in reversed(range(0, mapping.nbytes, _PREFAULT_BYTES)):
+            yield mapping.address + start, min(_PREFAULT_BYTES, mapping.nbytes - start)

@@ -218,7 +218,7 @@ class Reader:
         try:
             opened = wanted.file.acquire(False)
             try:
-                if page_cache.copy(opened.buffered_fd(), wanted.start, wanted.memory):
+                if page_cache.copy_cached(opened.buffered_fd(), wanted.start, wanted.memory):
                     return None
             finally:
                 opened.release()
@@ -284,7 +284,7 @@ class Reader:
         except Exception:
             return False  # its read will say so
         try:
-            return page_cache.holds(opened.any_fd(), chunk.start, chunk.memory.nbytes)
+            return page_cache.is_cached(opened.any_fd(), chunk.start, chunk.memory.nbytes)
         finally:
             opened.release()
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Generic, TypeVar
 
-from nvmeio._threads.future import SLICE_S
+from nvmeio._threads.future import Future
 from nvmeio.engines.base import (
     BatchRequest,
     CompletionQueue,
@@ -29,36 +28,6 @@ from nvmeio.engines.base import (
     Transfer,
     total,
 )
-
-
-class End:
-    """An end that threads wait for.
-
-    On a raw lock: an `Event` that the main thread is interrupted in may leave its own held, and
-    whoever sets it waits for ever. Those who wait look up now and then, so it may stay taken.
-    """
-
-    def __init__(self) -> None:
-        self._reached = False
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    def set(self) -> None:
-        """It is reached; called once."""
-        self._reached = True
-        self._gate.release()
-
-    def is_set(self) -> bool:
-        """Whether it is reached."""
-        return self._reached
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until then, for so long at most."""
-        deadline = time.monotonic() + timeout_s
-        while not self._reached and (left := deadline - time.monotonic()) > 0:
-            if self._gate.acquire(timeout=min(left, SLICE_S)):
-                self._gate.release()
-        return self._reached
 
 
 class EventfdQueue:
@@ -149,12 +118,12 @@ class Reported(ABC):
         self.token = token
         self._lock = lock
         self._cq = cq
-        self._finished = End()
+        self._finished: Future[None] = Future()
 
     @property
     def done(self) -> bool:
         """Whether it is over."""
-        return self._finished.is_set()
+        return self._finished.done
 
     def wait(self, timeout_s: float) -> bool:
         return self._finished.wait(timeout_s)
@@ -181,7 +150,7 @@ class Reported(ABC):
 
     def finish(self) -> None:
         """Report the end; with the lock held."""
-        self._finished.set()
+        self._finished.set(None)
         self._cq.link(self)
 
 

@@ -191,10 +191,10 @@ class _Reading:
         start, nbytes = stored.entry.start, stored.entry.nbytes
         opened = self._checkpoint.files[stored.file].acquire(False)
         try:
-            if not page_cache.holds(opened.any_fd(), start, nbytes):
+            if not page_cache.is_cached(opened.any_fd(), start, nbytes):
                 return None
             memory = _room(nbytes)
-            copied = page_cache.copy(opened.buffered_fd(), start, memory)
+            copied = page_cache.copy_cached(opened.buffered_fd(), start, memory)
         finally:
             opened.release()
         return memory if copied else None

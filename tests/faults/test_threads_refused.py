@@ -151,7 +151,7 @@ HELPING: dict[str, Callable[[Path], None]] = {
 def test_a_thread_that_only_helps_is_done_without(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefault, "PREFAULT_FROM_BYTES", 1)
     monkeypatch.setattr(copies, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     die_at_birth(monkeypatch, name)

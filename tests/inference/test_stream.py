@@ -999,7 +999,7 @@ def test_streaming_puts_nothing_into_the_page_cache(tmp_path: Path, stream: Make
         fd, pages = file.fileno(), os.path.getsize(path) // PAGE_BYTES
 
         def cached() -> list[int]:
-            return [n for n in range(pages) if page_cache.holds(fd, n * PAGE_BYTES, PAGE_BYTES)]
+            return [n for n in range(pages) if page_cache.is_cached(fd, n * PAGE_BYTES, PAGE_BYTES)]
 
         file.read()
         if len(cached()) < pages:

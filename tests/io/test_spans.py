@@ -492,7 +492,7 @@ def test_new_memory_is_touched_beside_the_reads(
     path.write_bytes(data)
     spans = some_spans(path, data, 11)
     handle = new_handle("threads")
-    monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefault, "PREFAULT_FROM_BYTES", 1)
     monkeypatch.setattr(prefault, "_CHUNK_BYTES", 64 << 10)
     assert_holds(spans, read(handle, spans), data)  # by the real one
     monkeypatch.setattr(prefault, "_madvise", madvise)
@@ -526,7 +526,7 @@ def test_memory_that_is_not_there_is_an_error(
             return super()._move(block, fd, memory, offset)  # type: ignore[arg-type]
 
     path.write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(prefault, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefault, "PREFAULT_FROM_BYTES", 1)
     monkeypatch.setattr(prefault, "_madvise", madvise)
     handle = new_handle(AfterThat())
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
