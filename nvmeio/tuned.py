@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio import _checks
-from nvmeio._files.mounts import find_mount
+from nvmeio._files.system import find_mount
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
 from nvmeio._storage.replace import replace_file
 from nvmeio.engines.base import Options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from nvmeio._files import mounts
+from nvmeio._files import system
 
 
 def test_mountinfo_is_read_as_the_manual_has_it() -> None:
@@ -13,12 +13,12 @@ def test_mountinfo_is_read_as_the_manual_has_it() -> None:
         "\nnonsense\n"
         "40 36 0:40 / /s rw - tmpfs  rw\n"
     )
-    assert mounts.parse_mountinfo(text) == [
-        mounts.Mount(36, "98:0", "/mnt 2", "ext3", "/dev/root"),
-        mounts.Mount(40, "0:40", "/s", "tmpfs", ""),
+    assert system.parse_mountinfo(text) == [
+        system.Mount(36, "98:0", "/mnt 2", "ext3", "/dev/root"),
+        system.Mount(40, "0:40", "/s", "tmpfs", ""),
     ]
 
 
 def test_a_device_tells_its_file_system() -> None:
-    assert mounts.file_system_of(os.stat("/proc").st_dev) == "proc"
-    assert mounts.file_system_of(os.makedev(4095, 99999)) == ""
+    assert system.file_system_of(os.stat("/proc").st_dev) == "proc"
+    assert system.file_system_of(os.makedev(4095, 99999)) == ""

@@ -25,9 +25,9 @@ import torch
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.prefault import Prefault
 from nvmeio._io.spans import Copies, Region, Run, Span, inside, named, plan_reads
 from nvmeio._memory import devices, mappings, system
+from nvmeio._memory.mappings import Prefault
 from nvmeio._ranks.exchange import Exchange
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

@@ -11,10 +11,10 @@ memory page as within its file page and direct I/O needs no bounce.
   go, and what lies between them (headers, padding) is read along.
 
 The memory is not touched beforehand but beside the reads, which begin at once: by the kernel, as it
-pins the pages for the drive, and from the other end by `prefault`. Touched first, 2 GiB loaded at
+pins the pages for the drive, and from the other end by `Prefault`. Touched first, 2 GiB loaded at
 2.6 GB/s; piece by piece ahead of the reads at 3.1; beside them at 3.2 (into memory that was there
 already, 3.3). On a virtual machine whose host had taken its free pages back, 1.1 without and 1.4
-with `prefault`.
+with `Prefault`.
 
 For another device the same reads go through a ring of page-locked chunks, each copied on as it
 arrives, so that host memory stays bounded whatever the size.
@@ -37,9 +37,8 @@ from nvmeio import files
 from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.prefault import Prefault
 from nvmeio._memory import devices, system
-from nvmeio._memory.mappings import Mapping
+from nvmeio._memory.mappings import Mapping, Prefault
 from nvmeio.errors import ShortTransferError
 from nvmeio.files import File
 from nvmeio.handle import AioHandle

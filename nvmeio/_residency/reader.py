@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nvmeio._files import page_cache
+from nvmeio._files import system
 from nvmeio._memory.devices import Mark
 from nvmeio._threads.threads import Thread
 from nvmeio.errors import ClosedError
@@ -218,7 +218,7 @@ class Reader:
         try:
             opened = wanted.file.acquire(False)
             try:
-                if page_cache.copy_cached(opened.buffered_fd(), wanted.start, wanted.memory):
+                if system.copy_cached(opened.buffered_fd(), wanted.start, wanted.memory):
                     return None
             finally:
                 opened.release()
@@ -284,7 +284,7 @@ class Reader:
         except Exception:
             return False  # its read will say so
         try:
-            return page_cache.is_cached(opened.any_fd(), chunk.start, chunk.memory.nbytes)
+            return system.is_cached(opened.any_fd(), chunk.start, chunk.memory.nbytes)
         finally:
             opened.release()
 

@@ -21,7 +21,7 @@ import torch
 from nvmeio import _checks, buffers
 from nvmeio._formats import torch_zip
 from nvmeio._io.handles import new_handle
-from nvmeio._io.write_behind import WriteBehind
+from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.locks import open_reading
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.closing import Closing, Discarding

@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from nvmeio import buffers
 from nvmeio._io.handles import CallHandle
-from nvmeio._io.write_behind import WriteBehind
+from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.durable import sync_directory
 from nvmeio._storage.replace import Replacement
 from nvmeio._threads.closing import Discarding

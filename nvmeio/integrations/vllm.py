@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from nvmeio import buffers
-from nvmeio._files import page_cache
+from nvmeio._files import system as system_module
 from nvmeio._formats.safetensors_files import tensor_on
 from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
 from nvmeio._io.handles import handle_for
@@ -191,10 +191,10 @@ class _Reading:
         start, nbytes = stored.entry.start, stored.entry.nbytes
         opened = self._checkpoint.files[stored.file].acquire(False)
         try:
-            if not page_cache.is_cached(opened.any_fd(), start, nbytes):
+            if not system_module.is_cached(opened.any_fd(), start, nbytes):
                 return None
             memory = _room(nbytes)
-            copied = page_cache.copy_cached(opened.buffered_fd(), start, memory)
+            copied = system_module.copy_cached(opened.buffered_fd(), start, memory)
         finally:
             opened.release()
         return memory if copied else None

@@ -21,7 +21,7 @@ from checkpoint._objects import SAFE, UNSAFE, assert_same, noise
 from support import random_bytes, spin_until
 
 import nvmeio
-from nvmeio._io.write_behind import WriteBehind
+from nvmeio._io.inflight import WriteBehind
 from nvmeio._memory import mappings
 
 

@@ -16,8 +16,8 @@ from interrupts import _offload
 from support import die_at_birth
 
 import nvmeio
-from nvmeio._io import prefault
 from nvmeio._memory import mappings
+from nvmeio._memory import mappings as mappings_module
 from nvmeio._residency.reader import Reader
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.checkpoint._snapshot import copies
@@ -124,7 +124,7 @@ def snapshot(folder: Path) -> None:
 
 
 def prefaulting(folder: Path) -> None:
-    with prefault.Prefault([mappings.Mapping(1 << 20)]) as made:
+    with mappings_module.Prefault([mappings.Mapping(1 << 20)]) as made:
         made.check()
 
 
@@ -151,7 +151,7 @@ HELPING: dict[str, Callable[[Path], None]] = {
 def test_a_thread_that_only_helps_is_done_without(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefault, "PREFAULT_FROM_BYTES", 1)
+    monkeypatch.setattr(mappings_module, "PREFAULT_FROM_BYTES", 1)
     monkeypatch.setattr(copies, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     die_at_birth(monkeypatch, name)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import nvmeio
-from nvmeio._files import page_cache
+from nvmeio._files import system
 from nvmeio.testing import FakeEngine
 
 SMALL: dict[str, Any] = {"window": 2, "timeout_s": PATIENCE_S}
@@ -22,8 +22,8 @@ SMALL: dict[str, Any] = {"window": 2, "timeout_s": PATIENCE_S}
 
 def from_the_drive() -> None:
     """And not from the page cache, where what was just written is."""
-    page_cache.copy_cached = lambda *_: False  # type: ignore[assignment]
-    page_cache.is_cached = lambda *_: False  # type: ignore[assignment]
+    system.copy_cached = lambda *_: False  # type: ignore[assignment]
+    system.is_cached = lambda *_: False  # type: ignore[assignment]
 
 
 def handle_of(me: Rank) -> nvmeio.AioHandle:

@@ -38,7 +38,7 @@ from support import (
 from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio
-from nvmeio._files import page_cache
+from nvmeio._files import system
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.safetensors_files import header_of
 from nvmeio._threads.owner import OwnerThread
@@ -999,7 +999,7 @@ def test_streaming_puts_nothing_into_the_page_cache(tmp_path: Path, stream: Make
         fd, pages = file.fileno(), os.path.getsize(path) // PAGE_BYTES
 
         def cached() -> list[int]:
-            return [n for n in range(pages) if page_cache.is_cached(fd, n * PAGE_BYTES, PAGE_BYTES)]
+            return [n for n in range(pages) if system.is_cached(fd, n * PAGE_BYTES, PAGE_BYTES)]
 
         file.read()
         if len(cached()) < pages:

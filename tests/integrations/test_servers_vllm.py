@@ -15,7 +15,7 @@ from inference._models import llama, loaded, saved
 from support import aged, nvmeio_threads, spin_until
 
 import nvmeio
-from nvmeio._files import page_cache
+from nvmeio._files import system
 from nvmeio.errors import BackendUnavailableError, IntegrityError
 from nvmeio.integrations import vllm as for_vllm
 
@@ -63,7 +63,7 @@ def test_the_page_cache_is_used_where_it_holds_the_file(
     cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(llama, tmp_path)
-    monkeypatch.setattr(page_cache, "is_cached", lambda *_: cached)
+    monkeypatch.setattr(system, "is_cached", lambda *_: cached)
     read: list[int] = []
     begin, begin_batch = nvmeio.AioHandle.async_pread, nvmeio.AioHandle.async_pread_batch
 

@@ -30,12 +30,12 @@ from support import (
 
 import nvmeio
 from nvmeio._files.plan import PAGE_BYTES
-from nvmeio._io import prefault
 from nvmeio._io import spans as span_reads
 from nvmeio._io import spans as spans_module
-from nvmeio._io.prefault import Prefault
 from nvmeio._io.spans import Load, Span, inside, plan_reads, read
 from nvmeio._memory import mappings
+from nvmeio._memory import mappings as mappings_module
+from nvmeio._memory.mappings import Prefault
 from nvmeio._threads.jobs import in_thread
 
 NewHandle = Callable[..., nvmeio.AioHandle]
@@ -492,17 +492,17 @@ def test_new_memory_is_touched_beside_the_reads(
     path.write_bytes(data)
     spans = some_spans(path, data, 11)
     handle = new_handle("threads")
-    monkeypatch.setattr(prefault, "PREFAULT_FROM_BYTES", 1)
-    monkeypatch.setattr(prefault, "_CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(mappings_module, "PREFAULT_FROM_BYTES", 1)
+    monkeypatch.setattr(mappings_module, "_CHUNK_BYTES", 64 << 10)
     assert_holds(spans, read(handle, spans), data)  # by the real one
-    monkeypatch.setattr(prefault, "_madvise", madvise)
+    monkeypatch.setattr(mappings_module, "_madvise", madvise)
     with Prefault([mappings.Mapping(1 << 20), mappings.Mapping(96 << 10)]):
         spin_until(lambda: sum(touched) == (1 << 20) + (96 << 10))
 
 
 def test_it_begins_at_the_end() -> None:
     first, second = mappings.Mapping(40 << 20), mappings.Mapping(4096)
-    pieces = list(prefault._backwards([first, second]))
+    pieces = list(mappings_module._backwards([first, second]))
     assert [nbytes >> 12 for _, nbytes in pieces] == [1, 2048, 4096, 4096]
     assert [address - first.address for address, _ in pieces[1:]] == [32 << 20, 16 << 20, 0]
 
@@ -526,8 +526,8 @@ def test_memory_that_is_not_there_is_an_error(
             return super()._move(block, fd, memory, offset)  # type: ignore[arg-type]
 
     path.write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(prefault, "PREFAULT_FROM_BYTES", 1)
-    monkeypatch.setattr(prefault, "_madvise", madvise)
+    monkeypatch.setattr(mappings_module, "PREFAULT_FROM_BYTES", 1)
+    monkeypatch.setattr(mappings_module, "_madvise", madvise)
     handle = new_handle(AfterThat())
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
         read(handle, [Span(path, 0, 1 << 20)])

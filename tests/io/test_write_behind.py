@@ -12,7 +12,7 @@ import torch
 from support import random_bytes, spin_until_collected
 
 import nvmeio
-from nvmeio._io.write_behind import WriteBehind
+from nvmeio._io.inflight import WriteBehind
 
 
 def test_the_staging_may_be_of_any_size(path: Path, new_handle: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nvmeio
-from nvmeio._files import page_cache
+from nvmeio._files import system
 from nvmeio._residency import reader as reader_module
 from nvmeio._residency.reader import Fill, Reader, WantedBytes
 from nvmeio.files import File
@@ -36,7 +36,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
         opened = file.acquire(False)
         try:
             os.fsync(opened.any_fd())
-            if not page_cache.is_cached(opened.any_fd(), 0, len(BYTES)):
+            if not system.is_cached(opened.any_fd(), 0, len(BYTES)):
                 pytest.skip("cachestat(2) is not to be had here (Linux 6.5)")
         finally:
             opened.release()
@@ -55,13 +55,13 @@ def reader() -> Iterator[Reader]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where the copies out of the page cache began."""
     starts: list[int] = []
-    copy = page_cache.copy_cached
+    copy = system.copy_cached
 
     def noted(fd: int, start: int, memory: torch.Tensor) -> bool:
         starts.append(start)
         return copy(fd, start, memory)
 
-    monkeypatch.setattr(page_cache, "copy_cached", noted)
+    monkeypatch.setattr(system, "copy_cached", noted)
     return starts
 
 
@@ -110,7 +110,7 @@ def test_what_is_not_cached_comes_from_the_drive(
     fd = opened.any_fd()
     for _ in range(100):  # a page that somebody looks at just then stays
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        held = [at for at in range(0, NBYTES, 4096) if page_cache.is_cached(fd, at, 1)]
+        held = [at for at in range(0, NBYTES, 4096) if system.is_cached(fd, at, 1)]
         if not held:
             break
     opened.release()
@@ -127,7 +127,7 @@ def test_a_copy_that_fails_is_read_instead(
     reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
-    monkeypatch.setattr(page_cache, "copy_cached", lambda fd, start, memory: False)
+    monkeypatch.setattr(system, "copy_cached", lambda fd, start, memory: False)
     fill, memory = bring(reader, weights)
     assert fill.error is None
     assert memory.numpy().tobytes() == BYTES
@@ -137,7 +137,7 @@ def test_a_file_that_ends_early_is_an_error(
     reader: Reader, weights: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_drive(reader, monkeypatch)
-    monkeypatch.setattr(page_cache, "is_cached", lambda fd, start, nbytes: True)
+    monkeypatch.setattr(system, "is_cached", lambda fd, start, nbytes: True)
     fill, _ = bring(reader, weights, len(BYTES) + PIECE)
     assert isinstance(fill.error, nvmeio.TransferError)
     assert "weights" in str(fill.error)
@@ -156,14 +156,14 @@ def test_a_cancelled_job_is_done_only_when_its_copy_is(
 ) -> None:
     slow_drive(reader, monkeypatch)
     copying, go_on = threading.Event(), threading.Event()
-    copy = page_cache.copy_cached
+    copy = system.copy_cached
 
     def held_up(fd: int, start: int, memory: torch.Tensor) -> bool:
         copying.set()
         assert go_on.wait(LIMIT_S)
         return copy(fd, start, memory)
 
-    monkeypatch.setattr(page_cache, "copy_cached", held_up)
+    monkeypatch.setattr(system, "copy_cached", held_up)
     memory = torch.zeros(len(BYTES), dtype=torch.uint8)
     fill = Fill([WantedBytes(weights, 0, memory, 0)])
     reader.submit(fill)

@@ -14,7 +14,7 @@ import torch
 
 import nvmeio
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio._io.write_behind import WriteBehind
+from nvmeio._io.inflight import WriteBehind
 from nvmeio._storage.durable import sync_file
 from nvmeio.checkpoint.file_objects import FastFileReader
 from nvmeio.cli._bench.workload import Workload

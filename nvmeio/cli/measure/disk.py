@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nvmeio._files.mounts import find_mount
 from nvmeio._files.plan import PAGE_BYTES
+from nvmeio._files.system import find_mount
 from nvmeio.cli.measure import machine
 
 SECTOR = 512  # /proc/diskstats counts in these whatever the drive's own block is

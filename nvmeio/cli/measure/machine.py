@@ -23,7 +23,7 @@ import torch
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio._files.mounts import find_mount
+from nvmeio._files.system import find_mount
 from nvmeio._memory import copy_on_write
 from nvmeio._shim import kernel_aio
 from nvmeio.cli.measure.cufile_facts import CuFile as CuFile

@@ -16,7 +16,7 @@ import torch
 import typer
 
 import nvmeio
-from nvmeio._files.mounts import find_mount
+from nvmeio._files.system import find_mount
 from nvmeio._shim import memory_at
 from nvmeio._threads.owner import OwnerThread
 from nvmeio.cli._exits import Refused

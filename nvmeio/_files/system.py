@@ -1,4 +1,4 @@
-"""What the kernel's page cache holds already: asked with cachestat(2), and copied from there.
+"""What the kernel says of files: which mount a path lies in, and what the page cache holds.
 
 nvmeio reads direct and leaves the cache alone. But a file that was just written or downloaded may
 be in it, and then a processor brings some of the bytes while the drive brings others.
@@ -8,11 +8,81 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._shim import memory_at
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/self/mountinfo."""
+
+    mount_id: int
+    device: str
+    mount_point: str
+    file_system: str
+    source: str
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """Reads the format of proc_pid_mountinfo(5); lines that do not follow it are left out."""
+    mounts = []
+    for line in text.splitlines():
+        before, separator, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if separator and len(left) >= 6 and len(right) >= 2:
+            mounts.append(
+                Mount(
+                    int(left[0]),
+                    left[2],
+                    _unescape(left[4]),
+                    _unescape(right[0]),
+                    _unescape(right[1]),
+                )
+            )
+    return mounts
+
+
+def find_mount(directory: Path) -> Mount | None:
+    """The mount that a directory lies in.
+
+    By mount id, for neither the longest matching path (mounts may hide one another) nor the device
+    number (btrfs gives each subvolume its own) settles it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fdinfo = _read(f"/proc/self/fdinfo/{descriptor}") or ""
+    finally:
+        os.close(descriptor)
+    found = re.search(r"^mnt_id:\s*(\d+)", fdinfo, re.MULTILINE)
+    if not found:
+        return None
+    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
+    return next((mount for mount in mounts if mount.mount_id == int(found[1])), None)
+
+
+def file_system_of(device: int) -> str:
+    """The type of the file system with this device number, or "" where none is mounted."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    mounts = parse_mountinfo(_read("/proc/self/mountinfo") or "")
+    return next((mount.file_system for mount in mounts if mount.device == wanted), "")
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+
 
 _CACHESTAT = 451  # the number of the system call on every architecture; Linux 6.5
 
