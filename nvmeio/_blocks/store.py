@@ -33,7 +33,7 @@ from nvmeio import _checks, files
 from nvmeio._blocks.catalog import BlockPlace, Catalog
 from nvmeio._blocks.table import Key, names_of
 from nvmeio._blocks.transfers import InPlace, SlotPiece, Transfers
-from nvmeio._blocks.worker import Worker
+from nvmeio._blocks.worker import StoreWorker
 from nvmeio._files.plan import round_up
 from nvmeio._io.handles import new_handle
 from nvmeio._storage import crc32
@@ -125,10 +125,10 @@ class BlockStore(Closing):
         self._identity = identity
         self._loaded = 0
         self._closed_message = f"the block store {self.path} is closed"
-        self._loads = Worker("nvmeio-blocks-loads", self._closed_message)
-        self._stores = Worker("nvmeio-blocks-stores", self._closed_message)
+        self._loads = StoreWorker("nvmeio-blocks-loads", self._closed_message)
+        self._stores = StoreWorker("nvmeio-blocks-stores", self._closed_message)
         self._closed = False
-        self._left: set[Worker] = set()  # which do what a second interrupt left to itself
+        self._left: set[StoreWorker] = set()  # which do what a second interrupt left to itself
         self._pid = os.getpid()
         self._gate = threading.Lock()  # held by who begins something, and while it becomes closed
         try:
@@ -380,7 +380,7 @@ class BlockStore(Closing):
 
     # Life
 
-    def _call(self, worker: Worker, work: Callable[..., Value], *args: Any) -> Value:
+    def _call(self, worker: StoreWorker, work: Callable[..., Value], *args: Any) -> Value:
         """Have it done, and wait for its end, or for a second interrupt."""
         try:
             value = worker.call(self._check_open, work, *args)
@@ -392,7 +392,7 @@ class BlockStore(Closing):
         return value
 
     def _change(
-        self, worker: Worker, change: Callable[..., object], *args: Any, wait: bool = True
+        self, worker: StoreWorker, change: Callable[..., object], *args: Any, wait: bool = True
     ) -> None:
         """Change the catalog, beside whatever is moved."""
         if not may_be_interrupted():
@@ -404,7 +404,7 @@ class BlockStore(Closing):
 
     def _begin(
         self,
-        worker: Worker,
+        worker: StoreWorker,
         work: Callable[[list[bytes], list[torch.Tensor]], list[bool]],
         given: tuple[list[bytes], list[torch.Tensor]],
         done: Callable[[list[bool]], object],
@@ -451,7 +451,7 @@ class BlockStore(Closing):
         return f"<BlockStore {self.path} {state}{len(self)} of {self._catalog.index.slots} blocks>"
 
 
-def _finish(worker: Worker) -> None:
+def _finish(worker: StoreWorker) -> None:
     """Wait until all is done that it was asked before."""
     with contextlib.suppress(ClosedError):
         worker.finish()

@@ -17,7 +17,7 @@ from nvmeio._threads.owner import OwnerThread
 Value = TypeVar("Value")
 
 
-class Worker:
+class StoreWorker:
     """Does one thing after the other, whoever asks.
 
     Args:

@@ -25,7 +25,7 @@ import torch
 from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._io.inflight import InFlight, Stagings
 from nvmeio._io.long_call import LongCall
-from nvmeio._io.spans import Copies, Region, Run, Span, inside, named, plan_reads
+from nvmeio._io.spans import ChunkCopies, Region, Run, Span, inside, named, plan_reads
 from nvmeio._memory import devices, mappings, system
 from nvmeio._memory.mappings import Prefault
 from nvmeio._ranks.exchange import Exchange
@@ -350,7 +350,7 @@ class _OnDevice:
         staged = torch.device("cpu") if self._is_meta else device
         self._reading = Stagings(most, max(_READ_CHUNKS, at_once), staged)
         self._receiving = Stagings(most, _SENT_CHUNKS, staged)
-        self._copies = Copies(device)
+        self._copies = ChunkCopies(device)
         self._read: dict[SharedPart, torch.Tensor] = {}
         self._sent: deque[tuple[Any, SharedPart, torch.Tensor]] = deque()
 

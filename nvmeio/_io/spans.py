@@ -390,7 +390,7 @@ class Load:
 
     def _through(self, regions: list[Region]) -> list[torch.Tensor]:
         found = [self._new(span.nbytes) for span in self._spans]
-        copies = Copies(self._device)
+        copies = ChunkCopies(self._device)
         stagings = Stagings(CHUNK_BYTES, CHUNKS, self._device)
 
         def pass_on(chunk: torch.Tensor, run: Run, region: Region) -> None:
@@ -467,7 +467,7 @@ def _pieces(regions: list[Region]) -> Iterator[tuple[Run, Region]]:
                 yield run._replace(start=start, end=end, at=run.at + start - run.start), region
 
 
-class Copies:
+class ChunkCopies:
     """Copies to a device: on a CUDA stream of their own, or one after another elsewhere."""
 
     def __init__(self, device: torch.device) -> None:

@@ -98,11 +98,11 @@ class LibaioEngine:
         request = _owned(lib.nv_prepare, (self._engine, cq.raw, token, *transfer))
         if not request:
             raise MemoryError("the native shim could not allocate a request")
-        return _Request(request)
+        return _NativeRequest(request)
 
     def short_place(self, opcode: int, fd: int, direct: bool, unit: int, memory: int) -> ShortPlace:
         """A file's short transfers take less of everything."""
-        return _Place(self._engine, opcode, fd, direct, unit, memory)
+        return _NativePlace(self._engine, opcode, fd, direct, unit, memory)
 
     def prepare_rows(
         self, cq: CompletionQueue, token: int, transfer: Transfer, rows: Rows
@@ -153,7 +153,7 @@ class LibaioEngine:
         self._lanes.clear()
 
 
-class _Request:
+class _NativeRequest:
     __slots__ = ("_raw",)
 
     def __init__(self, raw: Any) -> None:
@@ -190,7 +190,7 @@ _short_prepare, _short_start = lib.nv_short_prepare, lib.nv_short_start
 _short_moved, _short_end = lib.nv_short_moved, lib.nv_short_end
 
 
-class _Place:
+class _NativePlace:
     __slots__ = ("_engine", "prepare")
 
     prepare: Callable[[CompletionQueue, int, int], ShortRequest]
@@ -206,7 +206,7 @@ class _Place:
         raw.offset_alignment, raw.memory_alignment = unit, memory
 
 
-class _ShortRequest(_Request):
+class _ShortRequest(_NativeRequest):
     __slots__ = ("_owned", "_place", "held")
 
     def __init__(self, place: Any, cq: Any, token: int, flag: int) -> None:
@@ -233,7 +233,7 @@ class _ShortRequest(_Request):
         lib.nv_short_let_go(self._owned)
 
 
-class _RowsRequest(_Request):
+class _RowsRequest(_NativeRequest):
     __slots__ = ("_rows",)
 
     def __init__(self, raw: Any, rows: Rows) -> None:
@@ -244,7 +244,7 @@ class _RowsRequest(_Request):
         return with_cause(super().outcome(), lib.nv_request_rows(self._raw), self._rows)
 
 
-class _BatchRequest(_Request):
+class _BatchRequest(_NativeRequest):
     __slots__ = ("_number",)
 
     def __init__(self, raw: Any, number: int) -> None:

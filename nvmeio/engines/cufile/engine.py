@@ -30,7 +30,7 @@ from nvmeio.engines.base import CompletionQueue, Options, Request, Transfer
 from nvmeio.engines.cufile.driver import DRIVER, DriverSettings
 from nvmeio.engines.cufile.library import CuFileFailure, Library
 from nvmeio.engines.cufile.registry import REGIONS, RegisteredRegion
-from nvmeio.engines.cufile.tasks import CuFileRequest, Task, TaskMover
+from nvmeio.engines.cufile.tasks import CuFileRequest, CuFileTask, TaskMover
 
 logger = logging.getLogger("nvmeio")
 
@@ -199,7 +199,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
 
     # --- the queue: called with the condition held ------------------------------------------
 
-    def take(self, worker: _Worker) -> Task | None:
+    def take(self, worker: _Worker) -> CuFileTask | None:
         """The next task for a thread; None when it is to end."""
         look = _LOOK_S[0]
         with self.condition:
@@ -224,7 +224,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
                     self.condition.wait()
                     look = _LOOK_S[0]
 
-    def _next_task(self) -> Task | None:
+    def _next_task(self) -> CuFileTask | None:
         for _ in range(len(self._turns)):
             request = self._turns.popleft()
             if not request.exhausted and not self._is_ready(request):
@@ -249,7 +249,7 @@ class CuFileEngine(QueuedEngine[CuFileRequest]):
             request.fail(errno.EIO, failed)
             return True
 
-    def done(self, worker: _Worker, task: Task) -> None:
+    def done(self, worker: _Worker, task: CuFileTask) -> None:
         """A thread is through with a task."""
         request = task.request
         with self.condition:
@@ -348,7 +348,7 @@ class _Worker:
     """A thread that calls cuFile, and since when it does."""
 
     def __init__(self, engine: CuFileEngine, mover: TaskMover, index: int) -> None:
-        self.task: Task | None = None
+        self.task: CuFileTask | None = None
         self.lost = False
         self.ended = False
         self._since = 0.0
@@ -359,7 +359,7 @@ class _Worker:
     def start(self) -> None:
         self.thread.start()
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: CuFileTask) -> None:
         """With the condition held."""
         self.task = task
         self._since = time.monotonic()

@@ -54,18 +54,18 @@ class CuFileRequest(DeviceRequest):
         """Whether no further task of it is to be begun."""
         return self.stop or (self.next >= self.end and not self.edges)
 
-    def cut(self, task_bytes: int) -> Task:
+    def cut(self, task_bytes: int) -> CuFileTask:
         """The next task of it, with the engine's condition held."""
         if self.edges:
-            return Task(self, *self.edges.pop(), True)
+            return CuFileTask(self, *self.edges.pop(), True)
         start = self.next
         end = min((start // task_bytes + 1) * task_bytes, self.end)
         self.next = end
-        return Task(self, start, end, False)
+        return CuFileTask(self, start, end, False)
 
 
 @dataclass(eq=False)
-class Task:
+class CuFileTask:
     """File range [start, end) of a request; an edge goes through the host."""
 
     request: CuFileRequest
@@ -102,7 +102,7 @@ class TaskMover:
         self._reaches_drive = mode in ("gds", "p2p")
         self._needs_cuda = needs_cuda
 
-    def run(self, task: Task) -> None:
+    def run(self, task: CuFileTask) -> None:
         """Move a task's bytes; failures are the request's."""
         request = task.request
         memory = request.transfer.memory
@@ -124,7 +124,7 @@ class TaskMover:
         except Exception as failed:
             request.fail(errno.EIO, failed)
 
-    def _move(self, task: Task) -> None:
+    def _move(self, task: CuFileTask) -> None:
         request, transfer = task.request, task.request.transfer
         fd = transfer.direct_fd if transfer.direct_fd >= 0 else transfer.buffered_fd
         handle = self._files.handle(self._library, transfer.opened, fd)
@@ -169,7 +169,7 @@ class TaskMover:
             return None
         return region.base
 
-    def _write_edge(self, task: Task) -> None:
+    def _write_edge(self, task: CuFileTask) -> None:
         transfer = task.request.transfer
         start = task.start - transfer.file_offset
         data = self._host_bytes(transfer, start, task.end - task.start)
@@ -188,7 +188,7 @@ class TaskMover:
         self._copier.download(chunk, device[start : start + nbytes]).wait()
         return ctypes.string_at(chunk.data_ptr(), nbytes)
 
-    def _count(self, task: Task, moved: int) -> None:
+    def _count(self, task: CuFileTask, moved: int) -> None:
         request, transfer = task.request, task.request.transfer
         address = transfer.address + task.start - transfer.file_offset
         aligned = not any(n % PAGE_BYTES for n in (task.start, task.end, address))
