@@ -185,7 +185,7 @@ def test_loads_work_on_their_own_device(
     copies: list[int] = []
     empty = torch.empty
 
-    class Copies(span_reads.Copies):
+    class Copies(span_reads.ChunkCopies):
         def copy(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
             with torch.cuda.stream(self._stream):
                 copies.append(cuda.current_device())

@@ -152,9 +152,9 @@ moments = random.Random(int(sys.argv[1]))
 interrupted = 0
 calls = []
 while interrupted < 60:
-    signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.00005, 0.004))
     call = None
     try:
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.00005, 0.004))
         with CallHandle(None, sys.argv[2]) as call:
             call.get()
         call.wait()
