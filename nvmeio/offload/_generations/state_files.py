@@ -43,10 +43,12 @@ class StateFiles:
         self._nbytes = 0
         self._bands: list[int] = []  # of the files, for their striping
         self._subgroup_of: dict[int, Subgroup] = {}
+        self._signature = ""  # of the pieces that there are; "" until somebody asks
         self.pieces: list[Piece] = []
 
     def place(self, subgroups: Sequence[Subgroup]) -> None:
         """Give further subgroups their places; `open` makes the files that long."""
+        self._signature = ""
         for subgroup in subgroups:
             if not subgroup.resident:
                 subgroup.offset = self._nbytes
@@ -59,6 +61,7 @@ class StateFiles:
 
     def forget(self, subgroups: Sequence[Subgroup], nbytes: int) -> None:
         """Take back what `place` did last; the files stay as long as they are."""
+        self._signature = ""
         while self._nbytes > nbytes:
             self._nbytes -= self._bands.pop()
         for subgroup in subgroups:
@@ -225,6 +228,8 @@ class StateFiles:
 
     def signature(self) -> str:
         """What the files are laid out for, as a digest."""
+        if self._signature:
+            return self._signature
         digest = hashlib.sha256(self._directory.layout.encode())
         for piece in self.pieces:
             subgroup = self._subgroup_of[piece.number]
@@ -232,7 +237,8 @@ class StateFiles:
             # Without strides: those of a state are not known before it is made.
             spans = [(name, span._replace(strides=())) for name, span in piece.spans.items()]
             digest.update(repr((facts, sorted(spans))).replace(", strides=()", "").encode())
-        return digest.hexdigest()[:32]
+        self._signature = digest.hexdigest()[:32]
+        return self._signature
 
     @property
     def nbytes(self) -> int:

@@ -189,7 +189,7 @@ def _state(work: Work, small: dict[str, Any]) -> dict[str, Any]:
 def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]) -> None:
     """Bring what the optimizer made anew into the slots; the rest stays outside of them."""
     for work in works:
-        after = dict(state[work.weights])
+        after, address = dict(state[work.weights]), work.slot.data_ptr()
         for name, span in work.piece.spans.items():
             if name == WEIGHTS:
                 continue
@@ -197,11 +197,10 @@ def _collect(works: Sequence[Work], state: Any, found: dict[int, dict[str, Any]]
             if not work.piece.begun:
                 work.strides[name] = () if value is None else strides_of(value)
                 span = span._replace(strides=work.strides[name])
-            place = view(work.slot, span)
             if value is None:
-                place.zero_()
-            elif value.data_ptr() != place.data_ptr():
-                place.copy_(value)
+                view(work.slot, span).zero_()
+            elif value.data_ptr() != address + span.offset:
+                view(work.slot, span).copy_(value)
         found[work.piece.number] = after
 
 
