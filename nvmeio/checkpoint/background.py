@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 
 from nvmeio import _checks
-from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import padded_nbytes
 from nvmeio._io.handles import new_handle
 from nvmeio._io.inflight import Cancellation
@@ -222,14 +221,6 @@ class _NamedFile(SaveJob):
     def path(self) -> str:
         """Where the file will be."""
         return self._path
-
-    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """All of it."""
-        return [(0, padded_nbytes(layout))]
-
-    def pages_beside(self, layout: FileLayout) -> list[int]:
-        """None: there is no other part."""
-        return []
 
     def write(self) -> bool | None:
         """Write the file and put it into its place."""

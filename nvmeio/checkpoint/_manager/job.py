@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, pickled
 from nvmeio._formats.torch_skeleton import UnknownWriterError
-from nvmeio._formats.torch_writing import Crc, write_part
+from nvmeio._formats.torch_writing import Crc, padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall
 from nvmeio._ranks.messages import Messages
@@ -210,13 +211,21 @@ class SaveJob(ABC):
     def path(self) -> str:
         """Where the checkpoint will be."""
 
-    @abstractmethod
     def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """The [start, end) of the file that each rank writes."""
+        """The [start, end) of the file that each rank writes: all of it, where each has its own.
 
-    @abstractmethod
+        Of one file, even parts of whole pages, of the ranks that write; nothing of the others.
+        """
+        nbytes = padded_nbytes(layout)
+        if self.LAYOUT != "one":
+            return [(0, nbytes)] * self.messages.size
+        pages = nbytes // PAGE_BYTES
+        shares = agreement.shares_of_writers(pages, self.messages.size, self.writing)
+        return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
+
     def pages_beside(self, layout: FileLayout) -> list[int]:
         """Offsets of the pages outside of this rank's part that it needs as well."""
+        return []
 
     @abstractmethod
     def write(self) -> bool | None:

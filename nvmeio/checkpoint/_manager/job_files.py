@@ -18,7 +18,6 @@ import stat
 import struct
 
 from nvmeio import files
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_writing import Crc, finish, padded_nbytes, unfinished_pages
 from nvmeio._storage.durable import (
@@ -37,7 +36,6 @@ from nvmeio._storage.replace import (
 )
 from nvmeio.checkpoint._manager import retention
 from nvmeio.checkpoint._manager.job import SaveJob
-from nvmeio.checkpoint._ranks import agreement
 from nvmeio.errors import TransferError, transfer_error
 from nvmeio.files import File
 
@@ -53,12 +51,6 @@ class OneFile(SaveJob):
     def path(self) -> str:
         """Where the checkpoint will be."""
         return retention.file_path(self.setup.directory, self.step)
-
-    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """Even parts of whole pages, of the ranks that write; nothing of the others."""
-        pages = padded_nbytes(layout) // PAGE_BYTES
-        shares = agreement.shares_of_writers(pages, self.messages.size, self.writing)
-        return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
         """Rank 0 writes the CRCs that no part knows alone, and what else is in their pages."""
@@ -123,14 +115,6 @@ class FileOfEachRank(SaveJob):
     def path(self) -> str:
         """Where the directory will be."""
         return retention.ranks_path(self.setup.directory, self.step)
-
-    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """All of it, whichever rank."""
-        return [(0, padded_nbytes(layout))] * self.messages.size
-
-    def pages_beside(self, layout: FileLayout) -> list[int]:
-        """None: no rank writes another one's file."""
-        return []
 
     def write(self) -> bool | None:
         """Write this rank's file, and commit all of them."""

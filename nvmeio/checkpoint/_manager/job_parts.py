@@ -23,14 +23,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._formats.torch_layout import FileLayout
 from nvmeio._formats.torch_part import HEAD_BYTES, PartHead, pack, sum_of
 from nvmeio._formats.torch_writing import (
     Crc,
     finish,
     join_crcs,
-    padded_nbytes,
     unfinished_pages,
 )
 from nvmeio._io.inflight import Cancelled
@@ -38,7 +36,6 @@ from nvmeio._ranks.rank_store import pauses
 from nvmeio._storage.durable import sync_data
 from nvmeio._storage.replace import Replacement
 from nvmeio.checkpoint._manager.job import SaveJob, SaveReport
-from nvmeio.checkpoint._ranks import agreement
 from nvmeio.checkpoint._ranks.agreement import Disagreement
 from nvmeio.checkpoint._ranks.drives import Decision, DriveMark, OwnDrives, Save, Survey, decide
 from nvmeio.errors import TransferError, transfer_error
@@ -77,12 +74,6 @@ class PartOfEachRank(SaveJob):
         drives = self.setup.drives
         assert drives is not None
         return drives
-
-    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """Even parts of whole pages, of the ranks that write; nothing of the others."""
-        pages = padded_nbytes(layout) // PAGE_BYTES
-        shares = agreement.shares_of_writers(pages, self.messages.size, self.writing)
-        return [(start * PAGE_BYTES, end * PAGE_BYTES) for start, end in shares]
 
     def pages_beside(self, layout: FileLayout) -> list[int]:
         """Those of this rank's part with CRCs that it does not know alone: written twice."""
@@ -304,10 +295,6 @@ class OwnFileOfEachRank(PartOfEachRank):
 
     LAYOUT = "per_rank"
     KIND = "rank"
-
-    def parts(self, layout: FileLayout) -> list[tuple[int, int]]:
-        """All of it, whichever rank."""
-        return [(0, padded_nbytes(layout))] * self.messages.size
 
     def _unfinished(self, layout: FileLayout) -> list[int]:
         return []
