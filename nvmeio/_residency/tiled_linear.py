@@ -22,7 +22,7 @@ ROWS = 64
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class Rows(NamedTuple):
+class LinearRows(NamedTuple):
     """Some rows of a linear layer.
 
     Attributes:
@@ -50,7 +50,7 @@ def row_bounds(count: int, row_nbytes: int, most: int) -> list[tuple[int, int]]:
     """The [first, last) of tiles of about the same size.
 
     Args:
-        count: Rows of the matrix.
+        count: LinearRows of the matrix.
         row_nbytes: What each of them takes.
         most: Bytes of a tile; at least `ROWS` rows are one all the same.
     """
@@ -60,12 +60,12 @@ def row_bounds(count: int, row_nbytes: int, most: int) -> list[tuple[int, int]]:
     return [(first, min(first + rows, count)) for first in range(0, count, rows)]
 
 
-def compute(input: torch.Tensor, outputs: int, tiles: Iterable[Rows]) -> torch.Tensor:
+def compute(input: torch.Tensor, outputs: int, tiles: Iterable[LinearRows]) -> torch.Tensor:
     """`torch.nn.functional.linear`, tile by tile.
 
     Args:
         input: [..., inputs].
-        outputs: Rows of the whole matrix.
+        outputs: LinearRows of the whole matrix.
         tiles: They are computed in this order, and in backward in the other.
 
     Returns:
@@ -95,7 +95,7 @@ def compute(input: torch.Tensor, outputs: int, tiles: Iterable[Rows]) -> torch.T
         del given, part, place  # the next one is computed without them
     assert output is not None
     if recorded:
-        joined: torch.Tensor = _Joined.apply(output, spans, *recorded)  # type: ignore[no-untyped-call]
+        joined: torch.Tensor = _WholeOutput.apply(output, spans, *recorded)  # type: ignore[no-untyped-call]
         return joined
     return output
 
@@ -149,7 +149,7 @@ class _Put(torch.autograd.Function):
         return grad, None
 
 
-class _Joined(torch.autograd.Function):
+class _WholeOutput(torch.autograd.Function):
     """An output that has what was put there; its gradient goes to the parts."""
 
     @staticmethod

@@ -172,7 +172,7 @@ class Lockstep(Generic[Value]):
         Raises:
             Abandoned: They are to end.
         """
-        number = _here.number
+        number = _membership.number
         with self._condition:
             if self._failed is not None or self._stopped:
                 raise Abandoned
@@ -191,7 +191,7 @@ class Lockstep(Generic[Value]):
         return later[0] if later else min(self._members, default=-1)
 
     def _member(self, number: int, work: Callable[[], Value], values: dict[int, Value]) -> None:
-        _here.lockstep, _here.number = self, number
+        _membership.lockstep, _membership.number = self, number
         try:
             with self._condition:
                 self._wait(number)
@@ -208,14 +208,14 @@ class Lockstep(Generic[Value]):
                 self._condition.notify_all()
 
 
-class _Here(threading.local):
+class _Membership(threading.local):
     lockstep: Lockstep[Any] | None = None
     number: int = -1
 
 
-_here = _Here()
+_membership = _Membership()
 
 
 def current() -> Lockstep[Any] | None:
     """The lockstep of which this thread is a member."""
-    return _here.lockstep
+    return _membership.lockstep

@@ -72,7 +72,7 @@ class PackReport(NamedTuple):
     largest_error: float
 
 
-class _Record(NamedTuple):
+class _UnitRecord(NamedTuple):
     """The tensors of one unit, each with the number of the weight that it is made of."""
 
     unit: Unit
@@ -242,7 +242,7 @@ class _Contents:
             for name, _, _, number in record.tensors
         }
 
-    def _record(self, unit: Unit, setting: Quantised | None, done: set[str]) -> _Record:
+    def _record(self, unit: Unit, setting: Quantised | None, done: set[str]) -> _UnitRecord:
         tensors = []
         for number, weight in enumerate(unit.weights):
             if weight.name in done:
@@ -262,14 +262,14 @@ class _Contents:
             dtypes = (torch.uint8, torch.float32, torch.float32)
             for suffix, kind, shape in zip(packed_format.SUFFIXES, dtypes, shapes, strict=True):
                 tensors.append((weight.name + suffix, kind, shape, number))
-        return _Record(unit, tensors)
+        return _UnitRecord(unit, tensors)
 
-    def parts(self, number: int) -> list[_Part]:
+    def parts(self, number: int) -> list[_FileShare]:
         """What of a record lies in which file."""
         start, end, whole = self.places[number]
         if self.dealing is not None:
             return [
-                _Part(piece.drive, piece.start, piece.held_end, self.piece_sums, at)
+                _FileShare(piece.drive, piece.start, piece.held_end, self.piece_sums, at)
                 for at, piece in enumerate(self.dealing.pieces)
                 if start <= piece.start < end
             ]
@@ -277,7 +277,7 @@ class _Contents:
         places = packed_index.cuts(end - start, self.ranks)
         for rank, sums in enumerate(self.part_sums):
             low, high = (0, end - start) if whole else (places[rank], places[rank + 1])
-            found.append(_Part(rank, start + low, start + high, sums, number))
+            found.append(_FileShare(rank, start + low, start + high, sums, number))
         return [part for part in found if part.start < part.end]
 
     def header(
@@ -333,7 +333,7 @@ class _Contents:
         return found
 
 
-class _Part(NamedTuple):
+class _FileShare(NamedTuple):
     """Bytes behind the header that lie in a file, and where their checksum is noted."""
 
     file: int
@@ -443,7 +443,7 @@ def _write(
 
 
 def _filled(
-    record: _Record,
+    record: _UnitRecord,
     entries: Mapping[str, TensorEntry],
     source: _StoredWeights,
     sums_of: Mapping[str, list[int]],

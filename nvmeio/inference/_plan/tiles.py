@@ -131,9 +131,9 @@ def linear(unit: Unit, input: torch.Tensor, bias: torch.Tensor | None) -> torch.
     return output
 
 
-def _rows(tile: Unit, bias: torch.Tensor | None) -> tiled_linear.Rows:
+def _rows(tile: Unit, bias: torch.Tensor | None) -> tiled_linear.LinearRows:
     module: Any = tile.modules[0]
-    return tiled_linear.Rows(module.first, module.last, lambda given: module(given, bias))
+    return tiled_linear.LinearRows(module.first, module.last, lambda given: module(given, bias))
 
 
 def _tile_sums(unit: Unit) -> list[CutSums]:

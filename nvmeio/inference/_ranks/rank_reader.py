@@ -68,7 +68,7 @@ class Passes:
 
     def begin(self) -> object:
         """A mark to hold in a local for as long as the pass goes on."""
-        mark = _Mark()
+        mark = _RankPassMark()
         self._marks[threading.get_ident()] = weakref.ref(mark)
         return mark
 
@@ -82,7 +82,7 @@ class Passes:
         return now - self._at < LINGER_S
 
 
-class _Mark:
+class _RankPassMark:
     __slots__ = ("__weakref__",)
 
 

@@ -19,7 +19,7 @@ class PassCancelled(Exception):
     """A pass was told to stop; raised in it at the next layer."""
 
 
-class _Mark:
+class _PassMark:
     """A pass that is under way, for as long as its frame has this."""
 
     def __init__(self, held: object) -> None:
@@ -70,7 +70,7 @@ class OwnPass:
 
     def mark(self, held: object) -> object:
         """To hold for as long as a pass goes on, with what else is held so long."""
-        mark = _Mark(held)
+        mark = _PassMark(held)
         self._here.mark = weakref.ref(mark)
         return mark
 

@@ -34,7 +34,7 @@ from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
 from nvmeio.pool import Lease, PinnedPool
 
 
-class Slot(window.Slot[Unit]):
+class WeightSlot(window.Slot[Unit]):
     """The memory of a unit of weights.
 
     Attributes:
@@ -70,6 +70,82 @@ class Slot(window.Slot[Unit]):
         return all(self.experts[expert] for expert in sum_.experts)
 
 
+class _WorkRoom:
+    """Room for converted weights: one place for all units, or lent to each.
+
+    Args:
+        nbytes: How much.
+        device: Where.
+        copies: Of a GPU: comes between what streams do there.
+        lent: A unit keeps its part until the last tensor over it is gone.
+    """
+
+    def __init__(
+        self, nbytes: int, device: torch.device, copies: devices.Beside | None, lent: bool
+    ) -> None:
+        self._device = device
+        self._copies = copies
+        self._host: LentPool | None = None
+        self._there: DevicePool | None = None
+        self._shared: torch.Tensor | None = None
+        self._used: list[Mark] = []  # of what is shared: by whom before, until when
+        if lent and copies is None:
+            self._host = LentPool(nbytes)
+        elif lent:
+            self._there = DevicePool(device, nbytes, copies)
+        else:
+            if device.type == "cpu":
+                self._shared = buffers.empty_aligned(nbytes, dtype=torch.uint8)
+            else:
+                self._shared = devices.empty(nbytes, device)
+            self._used = [devices.now(device)]  # by whoever had this memory before
+
+    def take(self, slot: WeightSlot) -> torch.Tensor:
+        """Where a unit's weights may be converted to by what this thread asks from now on."""
+        if self._shared is not None:
+            for mark in self._used:
+                devices.come_after(devices.stream_here(self._device), mark)
+            return self._shared
+        memory = self._lend(slot.unit)
+        if memory is None:
+            gc.collect()  # what is held by a tensor in a cycle
+            memory = self._lend(slot.unit)
+        if memory is None:
+            raise MemoryError(
+                f"there is no room to convert the weights of {slot.unit.name}: tensors over those "
+                "of another layer, which somebody keeps, have it. Let go of them, or pack the "
+                "model in the dtype in which it computes"
+            ) from (None if self._there is None else self._there.refused)
+        if self._copies is not None:
+            self._copies.precede()  # which follows whoever had it before
+        slot.work = memory
+        return memory
+
+    def _lend(self, unit: Unit) -> torch.Tensor | None:
+        if self._there is not None:
+            self._there.refused = None
+            return self._there.take(unit.converted_bytes)
+        assert self._host is not None
+        lent = self._host.take(unit, unit.converted_bytes)
+        return None if lent is None else lent.memory
+
+    def used_by(self, stream: Any) -> None:
+        """A stream works there from now on."""
+        if self._there is not None:
+            self._there.used_by(stream)
+
+    def used_until(self, marks: Sequence[Mark]) -> None:
+        """Those that were let at what is shared are done with it."""
+        if self._shared is not None:
+            self._used = [*_not_done(self._used), *marks]
+
+    def close(self) -> None:
+        """Let go of it; tensors that are out stay valid."""
+        self._shared = None
+        if self._host is not None:
+            self._host.close()
+
+
 class SlotPools:
     """The pools of one stream.
 
@@ -88,10 +164,8 @@ class SlotPools:
         self._resident: PinnedPool | None = None
         self._window: PinnedPool | None = None
         self._lent: LentPool | None = None  # in place of the window
-        self._lent_work: LentPool | None = None
         self._largest = shares.window // max(shares.layers, 1)  # unit of the window
-        self._work: torch.Tensor | None = None
-        self._work_used: list[Mark] = []  # by whom before, until when
+        self._work: _WorkRoom | None = None
         # Of what stays and was given up by a failure: its place is kept for it. The pool has just
         # enough for all, and another order might cut it into pieces that are too small. By name:
         # see `Opening`.
@@ -99,7 +173,6 @@ class SlotPools:
         # Of a GPU: twins, and until when streams that were let at them are at work there.
         self._free: list[tuple[torch.Tensor, list[Mark]]] = []
         self._there: DevicePool | None = None  # of a GPU: what is lent
-        self._there_work: DevicePool | None = None
         # As `_places`, where backward may look at them.
         self._twins: dict[str, tuple[torch.Tensor, list[Mark]]] = {}
         self._out: dict[int, Lease] = {}  # outlive the slots of a model that is dropped
@@ -107,20 +180,15 @@ class SlotPools:
         self._copies = devices.beside(device) if on_gpu else None
         if lent and on_gpu:
             self._there = DevicePool(device, shares.window, self._copies)
-            self._there_work = DevicePool(device, shares.work, self._copies)
-        lent = lent and not on_gpu
         try:
             if shares.resident:
                 self._resident = PinnedPool(shares.resident)
-            if shares.window and lent:
+            if shares.window and lent and not on_gpu:
                 self._lent = LentPool(shares.window)
             elif shares.window:
                 self._window = PinnedPool(shares.window)
-            if shares.work and lent:
-                self._lent_work = LentPool(shares.work)
-            elif shares.work and self._there_work is None:
-                self._work = self._room(shares.work)
-                self._work_used = [devices.now(device)]  # by whoever had this memory before
+            if shares.work:
+                self._work = _WorkRoom(shares.work, device, self._copies, lent)
         except BaseException:
             self.close()
             raise
@@ -133,7 +201,7 @@ class SlotPools:
 
     # Slots
 
-    def take(self, unit: Unit, stays: bool) -> Slot | None:
+    def take(self, unit: Unit, stays: bool) -> WeightSlot | None:
         """A slot for a unit, or None where none is free now."""
         if self._lent is not None and not stays:
             nbytes = unit.layout.nbytes
@@ -141,7 +209,7 @@ class SlotPools:
             lent = self._lent.take(unit, self._largest // (self._largest // nbytes))
             if lent is None or lent.memory is None:
                 return None
-            return Slot(unit, None, lent.host[:nbytes], lent.memory[:nbytes])
+            return WeightSlot(unit, None, lent.host[:nbytes], lent.memory[:nbytes])
         pool = self._resident if stays else self._window
         if pool is None:
             raise RuntimeError(f"no memory was set aside for {unit!r}")
@@ -159,10 +227,10 @@ class SlotPools:
             lease, host = leased
             self._out[id(lease)] = lease
             if memory is not None:
-                return Slot(unit, lease, host, memory)
-        return Slot(unit, lease, host, host if self._copies is None else self._twin(unit))
+                return WeightSlot(unit, lease, host, memory)
+        return WeightSlot(unit, lease, host, host if self._copies is None else self._twin(unit))
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: WeightSlot) -> None:
         """Take back a slot that nobody uses any more."""
         if self._copies is not None:
             # Of the copies out of the lease, not of the computation; or it was given up halfway.
@@ -182,14 +250,14 @@ class SlotPools:
             del self._out[id(slot.lease)]
             slot.lease.__exit__(None, None, None)
 
-    def apart(self, unit: Unit) -> Slot:
+    def apart(self, unit: Unit) -> WeightSlot:
         """A slot in memory of its own, which goes with the last tensor over it."""
         host = buffers.empty_aligned(unit.layout.nbytes, dtype=torch.uint8)
         if self._copies is None:
-            return Slot(unit, None, host, host)
+            return WeightSlot(unit, None, host, host)
         memory = devices.empty(unit.layout.nbytes, self.device)
         self._copies.follow()  # as for a twin
-        return Slot(unit, None, host, memory)
+        return WeightSlot(unit, None, host, memory)
 
     def _twin(self, unit: Unit) -> torch.Tensor:
         assert self._copies is not None
@@ -211,7 +279,7 @@ class SlotPools:
 
     # Filling
 
-    def fill(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
+    def fill(self, slot: WeightSlot, reads: Sequence[Read], files: Sequence[File]) -> Fill:
         """The reads that fill a slot, with the copies to the device behind them."""
         wanted = [
             WantedBytes(files[r.file], r.start, slot.host[r.at : r.at + r.end - r.start], r.at)
@@ -241,7 +309,7 @@ class SlotPools:
 
         return Fill(wanted, arrived, finished)
 
-    def fill_together(self, slot: Slot, number: int, ranks: RankReader) -> SharedFill:
+    def fill_together(self, slot: WeightSlot, number: int, ranks: RankReader) -> SharedFill:
         """The same where other ranks read parts of it; checked and copied when all are there.
 
         Args:
@@ -266,36 +334,37 @@ class SlotPools:
     # one is current when a unit goes: those that were let at it are remembered before they are
     # asked anything, so that a failure in between forgets none.
 
-    def ready(self, slot: Slot) -> None:
+    def ready(self, slot: WeightSlot) -> None:
         """Let what this thread computes begin after copies and conversions; does not block."""
         if self._copies is None:
             return
         stream = devices.stream_here(self.device)
         if stream not in slot.streams:
             slot.streams.append(stream)
-        for pool in (self._there, self._there_work):
-            if pool is not None:
-                pool.used_by(stream)
+        if self._there is not None:
+            self._there.used_by(stream)
+        if self._work is not None:
+            self._work.used_by(stream)
         for mark in (slot.event, slot.converted):
             if mark is not None:
                 devices.come_after(stream, mark)
 
-    def converted(self, slot: Slot) -> None:
+    def converted(self, slot: WeightSlot) -> None:
         """Let whoever uses it begin after its conversions too, which this thread has asked for."""
         if self._copies is not None and slot.unit.converted_bytes:
             slot.converted = devices.now(self.device)
 
-    def arrived(self, slot: Slot) -> bool:
+    def arrived(self, slot: WeightSlot) -> bool:
         """Whether its copies are made, so that no stream has to wait for them."""
         return slot.event is None or slot.event.done()
 
-    def let_go(self, slot: Slot) -> None:
+    def let_go(self, slot: WeightSlot) -> None:
         """Its weights are shown to nobody any more; what streams were asked may still read them."""
         streams, slot.streams, slot.converted = slot.streams, [], None
         marks = [devices.asked_of(stream) for stream in streams]
         slot.used = _not_done(slot.used) + marks
         if self._work is not None and slot.unit.converted_bytes:
-            self._work_used = _not_done(self._work_used) + marks
+            self._work.used_until(marks)
 
     def settle(self) -> None:
         """Wait until nothing on the device is at work with weights.
@@ -306,7 +375,7 @@ class SlotPools:
             with contextlib.suppress(RuntimeError):  # a device that failed computes no more
                 devices.synchronize(self.device)
 
-    def check(self, slot: Slot, reads: Sequence[Read], files: Sequence[File]) -> None:
+    def check(self, slot: WeightSlot, reads: Sequence[Read], files: Sequence[File]) -> None:
         """Compare what was read outside of a fill with its checksums.
 
         A read is of whole pages and brings the edges of the neighbours again: these are compared
@@ -326,7 +395,7 @@ class SlotPools:
         ]
         verify(slot.host, touched, files)
 
-    def copied(self, slot: Slot, read: Read) -> None:
+    def copied(self, slot: WeightSlot, read: Read) -> None:
         """Bring what was read outside of a fill to the device."""
         if self._copies is not None:
             end = read.at + read.end - read.start
@@ -334,7 +403,7 @@ class SlotPools:
 
     # Tensors
 
-    def tensors(self, slot: Slot, keep: bool = False) -> list[torch.Tensor]:
+    def tensors(self, slot: WeightSlot, keep: bool = False) -> list[torch.Tensor]:
         """The weights of a unit whose reads are done, those of experts included.
 
         Args:
@@ -348,15 +417,9 @@ class SlotPools:
         unit = slot.unit
         found: list[torch.Tensor] = []
         at = 0
-        room = self._work
-        if unit.converted_bytes and not keep:
-            if self._lent_work is not None:
-                room = slot.work = self._work_of(unit, self._lent_work)
-            elif self._there_work is not None:
-                room = slot.work = self._work_there(unit, self._there_work)
-            else:
-                for mark in self._work_used:
-                    devices.come_after(devices.stream_here(self.device), mark)
+        room: torch.Tensor | None = None
+        if unit.converted_bytes and not keep and self._work is not None:
+            room = self._work.take(slot)
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if not weight.converted_bytes:
                 found.append(parts[0] if weight.order is None else parts[0].permute(weight.order))
@@ -381,39 +444,13 @@ class SlotPools:
             found.append(out)
         return found
 
-    def convert_expert(self, slot: Slot, tensors: list[torch.Tensor], expert: int) -> None:
+    def convert_expert(self, slot: WeightSlot, tensors: list[torch.Tensor], expert: int) -> None:
         """Convert one expert that was read after `tensors`."""
         experts = slot.unit.experts
         for index, (weight, parts) in enumerate(_weights_in(slot)):
             if experts is not None and index in experts.weights and weight.converted_bytes:
                 out = tensors[index][expert]
                 _convert(weight, [p[expert : expert + 1] for p in parts], out)
-
-    def _work_of(self, unit: Unit, pool: LentPool) -> torch.Tensor:
-        lent = pool.take(unit, unit.converted_bytes)
-        if lent is None:
-            gc.collect()  # what is held by a tensor in a cycle
-            lent = pool.take(unit, unit.converted_bytes)
-        if lent is None or lent.memory is None:
-            raise _no_room(unit)
-        return lent.memory
-
-    def _work_there(self, unit: Unit, pool: DevicePool) -> torch.Tensor:
-        assert self._copies is not None
-        pool.refused = None
-        memory = pool.take(unit.converted_bytes)
-        if memory is None:
-            gc.collect()
-            memory = pool.take(unit.converted_bytes)
-        if memory is None:
-            raise _no_room(unit) from pool.refused
-        self._copies.precede()  # which follows whoever had it before
-        return memory
-
-    def _room(self, nbytes: int) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return buffers.empty_aligned(nbytes, dtype=torch.uint8)
-        return devices.empty(nbytes, self.device)
 
     @property
     def refused(self) -> BaseException | None:
@@ -426,7 +463,7 @@ class SlotPools:
         for lease, _ in self._places.values():
             lease.__exit__(None, None, None)
         self._places.clear()
-        for pool in (self._resident, self._window, self._lent, self._lent_work):
+        for pool in (self._resident, self._window, self._lent, self._work):
             if pool is not None:
                 pool.close()
         self._out.clear()
@@ -435,19 +472,11 @@ class SlotPools:
         self._twins.clear()
 
 
-def _no_room(unit: Unit) -> MemoryError:
-    return MemoryError(
-        f"there is no room to convert the weights of {unit.name}: tensors over those of "
-        "another layer, which somebody keeps, have it. Let go of them, or pack the model "
-        "in the dtype in which it computes"
-    )
-
-
 def _not_done(marks: list[Mark]) -> list[Mark]:
     return [mark for mark in marks if not mark.done()]
 
 
-def _weights_in(slot: Slot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
+def _weights_in(slot: WeightSlot) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
     """Each weight of a unit, with its parts as they lie in the slot."""
     unit = slot.unit
     parts = [part for weight in unit.weights for part in weight.parts]

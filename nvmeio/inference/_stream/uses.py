@@ -18,7 +18,7 @@ from nvmeio._residency.window import Window
 from nvmeio._threads.owner import Claim, OwnerThread
 from nvmeio.errors import ClosedError
 from nvmeio.inference._plan.units import Partition, Unit
-from nvmeio.inference._stream.slots import Slot
+from nvmeio.inference._stream.slots import WeightSlot
 from nvmeio.inference._stream.stand_ins import check, check_frozen, install, shows, uninstall
 from nvmeio.inference._stream.turns import CLOSED, Turns, Waiting
 from nvmeio.inference._stream.weights import Resources, Weights
@@ -77,13 +77,15 @@ class Uses:
             Remembered(streamed, lambda unit: not unit.resident) if trainable else Cyclic(streamed)
         )
         self._lent: Unit | None = None  # to backward, the last
-        self._window: Window[Unit, Slot] = Window(
+        self._window: Window[Unit, WeightSlot] = Window(
             resources.reader, self._keeper, self._order, later=self._later
         )
         self.turns = Turns(owner)
-        self._use: tuple[Slot, Any] | None = None  # the unit that is used, on which CUDA stream
-        self._kept: Slot | None = None  # used, and held for the other micro-batches
-        self._fixed_slot: Slot | None = None
+        self._use: tuple[WeightSlot, Any] | None = (
+            None  # the unit that is used, on which CUDA stream
+        )
+        self._kept: WeightSlot | None = None  # used, and held for the other micro-batches
+        self._fixed_slot: WeightSlot | None = None
         self._settled: dict[Unit, list[torch.Tensor]] = {}  # and what their modules show
         self.units_used = self.experts_read = 0
 
@@ -139,7 +141,7 @@ class Uses:
         finally:
             del shared  # the traceback of an interrupt must not keep a close waiting
 
-    def _settle(self, slot: Slot, caller: Hashable) -> None:
+    def _settle(self, slot: WeightSlot, caller: Hashable) -> None:
         if isinstance(caller, Lockstep) or not self._keeper.settled(slot):
             return
         if not self.resources.memory.arrived(slot):
@@ -211,7 +213,7 @@ class Uses:
 
     # --- units ----------------------------------------------------------------------------------
 
-    def _bring(self, unit: Unit, grad_mode: GradMode) -> Slot:
+    def _bring(self, unit: Unit, grad_mode: GradMode) -> WeightSlot:
         self._put_away(unit)
         found = self._window.slot(unit)
         if found is not None and found.bound:  # settled, or kept for micro-batches
@@ -225,7 +227,7 @@ class Uses:
         self._kept = None
         return slot
 
-    def _need(self, unit: Unit, grad_mode: GradMode) -> Slot:
+    def _need(self, unit: Unit, grad_mode: GradMode) -> WeightSlot:
         if isinstance(self._order, Remembered):
             self._order.recording = grad_mode.recording
         self._lent = unit if grad_mode.backward else None
@@ -282,7 +284,7 @@ class Uses:
             if not had:
                 self._end_turn(caller)
 
-    def _leave(self, use: tuple[Slot, Any], caller: Hashable) -> None:
+    def _leave(self, use: tuple[WeightSlot, Any], caller: Hashable) -> None:
         if self._use is not use:
             return  # the turn is somebody else's, or the same thread uses another unit by now
         self._use = None

@@ -23,7 +23,7 @@ from nvmeio.handle import AioHandle
 from nvmeio.inference._plan.slot_layout import FileExtent, Read
 from nvmeio.inference._plan.units import Unit
 from nvmeio.inference._ranks.rank_reader import RankReader, SharedFill
-from nvmeio.inference._stream.slots import Slot, SlotPools
+from nvmeio.inference._stream.slots import SlotPools, WeightSlot
 from nvmeio.inference._stream.stand_ins import check_frozen, install, names_in, uninstall
 from nvmeio.operation import Operation
 
@@ -49,7 +49,7 @@ class Resources(NamedTuple):
             steps.callback(self.reader.stop)
 
 
-class Weights(Keeper[Unit, Slot]):
+class Weights(Keeper[Unit, WeightSlot]):
     """Memory and reads of a stream's units, for its window."""
 
     def __init__(self, resources: Resources, units: Sequence[Unit], trainable: bool) -> None:
@@ -62,16 +62,16 @@ class Weights(Keeper[Unit, Slot]):
         self.dense = False
         self.beside_bytes = 0  # read past the queue
         self._trainable = trainable
-        self._converted: Slot | None = None  # that was bound last, if the room is not shared
+        self._converted: WeightSlot | None = None  # that was bound last, if the room is not shared
         # Where what goes from under autograd lies now: by the address of its storage, which unit
         # it is of, and whether it is converted.
         self.places: dict[int, tuple[Unit, bool]] = {}
 
-    def take(self, unit: Unit) -> Slot | None:
+    def take(self, unit: Unit) -> WeightSlot | None:
         """A slot, of what stays or of the window."""
         return self._memory.take(unit, unit.resident)
 
-    def fill(self, slot: Slot) -> Fill:
+    def fill(self, slot: WeightSlot) -> Fill:
         """Everything but experts; these too where the last token needed most of them.
 
         With several ranks, whose tokens differ, never: each reads those that it needs.
@@ -85,14 +85,14 @@ class Weights(Keeper[Unit, Slot]):
             slot.experts = bytearray(b"\1" * unit.experts.number)
         return self._memory.fill(slot, reads, self._checkpoint.files)
 
-    def check(self, slot: Slot) -> None:
+    def check(self, slot: WeightSlot) -> None:
         """Raise if a file was written to."""
         for index in slot.files:
             self._checkpoint.check(index, f"layer {slot.unit.name!r}")
         if isinstance(slot.fill, SharedFill):
             slot.event = slot.fill.event
 
-    def explain(self, slot: Slot, error: BaseException) -> BaseException:
+    def explain(self, slot: WeightSlot, error: BaseException) -> BaseException:
         """With the names of the tensors."""
         unit, at = slot.unit, None if slot.fill is None else slot.fill.failed_at
         if not isinstance(error, TransferError):
@@ -100,7 +100,7 @@ class Weights(Keeper[Unit, Slot]):
         names = unit.name if at is None else names_in(unit, at.at, at.memory.nbytes)
         return with_context(error, f"weights {names} of {unit.name}")
 
-    def bind(self, slot: Slot) -> None:
+    def bind(self, slot: WeightSlot) -> None:
         """Show the weights, converted where that is needed."""
         if self._trainable:
             check_frozen(slot.unit.targets)
@@ -112,7 +112,7 @@ class Weights(Keeper[Unit, Slot]):
             self._note_places(slot)
         slot.shown = install(slot.unit.targets, slot.tensors)
 
-    def unbind(self, slot: Slot) -> None:
+    def unbind(self, slot: WeightSlot) -> None:
         """Show nothing; the room for conversions is the next one's."""
         uninstall(slot.unit.targets)
         slot.tensors, slot.shown = [], []
@@ -123,7 +123,7 @@ class Weights(Keeper[Unit, Slot]):
             slot.work = None
         self._memory.let_go(slot)
 
-    def _put_away_converted(self, slot: Slot) -> None:
+    def _put_away_converted(self, slot: WeightSlot) -> None:
         if not slot.unit.converted_bytes:
             return
         before, self._converted = self._converted, slot
@@ -131,13 +131,13 @@ class Weights(Keeper[Unit, Slot]):
             before.bound = False
             self.unbind(before)
 
-    def _note_places(self, slot: Slot) -> None:
+    def _note_places(self, slot: WeightSlot) -> None:
         if not slot.unit.resident:
             self.places[slot.memory.untyped_storage().data_ptr()] = (slot.unit, False)
         if slot.work is not None:
             self.places[slot.work.untyped_storage().data_ptr()] = (slot.unit, True)
 
-    def rest(self, slot: Slot) -> bool:
+    def rest(self, slot: WeightSlot) -> bool:
         """What streams goes. What stays remains in place, unless it is in room that all share.
 
         Where backward comes, all stays until there is need of its room.
@@ -149,16 +149,16 @@ class Weights(Keeper[Unit, Slot]):
             self.unbind(slot)
         return not slot.unit.resident
 
-    def settled(self, slot: Slot) -> bool:
+    def settled(self, slot: WeightSlot) -> bool:
         """Whether a unit stays in place between its uses."""
         unit = slot.unit
         return slot.bound and unit.resident and not unit.converted_bytes and unit.experts is None
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: WeightSlot) -> None:
         """To its pool."""
         self._memory.give_back(slot)
 
-    def take_anyway(self, unit: Unit) -> Slot:
+    def take_anyway(self, unit: Unit) -> WeightSlot:
         """Cannot be, the budget was shared out for this; unless tensors of others keep memory."""
         if not self._trainable:
             raise RuntimeError(f"no slot for {unit!r}")
@@ -174,7 +174,7 @@ class Weights(Keeper[Unit, Slot]):
 
     # Past the queue, for somebody who waits
 
-    def read_experts(self, slot: Slot, missing: Sequence[int]) -> None:
+    def read_experts(self, slot: WeightSlot, missing: Sequence[int]) -> None:
         """Bring experts of a unit that is in use."""
         experts = slot.unit.layout.experts
         reads = [read for expert in missing for read in experts[expert]]
@@ -186,7 +186,7 @@ class Weights(Keeper[Unit, Slot]):
             self._memory.convert_expert(slot, slot.tensors, expert)
         self._memory.converted(slot)
 
-    def _read_beside(self, slot: Slot, reads: Sequence[Read]) -> None:
+    def _read_beside(self, slot: WeightSlot, reads: Sequence[Read]) -> None:
         files = self._checkpoint.files
         by_handle: dict[AioHandle, list[Read]] = {}
         for read in reads:

@@ -17,7 +17,7 @@ from torch import nn
 
 from nvmeio._files.plan import PAGE_BYTES
 from nvmeio._residency import tiled_linear
-from nvmeio._residency.tiled_linear import Rows
+from nvmeio._residency.tiled_linear import LinearRows
 from nvmeio.offload._module.param_store import store_of
 from nvmeio.offload._module.stages import (
     AS_ONE,
@@ -227,7 +227,7 @@ def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     tiles: Any = self._modules[_TILES]
     rows, first = [], 0
     for tile in tiles:
-        rows.append(Rows(first, first + tile.out_features, tile))
+        rows.append(LinearRows(first, first + tile.out_features, tile))
         first += tile.out_features
     return tiled_linear.compute(input, self.out_features, rows)
 
