@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from nvmeio.compat.deepspeed import launching
+from nvmeio.compat.deepspeed import installing
 
 
 def run(command: list[str]) -> NoReturn:
@@ -20,4 +20,4 @@ def run(command: list[str]) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(command[0], command, launching.environment(os.environ))
+    os.execvpe(command[0], command, installing.environment(os.environ))

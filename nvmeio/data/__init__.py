@@ -4,7 +4,7 @@ Reading order for newcomers: `records` (`Records`: what is where in the file), `
 its way), `prefetch` (batches ahead of a loop). docs/data.md says what to do with them.
 """
 
-from nvmeio.data.gather import Gather as Gather
+from nvmeio.data.prefetch import Gather as Gather
 from nvmeio.data.prefetch import Prefetch as Prefetch
 from nvmeio.data.records import Records as Records
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from programs import run_program
 
 import nvmeio
-from nvmeio.compat.deepspeed import launching
+from nvmeio.compat.deepspeed import installing
 
 ROOT = str(Path(nvmeio.__file__).parent.parent)
 
@@ -28,7 +28,7 @@ def test_command_gets_its_arguments_and_our_environment() -> None:
     code = "import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'])"
     for dashes in (["--"], []):
         done = run(*dashes, sys.executable, "-c", code, "--lr", "1", "--", "--help")
-        expected = f"['--lr', '1', '--', '--help'] {launching.STARTUP}{os.pathsep}{ROOT}"
+        expected = f"['--lr', '1', '--', '--help'] {installing.STARTUP}{os.pathsep}{ROOT}"
         assert done.stdout.strip() == expected, done.stderr
 
 

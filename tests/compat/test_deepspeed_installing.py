@@ -15,7 +15,7 @@ import pytest
 from programs import run_program
 
 import nvmeio
-from nvmeio.compat.deepspeed import launching
+from nvmeio.compat.deepspeed import installing
 
 ROOT = Path(nvmeio.__file__).parent.parent
 LIMIT_S = 550  # only for what hangs
@@ -77,7 +77,7 @@ def python(
     command = [sys.executable, *flags, "-c", textwrap.dedent(script)]
     if not everywhere:
         return run_program(command, env=environment, timeout=LIMIT_S)
-    environment = launching.environment(environment)  # a module there is imported at birth
+    environment = installing.environment(environment)  # a module there is imported at birth
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
@@ -240,7 +240,7 @@ def test_children_of_every_kind(site: Path, tmp_path: Path, everywhere: bool) ->
     script.write_text(textwrap.dedent(TREE))
     environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
     if everywhere:
-        environment = launching.environment(environment)
+        environment = installing.environment(environment)
     done = subprocess.run(
         [sys.executable, str(script)],
         env=environment,
@@ -298,7 +298,7 @@ def test_another_sitecustomize_still_runs(site: Path) -> None:
 
 def test_import_fails_where_nvmeio_is_missing(site: Path, tmp_path: Path) -> None:
     """What was asked for and cannot be had is an error, not DeepSpeed's own op in silence."""
-    environment = launching.environment({**os.environ, "PYTHONPATH": str(site)})
+    environment = installing.environment({**os.environ, "PYTHONPATH": str(site)})
     script = """
         import importlib.abc, sys
 
@@ -348,7 +348,7 @@ def test_missing_deepspeed_is_reported_as_ever(tmp_path: Path) -> None:
 )
 def test_environment_of_the_tree(before: str | None, after: str) -> None:
     """Entries stay as they were (an empty one is the current directory), and ours comes first."""
-    ours = str(launching.STARTUP)
+    ours = str(installing.STARTUP)
     base = {"HOME": "/h"} if before is None else {"HOME": "/h", "PYTHONPATH": before.format(ours)}
-    assert launching.environment(base) == {"HOME": "/h", "PYTHONPATH": after.format(ours)}
-    assert (launching.STARTUP / "sitecustomize.py").is_file()
+    assert installing.environment(base) == {"HOME": "/h", "PYTHONPATH": after.format(ours)}
+    assert (installing.STARTUP / "sitecustomize.py").is_file()

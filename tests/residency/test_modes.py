@@ -13,7 +13,7 @@ import torch
 import nvmeio
 from nvmeio._residency import calls
 from nvmeio._residency.saved import Place
-from nvmeio.compat.deepspeed.tensors import deepspeed_memcpy
+from nvmeio.compat.deepspeed.handles import deepspeed_memcpy
 from nvmeio.offload._swap_files.tensors import local
 
 Call = Callable[[], object]

@@ -16,12 +16,12 @@ from nvmeio.compat.deepspeed.builders import UtilsBuilder as UtilsBuilder
 from nvmeio.compat.deepspeed.handles import aio_handle as aio_handle
 from nvmeio.compat.deepspeed.handles import aio_read as aio_read
 from nvmeio.compat.deepspeed.handles import aio_write as aio_write
+from nvmeio.compat.deepspeed.handles import cast_to_byte_tensor as cast_to_byte_tensor
+from nvmeio.compat.deepspeed.handles import deepspeed_memcpy as deepspeed_memcpy
 from nvmeio.compat.deepspeed.handles import gds_handle as gds_handle
+from nvmeio.compat.deepspeed.handles import pin_handle as pin_handle
 from nvmeio.compat.deepspeed.installing import install as install
 from nvmeio.compat.deepspeed.installing import installed as installed
-from nvmeio.compat.deepspeed.pins import pin_handle as pin_handle
-from nvmeio.compat.deepspeed.tensors import cast_to_byte_tensor as cast_to_byte_tensor
-from nvmeio.compat.deepspeed.tensors import deepspeed_memcpy as deepspeed_memcpy
 
 __all__ = [
     "AsyncIOBuilder",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, ClassVar
 
-from nvmeio.compat.deepspeed import handles, pins, tensors
+from nvmeio.compat.deepspeed import handles
+from nvmeio.compat.deepspeed import handles as handles_module
 
 
 def _op(name: str, *members: Any) -> ModuleType:
@@ -24,11 +25,11 @@ ASYNC_IO = _op(
     handles.aio_handle,
     handles.aio_read,
     handles.aio_write,
-    tensors.deepspeed_memcpy,
+    handles_module.deepspeed_memcpy,
 )
 GDS = _op("gds", handles.gds_handle)
-PIN_MEMORY = _op("pin_memory", pins.pin_handle)
-UTILS = _op("utils", tensors.cast_to_byte_tensor)
+PIN_MEMORY = _op("pin_memory", handles_module.pin_handle)
+UTILS = _op("utils", handles_module.cast_to_byte_tensor)
 
 
 class _Builder:

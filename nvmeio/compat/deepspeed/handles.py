@@ -25,7 +25,8 @@ import torch
 
 from nvmeio import _checks, buffers
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio.compat.deepspeed import pins
+from nvmeio._memory import mappings
+from nvmeio._memory.tensors import cast_to_byte_tensor as cast_to_byte_tensor
 from nvmeio.errors import BackendUnavailableError, NvmeioError, TransferError
 from nvmeio.gds import GdsHandle
 from nvmeio.handle import AioHandle
@@ -267,7 +268,7 @@ class _Handle:
 
         The tensor stays valid: its memory goes with the last view of it.
         """
-        return pins.free(tensor)
+        return free(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether all of it is page-locked, by any handle or by torch; true for views as well."""
@@ -475,3 +476,73 @@ def _whole_pages(block_size: int) -> int:
     if isinstance(block_size, int) and block_size > 0:
         return round_up(block_size, PAGE_BYTES)
     return block_size
+
+
+def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
+    """Copy `src` into `dest`, element by element in memory order.
+
+    Args:
+        dest: Is filled; any shape.
+        src: Of the same dtype, any shape with at least as many elements; the rest is ignored.
+
+    Returns:
+        0.
+
+    Raises:
+        TypeError: The dtypes differ.
+        ValueError: `src` has fewer elements than `dest`.
+    """
+    if dest.dtype != src.dtype:
+        raise TypeError(f"cannot copy {src.dtype} into {dest.dtype}: convert it first (src.to)")
+    if src.numel() < dest.numel():
+        raise ValueError(f"cannot fill {dest.numel()} elements from {src.numel()}")
+    # Not within no_grad, which Ctrl-C may leave in force.
+    dest.detach().copy_(src.detach().reshape(-1)[: dest.numel()].view(dest.shape))
+    return 0
+
+
+class pin_handle:
+    """What DeepSpeed's ``DS_PIN_MEMORY_BACKEND=native`` takes page-locked memory from.
+
+    Its tensors are locked but not registered with CUDA, because DeepSpeed registers them itself.
+    A second cudaHostRegister of the same memory fails (cudaErrorHostMemoryAlreadyRegistered), and
+    the failure would stay behind for the next kernel launch to report.
+    """
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A 1-D page-locked CPU tensor; see `nvmeio.AioHandle.new_cpu_locked_tensor`.
+
+        Args:
+            num_elem: Number of elements, >= 0.
+            example_tensor: A tensor whose dtype is taken.
+
+        Raises:
+            OSError: The limit for locked memory is reached; says which, and how to raise it.
+            ValueError: `num_elem` is negative.
+        """
+        count = _checks.integer("num_elem", num_elem, 0)
+        mapping = mappings.Mapping(max(count, 1) * example_tensor.dtype.itemsize)
+        mapping.lock()
+        mapping.populate()
+        return mapping.tensor(0, (count,), example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """Unlock; False where the tensor is not (any more) one of `new_cpu_locked_tensor`."""
+        return free(locked_tensor)
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """`free_cpu_locked_tensor` for the tensor that begins at this address."""
+        return mappings.unpin(address)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether all of it is page-locked, by any handle or by torch; true for views as well."""
+        return buffers.is_pinned(buffer)
+
+
+def free(tensor: torch.Tensor) -> bool:
+    """Unlock the memory that begins where the tensor does; False where there is none."""
+    try:
+        buffers.free_pinned(tensor)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nvmeio.compat.deepspeed import builders, handles
@@ -129,3 +132,15 @@ def _serve_fast_file_writer(*users: Any) -> None:
     for module in users:
         if module.UtilsBuilder.NAME == "deepspeed_not_implemented":
             module.UtilsBuilder = builders.UtilsBuilder
+
+
+STARTUP = Path(__file__).parent / "startup"
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """A copy of these environment variables, for a process tree that uses nvmeio."""
+    rest = base.get("PYTHONPATH", "")
+    if rest.split(os.pathsep)[0] == str(STARTUP):
+        return dict(base)
+    # What follows stays as it is: an empty entry in it means the current directory.
+    return {**base, "PYTHONPATH": f"{STARTUP}{os.pathsep}{rest}" if rest else str(STARTUP)}

@@ -1,1 +1,1 @@
-"""A directory for PYTHONPATH; see `nvmeio.compat.deepspeed.launching`."""
+"""A directory for PYTHONPATH; see `nvmeio.compat.deepspeed.installing`."""
