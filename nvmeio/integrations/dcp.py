@@ -54,13 +54,12 @@ from nvmeio._storage.replace import replace_file
 from nvmeio._threads.jobs import run_interruptible
 from nvmeio.errors import IntegrityError, transfer_error
 from nvmeio.handle import AioHandle
-from nvmeio.integrations._dcp import names
+from nvmeio.integrations._dcp import metadata as metadata_module
 from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
-from nvmeio.integrations._dcp.sources import ItemSource, stream_transforms
 from nvmeio.integrations._dcp.staging import GuardingStager as GuardingStager
 from nvmeio.integrations._dcp.staging import SnapshotStager as SnapshotStager
-from nvmeio.integrations._dcp.writing import write_file
+from nvmeio.integrations._dcp.writing import ItemSource, stream_transforms, write_file
 
 logger = logging.getLogger("nvmeio")
 
@@ -225,9 +224,9 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
     def _exists(self) -> bool:
         """Whether there is a checkpoint to be replaced."""
         # As torch: of ranks that save each for itself, the first one stands for all.
-        return names.metadata_path(self.path, None if self.use_collectives else 0).exists() or (
-            names.metadata_path(self.path, self._own_metadata).exists()
-        )
+        return metadata_module.metadata_path(
+            self.path, None if self.use_collectives else 0
+        ).exists() or (metadata_module.metadata_path(self.path, self._own_metadata).exists())
 
     @property
     def _own_metadata(self) -> int | None:
@@ -243,9 +242,9 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
         prefix: str = plan.storage_data.prefix
         if self._exists():
             # Here, not in the plan: a planner may keep a plan and bring it again for the next save.
-            prefix = names.replacing(prefix, self.save_id)
+            prefix = metadata_module.replacing(prefix, self.save_id)
         files = [
-            _DataFile(f"{prefix}{number}{names.SUFFIX}", items, InFlight())
+            _DataFile(f"{prefix}{number}{metadata_module.SUFFIX}", items, InFlight())
             for number, items in enumerate(self._split(plan.items))
         ]
 
@@ -322,13 +321,13 @@ class NvmeStorageWriter(_InDirectory, StorageWriter, BlockingAsyncStager):
             result.index: result.storage_data for each in results for result in each
         }
         metadata.storage_meta = self.storage_meta()
-        path = names.metadata_path(self.path, self._own_metadata)
+        path = metadata_module.metadata_path(self.path, self._own_metadata)
         data = pickle.dumps(metadata)
 
         def replace() -> list[str]:
-            before = names.referred_to(path)
+            before = metadata_module.referred_to(path)
             replace_file(path, data, durable=self.sync_files)
-            return names.remove_stale(self.path, before, self._own_metadata)
+            return metadata_module.remove_stale(self.path, before, self._own_metadata)
 
         removed = run_interruptible(replace)
         if removed:
@@ -398,9 +397,9 @@ class NvmeStorageReader(_InDirectory, StorageReader):
             IntegrityError: The metadata file is damaged, or none, or names what is not DCP's own or
                 lies outside of the checkpoint.
         """
-        path = names.metadata_path(self.path, kwargs.get("rank"))
+        path = metadata_module.metadata_path(self.path, kwargs.get("rank"))
         try:
-            data = read_small(path, names.METADATA_BYTES)
+            data = read_small(path, metadata_module.METADATA_BYTES)
         except OSError as failed:
             raise transfer_error(failed, "open", path, detail=detail_of(failed)) from failed
         metadata = load_metadata(data, str(path))
@@ -481,7 +480,7 @@ def _as_here(work: Callable[[], Value]) -> Callable[[], Value]:
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
-    return dataclasses.replace(plan, storage_data=_StoragePrefix(names.prefix(rank)))
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(metadata_module.prefix(rank)))
 
 
 def _nbytes(item: WriteItem) -> int:

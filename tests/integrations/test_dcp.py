@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nvmeio
-from nvmeio.integrations._dcp import reading, slices, writing
+from nvmeio.integrations._dcp import reading, writing
+from nvmeio.integrations._dcp import reading as reading_module
 from nvmeio.integrations.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvmeio.testing import FakeEngine
 
@@ -295,8 +296,8 @@ def test_parameters_are_filled_in_place_and_autograd_is_told(tmp_path: Path) -> 
 
 def test_slices_go_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that asks for parts, as resharding does."""
-    monkeypatch.setattr(slices, "CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(slices, "ROW_BYTES", 1 << 12)
+    monkeypatch.setattr(reading_module, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(reading_module, "ROW_BYTES", 1 << 12)
     monkeypatch.setattr(reading, "WHOLE_BYTES", 1 << 14)
     weight = torch.randn(60, 50, 70)
     save({"w": weight}, tmp_path)
@@ -368,9 +369,11 @@ def test_parts_fill_the_target_from_the_storage(data: st.DataObject) -> None:
             *range(source.dim() - 1, -1, -1)
         )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "CHUNK_BYTES", data.draw(st.sampled_from([16, 64, 256, 4096])))
-        patch.setattr(slices, "ROW_BYTES", data.draw(st.sampled_from([4, 16, 1 << 20])))
-        for part in slices.parts(meta, target):
+        patch.setattr(
+            reading_module, "CHUNK_BYTES", data.draw(st.sampled_from([16, 64, 256, 4096]))
+        )
+        patch.setattr(reading_module, "ROW_BYTES", data.draw(st.sampled_from([4, 16, 1 << 20])))
+        for part in reading_module.parts(meta, target):
             seen = torch.as_strided(
                 stored, part.source.shape, part.source.stride(), int(part.source.storage_offset())
             )

@@ -20,7 +20,7 @@ from nvmeio.checkpoint.safetensors import _holds
 from nvmeio.cli._tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating
-from nvmeio.integrations._dcp import names
+from nvmeio.integrations._dcp import metadata
 from nvmeio.integrations._sglang.settings import read_settings
 from nvmeio.offload._generations import manifests
 
@@ -136,7 +136,7 @@ def test_who_reads_a_file_whole_says_what_is_there_instead(
 def test_what_may_be_missing_counts_as_missing(kind: str, tmp_path: Path) -> None:
     HOSTILE[kind](tmp_path / "file")
     assert within_limit(lambda: _holds(tmp_path / "file", b"text")) is False
-    assert within_limit(lambda: names.referred_to(tmp_path / "file")) == set()
+    assert within_limit(lambda: metadata.referred_to(tmp_path / "file")) == set()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

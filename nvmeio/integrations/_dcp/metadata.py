@@ -6,14 +6,22 @@ whatever file the pickle names.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pickle
-from typing import Any
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from nvmeio._formats import torch_zip
 from nvmeio._formats.safetensors_shards import is_inside
+from nvmeio._storage.guarded import read_small
 from nvmeio.errors import IntegrityError
 
 # What torch's planners and writers put there, of torch 2.1 and of now.
@@ -87,3 +95,202 @@ def load_metadata(data: bytes, path: str) -> Metadata:
                 found=name,
             )
     return metadata
+
+
+METADATA = ".metadata"
+METADATA_BYTES = 2 << 30  # at most: some hundred bytes for each part of each tensor
+SUFFIX = ".distcp"
+
+_OWN = r"[0-9a-f]{8}_"
+_DATA = re.compile(rb"__\d+_(?:" + _OWN.encode() + rb")?\d+\.distcp")
+_REPLACING = re.compile(r"__(\d+)_" + _OWN + r"\d+\.distcp")
+
+
+def metadata_path(folder: Path, rank: int | None) -> Path:
+    """The metadata file: of all ranks, or of one that saves without the others."""
+    return folder / (METADATA if rank is None else f"__{rank}{METADATA}")
+
+
+def prefix(rank: int) -> str:
+    """What a rank's data files begin with, as torch has it."""
+    return f"__{rank}_"
+
+
+def replacing(prefix: str, save_id: str) -> str:
+    """The same for a save that replaces a checkpoint: no file of that one has such a name."""
+    return f"{prefix}{save_id[:8]}_"
+
+
+def referred_to(path: Path) -> set[str]:
+    """The data files that a metadata file names; none if it cannot be read.
+
+    Looked for as text: unpickling runs what the file says.
+    """
+    try:
+        return {name.decode() for name in _DATA.findall(read_small(path, METADATA_BYTES))}
+    except OSError:
+        return set()
+
+
+def remove_stale(folder: Path, before: set[str], rank: int | None) -> list[str]:
+    """Remove the data files of a replaced checkpoint, and of saves that never ended.
+
+    Args:
+        folder: The checkpoint; its new metadata file is in place.
+        before: What the replaced metadata file named.
+        rank: Leave alone what other ranks have written, which may be saving still.
+
+    Returns:
+        The names of those that were removed; what cannot be removed is left.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    kept: set[str] = set()
+    for name in names:
+        if name.endswith(METADATA):
+            kept |= referred_to(folder / name)
+    stale = [
+        name
+        for name in names
+        if name not in kept
+        and (name in before or _REPLACING.fullmatch(name))
+        and (rank is None or name.startswith(f"__{rank}_"))
+    ]
+    removed: list[str] = []
+    for name in stale:
+        with contextlib.suppress(OSError):
+            os.unlink(folder / name)
+            removed.append(name)
+    return removed
+
+
+ReadBytes = Callable[[int, int], bytes]
+"""Reads (offset, nbytes) of an item; all of it lies within."""
+
+
+class StoredItem(NamedTuple):
+    """A tensor that lies in one piece in an item.
+
+    Attributes:
+        tensor: On the meta device: shape, strides and offset within the storage.
+        offset: Where the storage begins in the item.
+    """
+
+    tensor: torch.Tensor
+    offset: int
+
+
+class Parser:
+    """Reads items, and remembers pickles."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, torch.Tensor | None] = {}
+
+    def stored(self, read: ReadBytes, nbytes: int, name: str) -> StoredItem | None:
+        """The tensor in an item, or None if torch must load the item as a whole.
+
+        Args:
+            read: Reads parts of the item.
+            nbytes: The item's length.
+            name: File and item, for messages.
+
+        Raises:
+            IntegrityError: It is no archive of torch.save, or one that is damaged.
+            pickle.UnpicklingError: torch's own refusal of what ``weights_only`` forbids.
+        """
+
+        def read_many(wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+            return [read(offset, count) for offset, count in wanted]
+
+        archive = torch_zip.parse(read_many, nbytes, name)
+        records = archive.records()
+        pickled = records.get("data.pkl")
+        if pickled is None:
+            raise IntegrityError(
+                f"{name}: there is no record 'data.pkl': not written by torch.save",
+                expected="data.pkl",
+                found=list(records),
+            )
+        data = [entry for record, entry in records.items() if record.startswith("data/")]
+        order = records.get("byteorder")
+        if (
+            len(data) != 1
+            or order is None
+            or read(order.offset, order.nbytes) != sys.byteorder.encode()
+        ):
+            return None
+        key = read(pickled.offset, pickled.nbytes)
+        if key not in self._known:
+            self._known[key] = _described(read, nbytes)
+        tensor = self._known[key]
+        if tensor is None:
+            return None
+        entry = data[0]
+        expected = tensor.untyped_storage().nbytes()
+        if entry.nbytes != expected or _end_of(tensor) > expected:
+            raise IntegrityError(
+                f"{name}: record {entry.name!r} has another size than its pickle says: expected "
+                f"{max(expected, _end_of(tensor))} bytes, found {entry.nbytes}",
+                expected=expected,
+                found=entry.nbytes,
+            )
+        return StoredItem(tensor, entry.offset)
+
+
+def _described(read: ReadBytes, nbytes: int) -> torch.Tensor | None:
+    view: io.RawIOBase = _ItemView(read, nbytes)
+    tensor = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    plain = (
+        type(tensor) is torch.Tensor
+        and tensor.is_meta
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+    return tensor if plain else None
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """Bytes of the storage that the tensor reaches to."""
+    return (int(tensor.storage_offset()) + extent(tensor)) * tensor.element_size()
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+class _ItemView(io.RawIOBase):
+    """An item as a file for torch.load, which reads no storage for the meta device."""
+
+    def __init__(self, read: ReadBytes, nbytes: int) -> None:
+        super().__init__()
+        self._read = read
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}.get(whence, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._nbytes - self._at))
+        buffer[:count] = self._read(self._at, count)
+        self._at += count
+        return count
