@@ -57,9 +57,9 @@ from nvmeio.handle import AioHandle
 from nvmeio.integrations._dcp import metadata as metadata_module
 from nvmeio.integrations._dcp.metadata import load_metadata
 from nvmeio.integrations._dcp.reading import read_items
-from nvmeio.integrations._dcp.staging import GuardingStager as GuardingStager
-from nvmeio.integrations._dcp.staging import SnapshotStager as SnapshotStager
+from nvmeio.integrations._dcp.writing import GuardingStager as GuardingStager
 from nvmeio.integrations._dcp.writing import ItemSource, stream_transforms, write_file
+from nvmeio.integrations._dcp.writing import SnapshotStager as SnapshotStager
 
 logger = logging.getLogger("nvmeio")
 

@@ -44,15 +44,16 @@ from nvmeio.inference.spilling import Spiller, park, put_out
 from nvmeio.inference.stream import WeightStream
 from nvmeio.integrations._clients import joined
 from nvmeio.integrations._kv_identity import server_begins
-from nvmeio.integrations._sglang.checks import (
+from nvmeio.integrations._sglang_settings import (
     TRIED,
     VARIABLE,
+    Settings,
     check_layer,
     check_model,
     check_server,
     mark,
+    read_settings,
 )
-from nvmeio.integrations._sglang.settings import Settings, read_settings
 
 __all__ = ["Settings", "new_offloader", "read_settings", "register"]
 

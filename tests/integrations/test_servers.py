@@ -20,8 +20,8 @@ from support import run_python, spin_until_collected
 from torch import nn
 
 from nvmeio.errors import BackendUnavailableError, ClosedError, TransferError
+from nvmeio.integrations import _sglang_settings
 from nvmeio.integrations import sglang as for_sglang
-from nvmeio.integrations._sglang import checks
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -428,4 +428,4 @@ def test_sglang_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_refusal_says_what_helps() -> None:
-    assert all(each.remedy and each.why for each in checks._REFUSED)
+    assert all(each.remedy and each.why for each in _sglang_settings._REFUSED)

@@ -20,7 +20,6 @@ from support import thread
 
 from nvmeio.errors import BackendUnavailableError, TransferError
 from nvmeio.integrations import _kv_identity, sglang_hicache
-from nvmeio.integrations._sglang import kv as kv_module
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -506,7 +505,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     if "sglang.srt.managers.cache_controller" in sys.modules:
         pytest.skip("with SGLang itself, an engine is asked: test_servers_sglang_real.py")
     classes: dict[str, Any] = {}
-    for target in kv_module.TARGETS:
+    for target in sglang_hicache.TARGETS:
         module, kind, method = target.rsplit(".", 2)
         made = classes.setdefault(kind, type(kind, (), {}))
         setattr(made, method, lambda self, *_: True)
@@ -517,20 +516,20 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             if above:
                 monkeypatch.setattr(sys.modules[above], name, sys.modules[parent], raising=False)
         monkeypatch.setattr(sys.modules[module], kind, made, raising=False)
-    hooks: Any = ModuleType(kv_module._HOOKS)
+    hooks: Any = ModuleType(sglang_hicache._HOOKS)
     hooks.HookRegistry, hooks.HookType = _sglang_stand_in.HookRegistry, _sglang_stand_in.HookType
     monkeypatch.setattr(hooks.HookRegistry, "hooks", {}, raising=False)
-    monkeypatch.setitem(sys.modules, kv_module._HOOKS, hooks)
-    context: Any = ModuleType(kv_module._CONTEXT)
+    monkeypatch.setitem(sys.modules, sglang_hicache._HOOKS, hooks)
+    context: Any = ModuleType(sglang_hicache._CONTEXT)
     context.args = None
     context.get_server_args = lambda: context.args
     context.get_parallel = lambda: SimpleNamespace(dp_rank=None)
-    monkeypatch.setitem(sys.modules, kv_module._CONTEXT, context)
-    monkeypatch.setattr(kv_module, "_hooked", [])
+    monkeypatch.setitem(sys.modules, sglang_hicache._CONTEXT, context)
+    monkeypatch.setattr(sglang_hicache, "_hooked", [])
     return classes | {"context": context}
 
 
-@pytest.mark.parametrize("target", kv_module.TARGETS)
+@pytest.mark.parametrize("target", sglang_hicache.TARGETS)
 def test_what_changes_weights_in_memory_reaches_the_pages(
     target: str, sglang: dict[str, Any], opened: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -563,8 +562,8 @@ def test_with_mla_a_flush_reaches_those_that_read(opened: Callable[..., Any]) ->
 def test_an_sglang_without_hooks_is_told_of_once(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_module, "_hooked", [])
-    monkeypatch.setitem(sys.modules, kv_module._HOOKS, None)
+    monkeypatch.setattr(sglang_hicache, "_hooked", [])
+    monkeypatch.setitem(sys.modules, sglang_hicache._HOOKS, None)
     for _ in range(2):
         opened()
     (said,) = caplog.messages

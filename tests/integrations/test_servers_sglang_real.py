@@ -25,8 +25,8 @@ from inference._models import llama, saved
 from integrations._serving_commands import commands
 from safetensors.torch import load_file, save_file
 
+from nvmeio.integrations import _sglang_settings
 from nvmeio.integrations import sglang as for_sglang
-from nvmeio.integrations._sglang import checks
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
@@ -222,9 +222,9 @@ def test_what_is_refused_is_where_sglang_has_it() -> None:
 
     namespaces = namespace_of(ServerArgs)
     derived = {"backend", "enable_torch_compile", "is_startup_weight_load_overlap"}
-    for each in checks._REFUSED:
+    for each in _sglang_settings._REFUSED:
         *between, field = each.at.split(".")
         if field not in derived:
             assert namespaces[field] == ".".join([each.of.removeprefix("get_"), *between])
-    for module in checks._READ_AHEAD:
+    for module in _sglang_settings._READ_AHEAD:
         assert importlib.util.find_spec(module) is not None

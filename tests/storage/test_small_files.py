@@ -21,7 +21,7 @@ from nvmeio.cli._tune import space
 from nvmeio.errors import IntegrityError, TransferError
 from nvmeio.integrations import accelerate as accelerating
 from nvmeio.integrations._dcp import metadata
-from nvmeio.integrations._sglang.settings import read_settings
+from nvmeio.integrations._sglang_settings import read_settings
 from nvmeio.offload._generations import manifests
 
 LIMIT_S = 60

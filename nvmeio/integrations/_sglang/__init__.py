@@ -1,1 +1,0 @@
-"""What SGLang's adapters share."""
