@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nvmeio.cli.measure.disk import cpu_seconds
-from nvmeio.cli.measure.turns import order
+from nvmeio.cli.measure.worker import order
 
 GIB = 1 << 30
 

@@ -161,7 +161,7 @@ def transfer_rates(step: Step, gds: bool, registered: bool, **options: Any) -> d
 
 
 def facts(step: Step) -> dict[str, Any]:
-    from nvmeio.cli.measure.cufile_facts import find_cufile, look_into_cufile
+    from nvmeio.cli.measure.machine import find_cufile, look_into_cufile
 
     cufile = look_into_cufile(find_cufile())
     told = {

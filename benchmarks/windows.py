@@ -35,7 +35,7 @@ import nvmeio
 from nvmeio.cli.measure import parse_size
 from nvmeio.cli.measure.disk import cpu_seconds
 from nvmeio.cli.measure.scratch import scratch
-from nvmeio.cli.measure.turns import order
+from nvmeio.cli.measure.worker import order
 from nvmeio.files import probe_direct
 
 BLOCK = 1 << 20

@@ -15,7 +15,7 @@ import torch
 from fake_accelerator import Accelerator, Pace, accelerator
 from torch.overrides import TorchFunctionMode
 
-from nvmeio.cli.measure import cufile_facts
+from nvmeio.cli.measure import machine
 from nvmeio.files import probe_direct
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -72,10 +72,10 @@ def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 
 def refuse_cufile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(found: cufile_facts.CuFile) -> cufile_facts.CuFile:
+    def refused(found: machine.CuFile) -> machine.CuFile:
         return dataclasses.replace(found, usable=False, driver=REFUSED)
 
-    monkeypatch.setattr(cufile_facts, "look_into_cufile", refused)
+    monkeypatch.setattr(machine, "look_into_cufile", refused)
 
 
 @pytest.mark.usefixtures("on_stand_in")

@@ -15,7 +15,7 @@ from nvmeio.cli import _accelerator
 from nvmeio.cli._bench import ask, report
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload
 from nvmeio.cli._exits import FAILED, complain, exit_statuses
-from nvmeio.cli._quantities import size_option
+from nvmeio.cli._terminal import size_option
 
 _WHERE = "Where"
 _WHAT = "What is moved"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._quantities import GB, binary_size, size_option
+from nvmeio.cli._terminal import GB, binary_size, size_option
 from nvmeio.cli.pack import dtype_of
 
 _TAIL = 48  # characters of the text that the progress line shows

@@ -14,8 +14,7 @@ from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.describing import Description, alignment_of, describe
 from nvmeio.cli._checkpoints import JsonOption, PathsArgument, checkpoints_in_all, in_words
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
-from nvmeio.cli._quantities import binary_size, counted, printable
-from nvmeio.cli._tables import Column, Row, fitted
+from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted, printable
 from nvmeio.errors import IntegrityError, TransferError
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nvmeio import _checks
 from nvmeio.cli._exits import USAGE, Refused, exit_statuses
-from nvmeio.cli._quantities import binary_size
+from nvmeio.cli._terminal import binary_size
 from nvmeio.progress import rich_bar
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

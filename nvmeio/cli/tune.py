@@ -15,12 +15,11 @@ from rich.console import Console
 from nvmeio import tuned
 from nvmeio.cli import _accelerator
 from nvmeio.cli._exits import Failed, exit_statuses
-from nvmeio.cli._quantities import duration_option, size_option
+from nvmeio.cli._terminal import duration_option, size_option
 from nvmeio.cli._tune import extra, page, result
-from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.result import Log, TuneResult
-from nvmeio.cli._tune.rig import check_flush
-from nvmeio.cli._tune.run import TunePlan, TuneRun
+from nvmeio.cli._tune.rig import TunePlan, TuneRun, check_flush
+from nvmeio.cli._tune.search import Op
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
 from nvmeio.cli.measure.scratch import check_directory
 
@@ -134,7 +133,7 @@ def command(
         raise typer.BadParameter(str(error), param_hint="--sweep-config") from error
     errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
-        extra.require()
+        extra.require_libraries()
         _accelerator.require(gpu or gds, gds, tuple(range(len(chosen))))
         if flush_page_cache:
             check_flush()

@@ -15,7 +15,7 @@ from nvmeio._formats.sniff import NoCheckpointError
 from nvmeio.checkpoint.verifying import Problem, Verdict, verify
 from nvmeio.cli._checkpoints import JsonOption, PathsArgument, checkpoints_in_all, in_words
 from nvmeio.cli._exits import FAILED, USAGE, complain, exit_statuses
-from nvmeio.cli._quantities import binary_size, counted, printable
+from nvmeio.cli._terminal import binary_size, counted, printable
 from nvmeio.errors import TransferError
 from nvmeio.progress import rich_bar
 

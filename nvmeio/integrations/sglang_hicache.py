@@ -2,7 +2,8 @@
 
 ::
 
-    python -m sglang.launch_server --model-path … --enable-hierarchical-cache         --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+    python -m sglang.launch_server --model-path … --enable-hierarchical-cache \
+        --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
             "backend_name": "nvmeio", "module_path": "nvmeio.integrations.sglang_hicache",
             "class_name": "NvmeHiCache", "interface_v1": 1,
             "directory": "/mnt/nvme/kv", "capacity_bytes": "200GB"}'

@@ -24,14 +24,17 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app
-from nvmeio.cli._bench import ask, engines, fio, pools, report
+from nvmeio.cli._bench import ask, engines, report
+from nvmeio.cli._bench import engines as engines_module
+from nvmeio.cli._bench import task as task_module
 from nvmeio.cli._bench.engines import REFERENCE
-from nvmeio.cli._bench.pools import ProcessPool
 from nvmeio.cli._bench.session import Loop, Series
+from nvmeio.cli._bench.task import ProcessPool
 from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._exits import Failed, Refused
-from nvmeio.cli.measure import deepspeed, scratch, turns
-from nvmeio.cli.measure import fio as measured_fio
+from nvmeio.cli.measure import deepspeed, scratch
+from nvmeio.cli.measure import engines_module as measured_fio
+from nvmeio.cli.measure import worker as worker_module
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
@@ -330,7 +333,7 @@ def test_processes_start_together_and_one_failure_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hangs, if those that are well wait for one that failed."""
-    monkeypatch.setattr(pools, "_HEAD_START_S", 0.2)
+    monkeypatch.setattr(task_module, "_HEAD_START_S", 0.2)
     workload = Workload((WorkPlace(tmp_path), WorkPlace(tmp_path)), 4 * MIB)
     pool = ProcessPool(workload)
     try:
@@ -505,7 +508,9 @@ def test_interrupted_it_tells_what_it_has_measured(
 def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/fio")
     options = Options(MIB, 16, True, False, 2)
-    pool = fio.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, options=options, fsync=True))
+    pool = engines_module.FioPool(
+        Workload((WorkPlace(tmp_path),), 8 * MIB, options=options, fsync=True)
+    )
     asked = pool._common(Lap("fio", "write", 0, 8 * MIB))
     for option in (
         "--rw=write", f"--bs={MIB}", f"--size={4 * MIB}", "--iodepth=16",
@@ -514,9 +519,9 @@ def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):  # fmt: skip
         assert option in asked
     with pytest.raises(Refused, match="moves whole blocks"):
-        fio.FioPool(Workload((WorkPlace(tmp_path),), 9 * MIB, options=options))
+        engines_module.FioPool(Workload((WorkPlace(tmp_path),), 9 * MIB, options=options))
     with pytest.raises(Refused, match="--validate cannot look into fio"):
-        fio.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, validate=True))
+        engines_module.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, validate=True))
 
 
 def test_fio_finds_the_files_of_a_relative_directory(
@@ -590,7 +595,7 @@ def test_what_a_process_has_written_that_is_gone() -> None:
 
 
 def test_engines_take_turns_and_nobody_always_follows_the_same_one() -> None:
-    orders = [turns.order(["auto", "python", "threads"], loop, 8) for loop in range(8)]
+    orders = [worker_module.order(["auto", "python", "threads"], loop, 8) for loop in range(8)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     followers = {(order[i], order[i + 1]) for order in orders for i in range(len(order) - 1)}
     assert all(len([f for f in followers if f[1] == name]) > 1 for name in orders[0])

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from nvmeio.cli import app
 from nvmeio.cli._tune import page
-from nvmeio.cli._tune.final import Op
 from nvmeio.cli._tune.result import Latencies, TuneResult
-from nvmeio.cli._tune.search import Search
+from nvmeio.cli._tune.search import Op, Search
 from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid
 from nvmeio.engines.base import Options
 

@@ -101,7 +101,7 @@ def raise_from(*_: object) -> None:
     raise SystemError("a call returned a result with an exception set") from KeyboardInterrupt()
 
 
-@pytest.mark.parametrize("step", ["check_directory", "extra.require"])
+@pytest.mark.parametrize("step", ["check_directory", "rig.require_libraries"])
 @pytest.mark.parametrize("interrupted", [make_a_class, raise_from], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("standalone", [True, False])
 def test_an_interrupt_is_one_whatever_others_made_of_it(
@@ -133,7 +133,7 @@ def test_an_error_of_a_command_stays_one(tmp_path: Path, monkeypatch: pytest.Mon
         finally:
             raise LookupError("what was measured cannot be told")
 
-    monkeypatch.setattr("nvmeio.cli.tune.extra.require", fail)
+    monkeypatch.setattr("nvmeio.cli.tune.rig.require_libraries", fail)
     with pytest.raises(LookupError, match="cannot be told"):
         app(["tune", str(tmp_path)], standalone_mode=False)
 

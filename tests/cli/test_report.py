@@ -16,8 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import nvmeio
-from nvmeio.cli import _problems, app, report
-from nvmeio.cli.measure import cufile_facts, machine
+from nvmeio.cli import app, report
+from nvmeio.cli import report as report_module
+from nvmeio.cli.measure import machine
+from nvmeio.cli.measure import machine as machine_module
 from nvmeio.engines import select
 from nvmeio.engines.cufile import driver
 from nvmeio.engines.cufile import library as library_module
@@ -48,8 +50,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> machine.Facts:
     )
 
 
-def problems(facts: machine.Facts, **spoiled: object) -> list[_problems.Finding]:
-    return list(_problems.find_problems(dataclasses.replace(facts, **spoiled)))
+def problems(facts: machine.Facts, **spoiled: object) -> list[report_module.Finding]:
+    return list(report_module.find_problems(dataclasses.replace(facts, **spoiled)))
 
 
 # The command
@@ -384,7 +386,7 @@ def test_the_report_fits_a_narrow_terminal(facts: machine.Facts) -> None:
     """Words were broken in two, and labels cut, in 60 columns."""
     output = StringIO()
     console = Console(file=output, width=60, force_terminal=True, color_system=None)
-    report.render(report.Report(facts, list(_problems.find_problems(facts))), console)
+    report.render(report.Report(facts, list(report_module.find_problems(facts))), console)
     wide = shown(facts).split()
     narrow = output.getvalue()
     assert max(map(len, narrow.splitlines())) <= 60
@@ -441,7 +443,7 @@ def test_a_cufile_whose_driver_opens_is_usable(
     So `nvmeio report` called every cuFile unusable.
     """
     monkeypatch.setenv("NVMEIO_CUFILE", str(compiled("fake_cufile.c", tmp_path)))
-    looked = cufile_facts.look_into_cufile(cufile_facts.find_cufile())
+    looked = machine_module.look_into_cufile(machine_module.find_cufile())
     assert (looked.usable, looked.reason, looked.driver) == (True, "", "opens")
     assert (looked.version, looked.mode) == ("1.20", "host")
 
@@ -449,7 +451,7 @@ def test_a_cufile_whose_driver_opens_is_usable(
 @pytest.mark.usefixtures("modules")
 def test_the_installed_cufile_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVMEIO_CUFILE", real_library())
-    looked = cufile_facts.look_into_cufile(cufile_facts.find_cufile())
+    looked = machine_module.look_into_cufile(machine_module.find_cufile())
     assert (looked.driver, looked.usable) == ("opens", True)
     assert looked.mode in ("host", "gds", "p2p", "compat")
 
@@ -461,7 +463,7 @@ def test_a_driver_that_refuses_is_not_usable_and_says_why(
     older = tmp_path / "libcufile.so"
     older.write_bytes(b"no library")
     monkeypatch.setenv("NVMEIO_CUFILE", str(older))
-    looked = cufile_facts.look_into_cufile(cufile_facts.find_cufile())
+    looked = machine_module.look_into_cufile(machine_module.find_cufile())
     assert not looked.usable
     assert "file too short" in looked.driver or "invalid ELF header" in looked.driver
 
@@ -477,17 +479,17 @@ def test_a_driver_that_refuses_is_not_usable_and_says_why(
 def test_library_is_tried_in_a_process_that_may_hang_or_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float, word: str
 ) -> None:
-    monkeypatch.setattr(cufile_facts, "_CODE", code)
-    monkeypatch.setattr(cufile_facts, "PROBE_LIMIT_S", limit_s)
+    monkeypatch.setattr(machine_module, "_CODE", code)
+    monkeypatch.setattr(machine_module, "PROBE_LIMIT_S", limit_s)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
     found = machine.CuFile("/lib/libcufile.so.0", "ldconfig", "", True)
-    looked = cufile_facts.look_into_cufile(found)
+    looked = machine_module.look_into_cufile(found)
     assert word in looked.driver
     assert looked.usable == (not word)
     assert looked.json is None
     (tmp_path / "cufile.json").touch()
-    assert cufile_facts.look_into_cufile(found).json == str(tmp_path / "cufile.json")
-    assert cufile_facts.look_into_cufile(machine.CuFile(None, "", "no", False)).driver == ""
+    assert machine_module.look_into_cufile(found).json == str(tmp_path / "cufile.json")
+    assert machine_module.look_into_cufile(machine.CuFile(None, "", "no", False)).driver == ""
 
 
 # Mounts, and what a person sees

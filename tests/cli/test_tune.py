@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app
-from nvmeio.cli._quantities import binary_size, parse_duration, parse_size
+from nvmeio.cli._terminal import binary_size, parse_duration, parse_size
 from nvmeio.cli._tune import page, rig
 from nvmeio.cli._tune.rig import Rig
 from nvmeio.cli._tune.search import Unusable

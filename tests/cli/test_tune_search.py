@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from nvmeio.cli._tune.final import Finalist, Op, decide, finalists
-from nvmeio.cli._tune.search import Search, SearchOutcome, Unusable
+from nvmeio.cli._tune.search import Finalist, Op, Search, SearchOutcome, Unusable, decide, finalists
 from nvmeio.cli._tune.space import DEFAULT, Grid, default_grid, distance, settings
 from nvmeio.engines.base import Options
 

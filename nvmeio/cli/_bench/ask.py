@@ -15,7 +15,7 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio.cli import _progress
+from nvmeio.cli import _terminal
 from nvmeio.cli._bench import engines
 from nvmeio.cli._bench.report import BenchResult
 from nvmeio.cli._bench.session import Session, suffixes
@@ -181,7 +181,7 @@ class Measurement:
                 include_warmup=self._include_warmup,
                 strict=self._strict,
             )
-            with _progress.steps(self._errors, session.steps) as step:
+            with _terminal.steps(self._errors, session.steps) as step:
                 session.run(step)
 
     def result(self) -> BenchResult | None:

@@ -14,8 +14,7 @@ from rich.text import Text
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.workload import Op, Workload
-from nvmeio.cli._quantities import binary_size, counted
-from nvmeio.cli._tables import Column, Row, fitted
+from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted
 from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.worker import why_missing
 from nvmeio.errors import BackendUnavailableError

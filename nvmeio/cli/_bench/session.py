@@ -9,14 +9,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nvmeio.cli._bench.engines import RAW, REFERENCE
-from nvmeio.cli._bench.fio import FioPool
-from nvmeio.cli._bench.pools import LocalPool, Pool, ProcessPool
+from nvmeio.cli._bench.engines import RAW, REFERENCE, FioPool
+from nvmeio.cli._bench.task import LocalPool, Pool, ProcessPool
 from nvmeio.cli._bench.workload import REFERENCE_BYTES_MOST, Lap, Op, Timing, Workload
 from nvmeio.cli._exits import Failed
-from nvmeio.cli._quantities import GB
+from nvmeio.cli._terminal import GB
 from nvmeio.cli.measure.disk import DiskBytes, Disks
-from nvmeio.cli.measure.turns import order
+from nvmeio.cli.measure.worker import order
 from nvmeio.errors import BackendUnavailableError, NvmeioError
 
 

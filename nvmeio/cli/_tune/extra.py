@@ -7,7 +7,7 @@ import importlib
 from nvmeio.errors import BackendUnavailableError
 
 
-def require() -> None:
+def require_libraries() -> None:
     """Makes sure that they are installed, before anything is measured.
 
     Raises:

@@ -14,10 +14,8 @@ from typing import Any
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli._quantities import binary_size, counted
-from nvmeio.cli._tables import Column, Row, fitted
-from nvmeio.cli._tune.final import Finalist, Op
-from nvmeio.cli._tune.search import Sample, SearchOutcome
+from nvmeio.cli._terminal import Column, Row, binary_size, counted, fitted
+from nvmeio.cli._tune.search import Finalist, Op, Sample, SearchOutcome
 from nvmeio.cli._tune.space import DEFAULT, in_words
 from nvmeio.cli.measure import machine
 from nvmeio.engines.base import Options

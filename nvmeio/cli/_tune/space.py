@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._storage.guarded import SETTINGS_BYTES, read_small
-from nvmeio.cli._quantities import binary_size, parse_size
+from nvmeio.cli._terminal import binary_size, parse_size
 from nvmeio.engines.base import Options
 from nvmeio.handle import MAX_BLOCK_BYTES
 

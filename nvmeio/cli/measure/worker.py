@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nvmeio
 from nvmeio.cli._exits import Failed, Refused
@@ -199,3 +199,19 @@ def serve(descriptor: int) -> None:
     sys.stderr.flush()
     # Not by way of the interpreter's end: DeepSpeed's threads do not survive it in order.
     os._exit(0)
+
+
+Contender = TypeVar("Contender")
+
+
+def order(contenders: Sequence[Contender], loop: int, loops: int) -> list[Contender]:
+    """The order of one loop: each begins with somebody else.
+
+    The starting points are spread over the whole list, and odd loops run backwards, so that nobody
+    always follows the same neighbour (whose dirty host pages it would pay for).
+    """
+    count = len(contenders)
+    step = max(1, count // max(1, loops))
+    first = loop * step % count if count else 0
+    turned = [*contenders[first:], *contenders[:first]]
+    return turned[::-1] if loop % 2 else turned

@@ -1,0 +1,201 @@
+"""Sizes, times, counts as people write them: sizes binary (1K = 1024), rates in 10**9 bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from nvmeio._checks import parse_size as parse_size
+
+GB = 1e9
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?", re.IGNORECASE)
+
+
+def printable(text: str) -> str:
+    """A text that does nothing to the terminal: control characters as their escapes.
+
+    Names come out of files, and files from anywhere.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 record" and "2 records"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from "60s", "90", "2m" or "1h".
+
+    Raises:
+        ValueError: It is none, or not positive.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, m or h")
+    seconds = float(found[1]) * _SECONDS[(found[2] or "").lower()]
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time at all")
+    return seconds
+
+
+def size_option(value: str | int) -> int:
+    """`parse_size` for an option; a default comes as the number that it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def duration_option(value: str | float) -> float:
+    """`parse_duration` for an option."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def binary_size(nbytes: int) -> str:
+    """A size for people, such as 1.5 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(units) - 1)
+    size = nbytes / 1024**power
+    digits = 0 if size >= 100 or size.is_integer() else 1
+    return f"{size:.{digits}f} {units[power]}"
+
+
+_LEAST_NAME = 16  # what the first column keeps, which may be folded
+_BETWEEN = 2
+
+
+class Column(NamedTuple):
+    """A column after the first one.
+
+    Attributes:
+        heading: Its name.
+        rank: The highest goes first where there is little room.
+        right: Figures stand at the right.
+    """
+
+    heading: str
+    rank: int
+    right: bool = True
+
+
+class Row(NamedTuple):
+    """What names it, its cells by heading, and how it is shown."""
+
+    name: str
+    cells: dict[str, str]
+    style: str | None = None
+
+
+def fitted(name: str, columns: Sequence[Column], rows: Sequence[Row], width: int) -> Table:
+    """A table no wider than `width`, as far as that can be had without cutting a cell.
+
+    Args:
+        name: Heading of the first column, which stays, and is folded if it must be.
+        columns: The others; those that no row has a cell for are left out.
+        rows: Their cells are text, in which brackets are no markup.
+        width: Of the terminal.
+    """
+    widths = {
+        column: max(len(column.heading), *(len(row.cells[column.heading]) for row in rows))
+        for column in columns
+        if any(column.heading in row.cells for row in rows)
+    }
+    shown = list(widths)
+    longest = max((len(row.name) for row in rows), default=0)
+    least = max(len(name), min(longest, _LEAST_NAME))
+    while shown and least + sum(_BETWEEN + widths[column] for column in shown) > width:
+        shown.remove(max(shown, key=lambda column: column.rank))
+    table = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0))
+    table.add_column(name, overflow="fold")
+    for column in shown:
+        table.add_column(column.heading, justify="right" if column.right else "left", no_wrap=True)
+    for row in rows:
+        cells = [Text(row.cells[column.heading]) for column in shown]
+        table.add_row(Text(row.name), *cells, style=row.style)
+    return table
+
+
+# Each refresh takes the GIL for a millisecond or so beside what is being measured.
+_REFRESHES_PER_SECOND = 4
+
+
+@contextmanager
+def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar over equal steps.
+
+    Yields:
+        What to call before each step, with what it is.
+    """
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+    ) as progress:
+        bar = progress.add_task("starting", total=total)
+        begun = 0
+
+        def step(what: str) -> None:
+            nonlocal begun
+            progress.update(bar, completed=begun, description=what.ljust(24))
+            begun += 1
+
+        yield step
+
+
+@contextmanager
+def budget(console: Console, seconds: float) -> Iterator[Callable[[float, str], None]]:
+    """A bar over a span of time.
+
+    Yields:
+        What to call with the seconds that have passed and what is being done.
+    """
+    if not console.is_terminal:
+        yield lambda passed, what: None
+        return
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        transient=True,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+    ) as progress:
+        bar = progress.add_task("starting", total=seconds, left="")
+
+        def tell(passed: float, what: str) -> None:
+            left = max(0.0, seconds - passed)
+            progress.update(
+                bar,
+                completed=min(passed, seconds),
+                description=what.ljust(40),
+                left=Text(f"{left:.0f} s left"),
+            )
+
+        yield tell
