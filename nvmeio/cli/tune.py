@@ -16,7 +16,7 @@ from nvmeio import tuned
 from nvmeio.cli import _accelerator
 from nvmeio.cli._exits import Failed, exit_statuses
 from nvmeio.cli._terminal import duration_option, size_option
-from nvmeio.cli._tune import extra, page, result
+from nvmeio.cli._tune import page, result, rig
 from nvmeio.cli._tune.result import Log, TuneResult
 from nvmeio.cli._tune.rig import TunePlan, TuneRun, check_flush
 from nvmeio.cli._tune.search import Op
@@ -133,7 +133,7 @@ def command(
         raise typer.BadParameter(str(error), param_hint="--sweep-config") from error
     errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
-        extra.require_libraries()
+        rig.require_libraries()
         _accelerator.require(gpu or gds, gds, tuple(range(len(chosen))))
         if flush_page_cache:
             check_flush()

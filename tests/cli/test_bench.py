@@ -23,8 +23,8 @@ from typer.testing import CliRunner, Result
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio.cli import app
-from nvmeio.cli._bench import ask, engines, report
+from nvmeio.cli import app, bench
+from nvmeio.cli._bench import engines, report
 from nvmeio.cli._bench import engines as engines_module
 from nvmeio.cli._bench import task as task_module
 from nvmeio.cli._bench.engines import REFERENCE
@@ -320,13 +320,13 @@ def test_places_are_tasks_with_devices(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b:1"
     a.mkdir()
     b.mkdir()
-    assert ask.parse_places([f"{a}:3", str(b)], [], 1) == [WorkPlace(a, 3), WorkPlace(b, 1)]
-    assert ask.parse_places([], [f"{a}:0", f"{b}:7"], 1) == [WorkPlace(a, 0), WorkPlace(b, 7)]
-    assert [p.device for p in ask.parse_places([str(a)], [], 3)] == [0, 1, 2]
+    assert bench.parse_places([f"{a}:3", str(b)], [], 1) == [WorkPlace(a, 3), WorkPlace(b, 1)]
+    assert bench.parse_places([], [f"{a}:0", f"{b}:7"], 1) == [WorkPlace(a, 0), WorkPlace(b, 7)]
+    assert [p.device for p in bench.parse_places([str(a)], [], 3)] == [0, 1, 2]
     with pytest.raises(typer.BadParameter, match="is no device"):
-        ask.parse_places([f"{a}:x"], [], 1)
+        bench.parse_places([f"{a}:x"], [], 1)
     with pytest.raises(typer.BadParameter, match="names no device"):
-        ask.parse_places([], [str(a)], 1)
+        bench.parse_places([], [str(a)], 1)
 
 
 def test_processes_start_together_and_one_failure_ends_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import statistics
 import time
@@ -314,3 +315,23 @@ class TuneRun:
                     self._latencies.append(Latencies(setting, op, found))
         except (NvmeioError, OSError) as failed:
             self._trouble = f"latencies were not measured: {failed}"
+
+
+def require_libraries() -> None:
+    """Makes sure that they are installed, before anything is measured.
+
+    Raises:
+        BackendUnavailableError: One is not; says how to install it.
+    """
+    missing = []
+    for name in ("optuna", "plotly"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append((name, str(error)))
+    if missing:
+        raise BackendUnavailableError(
+            "nvmeio tune searches with optuna and draws with plotly",
+            attempts=missing,
+            remedy="pip install 'nvmeio[tune]'",
+        )
