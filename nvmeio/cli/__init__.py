@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from inspect import cleandoc
 from io import TextIOWrapper
@@ -15,8 +16,9 @@ import typer
 from rich.console import Console
 
 import nvmeio
-from nvmeio.cli import bench, deepspeed, generate, inspect, pack, report, tune, verify
+from nvmeio.cli import bench, generate, inspect, pack, report, tune, verify
 from nvmeio.cli._exits import status_of_interrupt
+from nvmeio.compat.deepspeed import installing
 
 
 class _App(typer.Typer):
@@ -127,8 +129,10 @@ def run_on_nvmeio(
     Exit status: that of COMMAND; 126 if it cannot be run, 127 if there is none of that name, 2 if
     no COMMAND was given.
     """
-    try:
-        deepspeed.run(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:  # in this very process: signals and the exit status are the command's
+        os.execvpe(command[0], command, installing.environment(os.environ))
     except OSError as error:
         typer.echo(f"nvmeio deepspeed: {command[0]}: {error.strerror}", err=True)
         raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from error

@@ -1,4 +1,8 @@
-"""Sizes, times, counts as people write them: sizes binary (1K = 1024), rates in 10**9 bytes."""
+"""What people write and see: sizes, times and counts, tables that fit, progress bars.
+
+Sizes are binary (1K = 1024), rates in 10**9 bytes. Tables leave columns out where there is little
+room, and show the others whole. Progress is on stderr, where somebody looks at it.
+"""
 
 from __future__ import annotations
 

@@ -17,13 +17,14 @@ from rich.console import Console
 
 import nvmeio
 from nvmeio import tuned
-from nvmeio.cli import _accelerator, _terminal
+from nvmeio.cli import _terminal
 from nvmeio.cli._bench import engines, report
 from nvmeio.cli._bench.report import BenchResult
 from nvmeio.cli._bench.session import Session, suffixes
 from nvmeio.cli._bench.workload import MemoryKind, Op, Workload, WorkPlace, disk_needs
 from nvmeio.cli._exits import FAILED, complain, exit_statuses
 from nvmeio.cli._terminal import size_option
+from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.scratch import check_directory, check_memory, check_space, scratch
 from nvmeio.engines import select
 from nvmeio.engines.base import Options
@@ -331,7 +332,7 @@ def command(
     with exit_statuses(errors):
         devices = tuple(place.device for place in places)
         asked = "--gds" if gds else "--gpu" if gpu else "--use-accelerator-pin-memory"
-        _accelerator.require(gpu or gds or accelerator_memory, gds, devices, asked)
+        machine.require_devices(gpu or gds or accelerator_memory, gds, devices, asked)
         measurement = Measurement(
             workload,
             names,

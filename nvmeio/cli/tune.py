@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from nvmeio import tuned
-from nvmeio.cli import _accelerator
 from nvmeio.cli._exits import Failed, exit_statuses
 from nvmeio.cli._terminal import duration_option, size_option
 from nvmeio.cli._tune import page, result, rig
@@ -21,6 +20,7 @@ from nvmeio.cli._tune.result import Log, TuneResult
 from nvmeio.cli._tune.rig import TunePlan, TuneRun, check_flush
 from nvmeio.cli._tune.search import Op
 from nvmeio.cli._tune.space import DEFAULT, default_grid, load_grid
+from nvmeio.cli.measure import machine
 from nvmeio.cli.measure.scratch import check_directory
 
 
@@ -134,7 +134,7 @@ def command(
     errors = Console(stderr=True, emoji=False)
     with exit_statuses(errors):
         rig.require_libraries()
-        _accelerator.require(gpu or gds, gds, tuple(range(len(chosen))))
+        machine.require_devices(gpu or gds, gds, tuple(range(len(chosen))))
         if flush_page_cache:
             check_flush()
         plan = TunePlan(

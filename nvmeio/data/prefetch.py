@@ -1,4 +1,4 @@
-"""`Prefetch`: batches that are on their way while the one before them is worked on."""
+"""`Gather`, a batch of records on its way; `Prefetch`, batches ahead of the one worked on."""
 
 from __future__ import annotations
 

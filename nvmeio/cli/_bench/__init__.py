@@ -1,5 +1,5 @@
 """The inside of `nvmeio bench`.
 
 Reading order: `workload` (what is to be done), `engines` (who can do it), `task` (one process's
-part), `pools` (tasks here or in processes of their own), `session` (who runs when), `report`.
+part, here or in processes of their own), `session` (who runs when), `report`.
 """

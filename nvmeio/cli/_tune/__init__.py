@@ -1,6 +1,5 @@
 """The inside of `nvmeio tune`.
 
-Reading order: `space` (which settings there are), `search` (which of them are looked at, without
-any I/O), `final` (who wins), `rig` (measuring one), `run`, `result`, `page` and `charts` (the
-HTML), `extra` (the libraries for both).
+Reading order: `space` (which settings there are), `search` (which of them are looked at, and who
+wins, without any I/O), `rig` (measuring one, and a whole run), `result`, `page` (the HTML).
 """

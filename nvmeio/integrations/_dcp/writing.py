@@ -1,4 +1,7 @@
-"""The items of one file, written: placed one after another, group after group, then committed."""
+"""The items of one file, staged and written: placed one after another, group after group.
+
+A staged state dict is copied while training goes on (`nvmeio.snapshot`).
+"""
 
 from __future__ import annotations
 
