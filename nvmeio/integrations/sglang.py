@@ -17,9 +17,9 @@ time more of its own than a layer and `PARKED_BYTES`.
 
 What the layers hold can then be read within their forward only. What SGLang reads elsewhere stays
 (`kept_parameters`), and what cannot work is refused (`_sglang_settings`): at start with the flag
-that helps (CUDA graphs, whose replay skips Python, and others), weight updates and exports by a mark
-that SGLang itself looks for. A draft model is left as SGLang makes it. Embedding and head stay on
-the device: SGLang reads their weights without calling them.
+that helps (CUDA graphs, whose replay skips Python, and others), weight updates and exports by a
+mark that SGLang itself looks for. A draft model is left as SGLang makes it. Embedding and head stay
+on the device: SGLang reads their weights without calling them.
 
 Tried with sglang 0.5.23; see docs/serving.md.
 """

@@ -24,17 +24,13 @@ from typer.testing import CliRunner, Result
 import nvmeio
 from nvmeio import tuned
 from nvmeio.cli import app, bench
-from nvmeio.cli._bench import engines, report
-from nvmeio.cli._bench import engines as engines_module
-from nvmeio.cli._bench import task as task_module
+from nvmeio.cli._bench import engines, report, task
 from nvmeio.cli._bench.engines import REFERENCE
 from nvmeio.cli._bench.session import Loop, Series
 from nvmeio.cli._bench.task import ProcessPool
 from nvmeio.cli._bench.workload import Lap, Workload, WorkPlace, disk_needs
 from nvmeio.cli._exits import Failed, Refused
-from nvmeio.cli.measure import deepspeed, scratch
-from nvmeio.cli.measure import engines_module as measured_fio
-from nvmeio.cli.measure import worker as worker_module
+from nvmeio.cli.measure import deepspeed, fio, scratch, worker
 from nvmeio.engines.base import Options
 from nvmeio.errors import BackendUnavailableError
 from nvmeio.files import probe_direct
@@ -333,7 +329,7 @@ def test_processes_start_together_and_one_failure_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hangs, if those that are well wait for one that failed."""
-    monkeypatch.setattr(task_module, "_HEAD_START_S", 0.2)
+    monkeypatch.setattr(task, "_HEAD_START_S", 0.2)
     workload = Workload((WorkPlace(tmp_path), WorkPlace(tmp_path)), 4 * MIB)
     pool = ProcessPool(workload)
     try:
@@ -508,9 +504,7 @@ def test_interrupted_it_tells_what_it_has_measured(
 def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/fio")
     options = Options(MIB, 16, True, False, 2)
-    pool = engines_module.FioPool(
-        Workload((WorkPlace(tmp_path),), 8 * MIB, options=options, fsync=True)
-    )
+    pool = engines.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, options=options, fsync=True))
     asked = pool._common(Lap("fio", "write", 0, 8 * MIB))
     for option in (
         "--rw=write", f"--bs={MIB}", f"--size={4 * MIB}", "--iodepth=16",
@@ -519,9 +513,9 @@ def test_fio_is_given_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):  # fmt: skip
         assert option in asked
     with pytest.raises(Refused, match="moves whole blocks"):
-        engines_module.FioPool(Workload((WorkPlace(tmp_path),), 9 * MIB, options=options))
+        engines.FioPool(Workload((WorkPlace(tmp_path),), 9 * MIB, options=options))
     with pytest.raises(Refused, match="--validate cannot look into fio"):
-        engines_module.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, validate=True))
+        engines.FioPool(Workload((WorkPlace(tmp_path),), 8 * MIB, validate=True))
 
 
 def test_fio_finds_the_files_of_a_relative_directory(
@@ -572,15 +566,15 @@ def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.M
         pids.append(pid)
         return 0 if ends else len(pids)
 
-    monkeypatch.setattr(measured_fio, "written_by", written_by)
+    monkeypatch.setattr(fio, "written_by", written_by)
     if ends:
         with (
             pytest.raises(Failed, match="fio: bad option"),
-            measured_fio.beside(tmp_path / "file", []),
+            fio.beside(tmp_path / "file", []),
         ):
             raise AssertionError("it has written nothing")
         return
-    with measured_fio.beside(tmp_path / "file", []) as written:
+    with fio.beside(tmp_path / "file", []) as written:
         assert written() > 0
     with pytest.raises(ProcessLookupError):  # waited for, too
         os.kill(pids[0], 0)
@@ -588,14 +582,14 @@ def test_fio_beside_other_work(ends: bool, tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_a_process_has_written_that_is_gone() -> None:
     no_process = (1 << 22) + 1  # Linux has none of so high a number
-    assert measured_fio.written_by(no_process) == 0 <= measured_fio.written_by(os.getpid())
+    assert fio.written_by(no_process) == 0 <= fio.written_by(os.getpid())
 
 
 # Turns, and figures made of them
 
 
 def test_engines_take_turns_and_nobody_always_follows_the_same_one() -> None:
-    orders = [worker_module.order(["auto", "python", "threads"], loop, 8) for loop in range(8)]
+    orders = [worker.order(["auto", "python", "threads"], loop, 8) for loop in range(8)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     followers = {(order[i], order[i + 1]) for order in orders for i in range(len(order) - 1)}
     assert all(len([f for f in followers if f[1] == name]) > 1 for name in orders[0])
