@@ -194,7 +194,7 @@ def test_loads_work_on_their_own_device(
     def on_host(*size: int, device: object = None, **others: Any) -> torch.Tensor:
         return empty(*size, **others)
 
-    monkeypatch.setattr(span_reads, "Copies", Copies)
+    monkeypatch.setattr(span_reads, "ChunkCopies", Copies)
     monkeypatch.setattr(span_reads.torch, "empty", on_host)
     found: list[torch.Tensor] = []
     with nvmeio.AioHandle(engine="threads") as handle:
