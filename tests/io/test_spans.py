@@ -493,7 +493,7 @@ def test_new_memory_is_touched_beside_the_reads(
     spans = some_spans(path, data, 11)
     handle = new_handle("threads")
     monkeypatch.setattr(mappings_module, "PREFAULT_FROM_BYTES", 1)
-    monkeypatch.setattr(mappings_module, "_CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(mappings_module, "_POPULATE_BYTES", 64 << 10)
     assert_holds(spans, read(handle, spans), data)  # by the real one
     monkeypatch.setattr(mappings_module, "_madvise", madvise)
     with Prefault([mappings.Mapping(1 << 20), mappings.Mapping(96 << 10)]):
