@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES, round_up
-from nvmeio._formats.safetensors_errors import as_package
+from nvmeio._formats.safetensors_shards import as_package
 from nvmeio.errors import IntegrityError
 
 LENGTH_BYTES = 8

@@ -2,6 +2,9 @@
 
 `name.safetensors` is a whole; a set is ``name-00001-of-00003.safetensors`` and so on with
 ``name.safetensors.index.json``, which says for every tensor which shard holds it.
+
+Errors of all safetensors files too: `except safetensors.SafetensorError` takes them as well. That
+package is not needed, and not imported before there is an error.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from nvmeio._formats.safetensors_errors import missing
+import torch
+
+from nvmeio import _checks
 from nvmeio._storage.guarded import INDEX_BYTES, read_small
-from nvmeio.errors import IntegrityError
+from nvmeio.errors import BackendUnavailableError, IntegrityError, TransferError, as_kind, joined
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -165,3 +170,64 @@ def _bad(path: Path, what: str, expected: object, found: object) -> IntegrityErr
         expected=expected,
         found=found,
     )
+
+
+# Errors, which are the package's as well
+
+
+AnyError = TypeVar("AnyError", bound=BaseException)
+
+
+def as_package(cls: type[AnyError]) -> type[AnyError]:
+    """An error class that is the package's `SafetensorError` as well, where that is installed."""
+    package = _package_error()
+    return cls if package is None else joined(cls, package)
+
+
+def failed_save(failed: TransferError) -> TransferError:
+    """The failure of a save, as the package's error as well."""
+    package = _package_error()
+    return failed if package is None else as_kind(failed, package)
+
+
+def _package_error() -> type[Exception] | None:
+    try:
+        from safetensors import SafetensorError
+    except ImportError:
+        return None
+    return SafetensorError
+
+
+def noted(failed: AnyError, remedy: str) -> AnyError:
+    """An error in the package's own words, with what to do as a note (from Python 3.11 on)."""
+    if hasattr(failed, "add_note"):
+        failed.add_note(remedy)
+    return failed
+
+
+class _MissingError(TransferError):
+    """There is no such file; in the package's words."""
+
+    def __str__(self) -> str:
+        return f"No such file or directory: {self.path}"
+
+
+def missing(path: str | os.PathLike[str]) -> TransferError:
+    """What is raised where there is no such file: a `FileNotFoundError`."""
+    failed = _MissingError(errno.ENOENT, operation="open", path=os.fspath(path))
+    return noted(failed, "check the path, and that its directory is there")
+
+
+def device_of(value: Any) -> torch.device:
+    """The device that tensors shall lie on; None is the CPU.
+
+    Raises:
+        BackendUnavailableError: It is a CUDA device, and there is no such one here.
+        RuntimeError: It is no device.
+    """
+    try:
+        return _checks.device("device", "cpu" if value is None else value)
+    except BackendUnavailableError:
+        raise
+    except (RuntimeError, TypeError) as failed:
+        raise as_package(RuntimeError)(f"device {value!r}: {failed}") from None

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from nvmeio import _checks
-from nvmeio._formats.safetensors_errors import as_package, device_of, noted
-from nvmeio._formats.safetensors_files import tensor_on
 from nvmeio._formats.safetensors_header import TensorEntry
-from nvmeio._formats.safetensors_set import SafetensorsSet
+from nvmeio._formats.safetensors_set import SafetensorsSet, tensor_on
+from nvmeio._formats.safetensors_shards import as_package, device_of, noted
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight
 from nvmeio._io.spans import Load, Span

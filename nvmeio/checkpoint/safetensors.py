@@ -18,9 +18,9 @@ import torch
 from nvmeio import files
 from nvmeio._formats import safetensors_header as headers
 from nvmeio._formats import safetensors_shards as shards
-from nvmeio._formats.safetensors_errors import as_package, device_of, failed_save, missing
-from nvmeio._formats.safetensors_files import header_of, shards_of, tensor_on
 from nvmeio._formats.safetensors_header import Header, TensorEntry
+from nvmeio._formats.safetensors_set import header_of, shards_of, tensor_on
+from nvmeio._formats.safetensors_shards import as_package, device_of, failed_save, missing
 from nvmeio._formats.torch_layout import FileLayout, KnownBytes, StorageRecord
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import handle_for

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, Pickling, pickled
-from nvmeio._formats.torch_skeleton import UnknownWriterError
+from nvmeio._formats.torch_layout import DEFAULT_PROTOCOL, Pickling, UnknownWriterError, pickled
 from nvmeio._formats.torch_writing import padded_nbytes, write_part
 from nvmeio._io.handles import CallHandle
 from nvmeio._io.inflight import InFlight

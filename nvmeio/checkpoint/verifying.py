@@ -21,8 +21,8 @@ import torch
 
 from nvmeio._formats import packed_index, torch_zip
 from nvmeio._formats.packed_index import Share
-from nvmeio._formats.safetensors_files import header_of
 from nvmeio._formats.safetensors_header import Header
+from nvmeio._formats.safetensors_set import header_of
 from nvmeio._formats.sniff import Kind, NoCheckpointError, kind_of
 from nvmeio._formats.torch_file import TorchFile, read_buffered, scan_pickle, spans_of
 from nvmeio._formats.torch_part import HEAD_BYTES, head_of

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from nvmeio._formats.safetensors_files import bytes_at
-from nvmeio._formats.safetensors_set import StoredTensor
+from nvmeio._formats.safetensors_set import StoredTensor, bytes_at
 from nvmeio._formats.weight_files import SAMPLE_BYTES, SAMPLES, How, samples
 from nvmeio._storage import crc32
 from nvmeio.handle import AioHandle

@@ -26,7 +26,7 @@ import torch
 
 from nvmeio import _checks, files
 from nvmeio._files.plan import PAGE_BYTES, round_down, round_up
-from nvmeio._formats.safetensors_files import header_of
+from nvmeio._formats.safetensors_set import header_of
 from nvmeio._io.handles import new_handle
 from nvmeio._memory.mappings import Mapping as MemoryMapping
 from nvmeio._residency.lent import LentPool, LentSlot

@@ -32,8 +32,7 @@ import torch
 
 from nvmeio import buffers
 from nvmeio._files import system as system_module
-from nvmeio._formats.safetensors_files import tensor_on
-from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor
+from nvmeio._formats.safetensors_set import SafetensorsSet, StoredTensor, tensor_on
 from nvmeio._io.handles import handle_for
 from nvmeio._io.spans import Load, Span
 from nvmeio._memory import system

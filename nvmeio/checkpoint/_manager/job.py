@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvmeio._files.plan import PAGE_BYTES
-from nvmeio._formats.torch_layout import FileLayout, KnownBytes, pickled
-from nvmeio._formats.torch_skeleton import UnknownWriterError
+from nvmeio._formats.torch_layout import FileLayout, KnownBytes, UnknownWriterError, pickled
 from nvmeio._formats.torch_writing import Crc, padded_nbytes, write_part
 from nvmeio._io.inflight import Cancelled, InFlight
 from nvmeio._io.long_call import LongCall

@@ -24,11 +24,12 @@ from nvmeio._files.plan import PAGE_BYTES, round_up
 from nvmeio._formats.torch_layout import (
     FileLayout,
     KnownBytes,
+    Sink,
     StorageRecord,
     layout_of,
     plan_layout,
+    skeleton_of,
 )
-from nvmeio._formats.torch_skeleton import Sink, skeleton_of
 from nvmeio._formats.torch_writing import write_part
 from nvmeio._io.inflight import InFlight
 from nvmeio._memory import tensors

@@ -14,9 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvmeio._formats import torch_skeleton
-from nvmeio._formats.torch_layout import FileLayout, plan_layout
-from nvmeio._formats.torch_skeleton import Records
+from nvmeio._formats import torch_layout as torch_layout_module
+from nvmeio._formats.torch_layout import FileLayout, Records, plan_layout
 from nvmeio.errors import BackendUnavailableError
 
 
@@ -38,7 +37,7 @@ def planned(state: object) -> bytes:
 def written(state: object) -> bytes:
     """The same by torch's own writer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_skeleton, "_agrees", lambda *options: False)
+        patch.setattr(torch_layout_module, "_agrees", lambda *options: False)
         return planned(state)
 
 
@@ -48,7 +47,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     real = Records.written
 
-    def watched(told: Records) -> torch_skeleton.Skeleton:
+    def watched(told: Records) -> torch_layout_module.Skeleton:
         asked.append(len(told.sizes))
         return real(told)
 
@@ -181,7 +180,7 @@ def test_each_change_is_seen(change: str) -> None:
 
 
 def test_torchs_writer_is_asked_of_a_few_records_once(asked: list[int]) -> None:
-    torch_skeleton._agrees.cache_clear()
+    torch_layout_module._agrees.cache_clear()
     for _ in range(3):
         planned(Training(0).state())
     assert asked == [10]
@@ -193,12 +192,12 @@ def test_a_writer_that_writes_otherwise_is_asked_itself(
     """As of another torch: what is put together here is not believed."""
     state = Training(0).state()
     usual = planned(state)
-    torch_skeleton._agrees.cache_clear()
-    monkeypatch.setattr(torch_skeleton, "_VERSION", b"4\n")
+    torch_layout_module._agrees.cache_clear()
+    monkeypatch.setattr(torch_layout_module, "_VERSION", b"4\n")
     try:
         assert planned(state) == usual
     finally:
-        torch_skeleton._agrees.cache_clear()
+        torch_layout_module._agrees.cache_clear()
     assert len(asked) == 2
 
 
