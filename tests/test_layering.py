@@ -501,3 +501,34 @@ def test_public_classes_live_where_they_say() -> None:
     for name in nvmeio.__all__:
         thing = getattr(nvmeio, name)
         assert getattr(importlib.import_module(thing.__module__), thing.__name__) is thing
+
+
+# docs/architecture.md
+
+
+PAGE = ROOT.parent / "docs" / "architecture.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="nvmeio is installed without its docs/")
+def test_what_the_architecture_names_is_there() -> None:
+    """Every room of the package; every dotted name is a module, or a name in one."""
+    text = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:_?[a-z]+)(?:\.\w+)+)(?:\(\))?`", text))
+    ours = {name for name in named if f"nvmeio.{name.split('.')[0]}" in MODULES}
+    assert len(ours) > 30
+    missing = []
+    for name in ours:
+        module, _, member = name.rpartition(".")
+        if f"nvmeio.{name}" not in MODULES:
+            inside = MODULES.get(f"nvmeio.{module}")
+            if inside is None or not hasattr(importlib.import_module(f"nvmeio.{module}"), member):
+                missing.append(name)
+    assert missing == []
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert {room for room in rooms if f"{room}/" not in text} == set()
+
+
+def test_the_architecture_fits_a_screen() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200
+    assert [line for line in lines if len(line) > 120] == []
