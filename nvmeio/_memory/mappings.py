@@ -413,6 +413,7 @@ def _knows_populate() -> bool:
 # Below this the reads are done before a thread has begun.
 PREFAULT_FROM_BYTES = 64 << 20
 
+_madvise = libc.madvise  # lets go of the GIL
 _PREFAULT_THREADS = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 
@@ -456,7 +457,7 @@ class Prefault:
                 piece = next(self._pieces, None)
             if piece is None:
                 return
-            if libc.madvise(*piece, _MADV_POPULATE_WRITE) != 0:
+            if _madvise(*piece, _MADV_POPULATE_WRITE) != 0:
                 code = ctypes.get_errno()
                 if code not in (errno.EINVAL, errno.ENOSYS):  # before 5.14: the reads touch it
                     self._refused = code
