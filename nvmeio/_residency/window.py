@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 import torch
@@ -93,8 +93,6 @@ class Window(Generic[Unit, SomeSlot]):
         ahead_units: Read at a time before they are needed at most, or `ahead_bytes` if that is
             more. None: as many as find room.
         ahead_bytes: See there.
-        later: Has the thread that owns it call something soon. Who needs a unit that is there is
-            answered first then, and what comes next is begun after that.
 
     Attributes:
         reader: What brings the bytes.
@@ -112,7 +110,6 @@ class Window(Generic[Unit, SomeSlot]):
         order: Order[Unit],
         ahead_units: int | None = None,
         ahead_bytes: int = 0,
-        later: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.reader = reader
         self._keeper = keeper
@@ -120,8 +117,6 @@ class Window(Generic[Unit, SomeSlot]):
         self._most = None if ahead_units is None else (ahead_units, ahead_bytes)
         self._slots: dict[Unit, SomeSlot] = {}
         self._ahead: list[Unit] = []  # begun and not needed yet, in the order of their reads
-        self._later = later
-        self._looks_later = False
         self.units_read = self.bytes_read = self.mispredicted = self.dropped = 0
         self.waited_s = 0.0
 
@@ -137,9 +132,6 @@ class Window(Generic[Unit, SomeSlot]):
             backward: In a backward pass.
         """
         slot = self._slots.get(unit)
-        if slot is None and self._looks_later:
-            self.look_ahead()  # it may be what comes next
-            slot = self._slots.get(unit)
         if computing:
             self._order.note(unit, backward)
             self._expected(unit, slot)
@@ -148,10 +140,7 @@ class Window(Generic[Unit, SomeSlot]):
         if computing:
             slot.holds += 1  # what comes next may not have the room of this one
             try:
-                if slot.fill is None or slot.fill.done.is_set():
-                    self.look_ahead_later()
-                else:
-                    self.look_ahead()
+                self.look_ahead()
             finally:
                 slot.holds -= 1
         self._arrive(slot)
@@ -215,21 +204,8 @@ class Window(Generic[Unit, SomeSlot]):
 
     # Coming
 
-    def look_ahead_later(self) -> None:
-        """The same as `look_ahead`, behind what was asked before."""
-        if self._later is None:
-            self.look_ahead()
-        elif not self._looks_later:
-            self._looks_later = True
-            self._later(self._look_ahead_now)
-
-    def _look_ahead_now(self) -> None:
-        if self._looks_later:
-            self.look_ahead()
-
     def look_ahead(self) -> None:
         """Begin to read what comes next, as far as there is room."""
-        self._looks_later = False
         under_way = [s.fill for s in self._slots.values() if s.fill and not s.fill.done.is_set()]
         units, nbytes = len(under_way), sum(fill.nbytes for fill in under_way)
         for unit in self._order.upcoming():
@@ -348,7 +324,6 @@ class Window(Generic[Unit, SomeSlot]):
 
     def drop_all(self) -> None:
         """Let everything go."""
-        self._looks_later = False
         self._order.forget()
         for unit in list(self._slots):
             self.drop(unit)

@@ -7,7 +7,7 @@ nothing is kept that was on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +77,7 @@ class Uses:
             Remembered(streamed, lambda unit: not unit.resident) if trainable else Cyclic(streamed)
         )
         self._lent: Unit | None = None  # to backward, the last
-        self._window: Window[Unit, WeightSlot] = Window(
-            resources.reader, self._keeper, self._order, later=self._later
-        )
+        self._window: Window[Unit, WeightSlot] = Window(resources.reader, self._keeper, self._order)
         self.turns = Turns(owner)
         self._use: tuple[WeightSlot, Any] | None = (
             None  # the unit that is used, on which CUDA stream
@@ -295,15 +293,12 @@ class Uses:
                     self._kept = slot
                 else:
                     self._window.let_go([slot])
-                self._window.look_ahead_later()
+                self._window.look_ahead()
         except BaseException:
             self._give_up()
             raise
         finally:
             self._end_turn(caller)
-
-    def _later(self, work: Callable[[], None]) -> None:
-        self._owner.post(_on_stream, devices.stream_here(self.resources.memory.device), work)
 
     def _put_away(self, unit: Unit | None) -> None:
         """Let go of another unit: kept for micro-batches, or of a pass whose end was not told."""
@@ -392,8 +387,3 @@ class Uses:
             window.waited_s,
         )
         return dict(zip(self.COUNTS, values, strict=True))
-
-
-def _on_stream(cuda_stream: Any, work: Callable[[], None]) -> None:
-    with devices.on_stream(cuda_stream):
-        work()
