@@ -164,6 +164,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=4, help="prompts at once (4)")
     parser.add_argument("--bits", type=int, default=4, choices=(0, 4, 8), help="then pack (4)")
     options = parser.parse_args()
+    _common.require("transformers")
     with _common.scratch(options.dir, 2 * options.size) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what transformers imports
         main(folder, options.size, options.memory, options.tokens, options.batch, options.bits)

@@ -127,5 +127,6 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=512, help="of the model (512)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
     options = parser.parse_args()
+    _common.require("transformers")
     with _common.scratch(options.dir, 512 << 20) as scratch:
         main(scratch, options.tokens, options.width, options.layers)

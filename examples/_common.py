@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
 import shutil
 import signal
@@ -43,6 +44,12 @@ def nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size such as 64K, 512M or 2G"
         ) from None
+
+
+def require(package: str) -> None:
+    """End the example, with what to do, where a package that it needs is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SystemExit(f"this example needs {package}: pip install {package}")
 
 
 @contextmanager

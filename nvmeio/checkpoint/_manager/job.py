@@ -3,14 +3,14 @@
     the caller's thread, or one that a coroutine awaits   the save's own thread
     ───────────────────────────────────────────────────   ─────────────────────────────────────────
     plan the layout of the pickle    torch_layout
-    the ranks agree                  _agreement, _ranks
-    protect or copy the storages  _state_snapshot ──────▶ take the oldest file, or a new one
+    the ranks agree             agreement, messages
+    protect or copy the storages  state_snapshot ───────▶ take the oldest file, or a new one
     return: the state may change                          write it, with checksums  torch_writing
                                                           make it durable, name it        replace
-                                                          then move `latest`            _retention
+                                                          then move `latest`             retention
 
 Where what is copied does not fit into its memory, the right side begins when the copying does.
-The right side is in `_job_files`.
+The right side is in `job_files`.
 """
 
 from __future__ import annotations
