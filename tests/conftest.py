@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from support import LOOPS, HeldEngine, nvmeio_threads, open_descriptors
 
 import nvmeio
-from nvmeio import _shim, files
+from nvmeio import _shim, buffers, files
 from nvmeio._memory import copy_on_write
 from nvmeio._threads import endings
 from nvmeio.engines import libaio
@@ -272,3 +272,12 @@ def grad_mode_stays() -> Iterator[None]:
     before = torch.is_grad_enabled()
     yield
     assert torch.is_grad_enabled() == before
+
+
+@pytest.fixture
+def lockable() -> None:
+    """For tests that page-lock memory, which not every process may."""
+    try:
+        buffers.empty_pinned(4096, dtype=torch.uint8)
+    except OSError as error:
+        pytest.skip(f"this process may not lock memory: {error}")

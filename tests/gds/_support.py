@@ -12,10 +12,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import nvmeio
 from nvmeio.engines.cufile import library as library_module
 
+PAGE = 4096
+TASK = 16384
 FAKES = Path(__file__).parents[1] / "fakes"
 ROOT = Path(nvmeio.__file__).parent.parent
 LIMIT_S = 300  # of a process that opens the real driver, which may hang
@@ -102,3 +105,7 @@ def real(
         timeout=LIMIT_S,
         check=False,
     )
+
+
+def room(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)

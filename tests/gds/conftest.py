@@ -77,3 +77,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """A device whose memory is host memory."""
     with fake_device(monkeypatch) as made:
         yield made
+
+
+@pytest.fixture
+def on_device(new_gds: Callable[..., nvmeio.GdsHandle], device: FakeDevice) -> nvmeio.GdsHandle:
+    """A handle whose CPU tensors go the AIO way, and the fake device's through cuFile."""
+    handle = new_gds()
+    handle._host_too = False
+    return handle
